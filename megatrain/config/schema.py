@@ -552,8 +552,9 @@ class ParameterGroupConfig(Table):
 class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
-    optim: Literal["adamw", "lion", "sgd", "adafactor"] = key(
-        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none.",
+    optim: Literal["adamw", "lion", "sgd", "adafactor", "muon"] = key(
+        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none; muon 4 for "
+        "matrices, and adamw with 8 for embeddings, heads, norms and biases.",
         "adamw",
         same_name=_HF,
     )
@@ -580,7 +581,7 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         ge=0,
         lt=1,
         same_name=_HF_AXOLOTL,
-        used_if={"optim": ["adamw", "lion"]},
+        used_if={"optim": ["adamw", "lion", "muon"]},
     )
     adam_beta2: float = key(
         "adamw: decay of the second moment. lion: of its moment, 0.99 by default.",
@@ -588,13 +589,26 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         ge=0,
         lt=1,
         same_name=_HF_AXOLOTL,
-        used_if={"optim": ["adamw", "lion"]},
+        used_if={"optim": ["adamw", "lion", "muon"]},
     )
     adam_epsilon: float = key(
-        "adamw: added to the denominator.", 1e-8, gt=0, same_name=_HF_AXOLOTL, used_if={"optim": ["adamw"]}
+        "adamw: added to the denominator.", 1e-8, gt=0, same_name=_HF_AXOLOTL, used_if={"optim": ["adamw", "muon"]}
     )
     sgd_momentum: float = key("sgd: decay of the moment. 0: no state.", 0.9, ge=0, lt=1, used_if={"optim": ["sgd"]})
     sgd_nesterov: bool = key("sgd: look one step of momentum ahead.", False, used_if={"optim": ["sgd"]})
+    muon_momentum: float = key("muon: decay of the moment.", 0.95, ge=0, lt=1, used_if={"optim": ["muon"]})
+    muon_nesterov: bool = key("muon: look one step of momentum ahead.", True, used_if={"optim": ["muon"]})
+    muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
+        "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so that one "
+        "rate serves matrices and what adamw updates. original: sqrt(max(1, rows / columns)); give what adamw updates "
+        "a rate of its own by groups.",
+        "match_rms_adamw",
+        used_if={"optim": ["muon"]},
+    )
+    muon_exclude: Listed[str] = key(
+        "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
+    )
     max_grad_norm: float = key(
         "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=_HF_AXOLOTL
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -13,6 +13,7 @@ from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import StateDtype
+from megatrain.optim.muon import AdjustLr, Muon
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
@@ -26,14 +27,17 @@ class OptimizerSpec:
     """The update, but for the learning rate.
 
     Attributes:
-        name: adamw, lion, sgd or adafactor.
+        name: adamw, lion, sgd, adafactor or muon.
         weight_decay: Of the parameters that decay.
         decay_exclude: Globs of parameter names that do not decay.
-        beta1: Of adamw and lion.
-        beta2: Of adamw and lion.
-        epsilon: Of adamw.
-        momentum: Of sgd.
-        nesterov: Of sgd.
+        beta1: Of adamw, lion, and what muon leaves to adamw.
+        beta2: Likewise.
+        epsilon: Of adamw, and what muon leaves to it.
+        momentum: Of sgd and muon.
+        nesterov: Of sgd and muon.
+        ns_steps: Of muon's iteration.
+        adjust_lr: Of muon's learning rate, by the shape of a matrix.
+        muon_exclude: Globs of matrices that muon leaves to adamw, beside embeddings and heads.
         state_dtype: Format of the moments of adamw, lion and sgd.
         seed: Of the rounding of moments in bf16.
         max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
@@ -44,7 +48,7 @@ class OptimizerSpec:
         learning_rates: Key of the config -> each peak learning rate that it names, of the run and of groups.
     """
 
-    name: Literal["adamw", "lion", "sgd", "adafactor"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "adafactor", "muon"] = "adamw"
     weight_decay: float = 0.1
     decay_exclude: tuple[str, ...] = ()
     beta1: float = 0.9
@@ -52,6 +56,9 @@ class OptimizerSpec:
     epsilon: float = 1e-8
     momentum: float = 0.9
     nesterov: bool = False
+    ns_steps: int = 5
+    adjust_lr: AdjustLr = "match_rms_adamw"
+    muon_exclude: tuple[str, ...] = ()
     state_dtype: StateDtype = "float32"
     seed: int = 0
     max_grad_norm: float = 1.0
@@ -74,15 +81,33 @@ class ParameterGroupError(ValueError):
     """A group of `[[optimizer.groups]]` has no effect: it names no trained parameter, or none that decays."""
 
 
-def make_optimizer(spec: OptimizerSpec, threads: KernelThreads | None = None) -> Optimizer:
+def make_optimizer(
+    spec: OptimizerSpec, threads: KernelThreads | None = None, vocabulary: Container[str] = ()
+) -> Optimizer:
     """Return the optimizer of a run.
 
     Args:
         spec: Its settings.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
+        vocabulary: Full names of the parameters of embeddings and heads, for optimizers that treat these otherwise.
     """
     if spec.name == "adafactor":
         return Adafactor(threads=threads)
+    if spec.name == "muon":
+
+        def is_matrix(name: str, shape: Sequence[int]) -> bool:
+            is_left_out = name in vocabulary or any(fnmatchcase(name, glob) for glob in spec.muon_exclude)
+            return len(shape) >= 2 and not is_left_out
+
+        adamw = AdamW(spec.beta1, spec.beta2, spec.epsilon, threads=threads)
+        return Muon(
+            adamw,
+            is_matrix,
+            momentum=spec.momentum,
+            nesterov=spec.nesterov,
+            num_steps=spec.ns_steps,
+            adjust_lr=spec.adjust_lr,
+        )
     state_dtype, seed = spec.state_dtype, spec.seed
     if spec.name == "lion":
         return Lion(spec.beta1, spec.beta2, threads=threads, state_dtype=state_dtype, seed=seed)
