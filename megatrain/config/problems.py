@@ -538,6 +538,12 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
             "optimizer.sgd_nesterov = true looks one step of momentum ahead, but optimizer.sgd_momentum = 0.0",
             "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
         )
+    if optimizer.optim == "custom" and not optimizer.custom_optimizer:
+        yield Problem(
+            "optimizer.optim",
+            'optimizer.optim = "custom" does not say which optimizer',
+            'Write custom_optimizer = "NAME", as the package names it',
+        )
     for number, group in enumerate(optimizer.groups):
         if group.learning_rate is None and group.weight_decay is None:
             key = f"optimizer.groups.{number}"

@@ -23,7 +23,7 @@ __all__ = ["Setting", "dtypes_of", "gradient_optimizer", "make_config", "make_se
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
 _AMPLE = "auto"
 #: Learning rates at which a few steps change the weights visibly.
-_RATES = {"adamw": 1e-3, "lion": 1e-4, "sgd": 1e-2, "adafactor": 1e-3, "muon": 1e-3}
+_RATES = {"adamw": 1e-3, "lion": 1e-4, "sgd": 1e-2, "adafactor": 1e-3, "muon": 1e-3, "custom": 1e-3}
 #: A power of two: a step of plain SGD at this rate leaves the gradient in the weights without rounding it again.
 GRADIENT_RATE = 1024.0
 
@@ -167,7 +167,7 @@ def optimizer_of(setting: Setting) -> OptimizerConfig:
         if (kept := kept_patterns(group.params, names))
     ]
     changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop", "state_dtype": "float32"}
-    if table.optim == "muon":  # the engine is what is proven; muon beside torch's is a test of the package
+    if table.optim in ("muon", "custom"):  # the engine is what is proven; muon beside torch's is a test of the package
         changes["optim"] = "adamw"
     return table.model_copy(update=changes)
 

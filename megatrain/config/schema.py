@@ -552,9 +552,9 @@ class ParameterGroupConfig(Table):
 class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
-    optim: Literal["adamw", "lion", "sgd", "adafactor", "muon"] = key(
+    optim: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = key(
         "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none; muon 4 for "
-        "matrices, and adamw with 8 for embeddings, heads, norms and biases.",
+        "matrices, and adamw with 8 for embeddings, heads, norms and biases. custom: one of an installed package.",
         "adamw",
         same_name=_HF,
     )
@@ -608,6 +608,14 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     )
     muon_exclude: Listed[str] = key(
         "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
+    )
+    custom_optimizer: str = key(
+        "custom: name under which an installed package has its optimizer (group megatrain.optimizers).",
+        "",
+        used_if={"optim": ["custom"]},
+    )
+    optim_args: dict[str, int | float | bool | str] = key(
+        "custom: arguments of that optimizer, e.g. { momentum = 0.95 }.", {}, used_if={"optim": ["custom"]}
     )
     max_grad_norm: float = key(
         "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=_HF_AXOLOTL

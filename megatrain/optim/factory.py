@@ -7,19 +7,26 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import StateDtype
 from megatrain.optim.muon import AdjustLr, Muon
+from megatrain.optim.plugins import OptimizerError, make_custom_optimizer
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry, UnitLayout
 
-__all__ = ["OptimizerSpec", "ParameterGroupError", "check_groups", "make_optimizer", "segment_builder"]
+__all__ = [
+    "OptimizerSpec",
+    "ParameterGroupError",
+    "check_groups",
+    "make_optimizer",
+    "segment_builder",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +34,7 @@ class OptimizerSpec:
     """The update, but for the learning rate.
 
     Attributes:
-        name: adamw, lion, sgd, adafactor or muon.
+        name: adamw, lion, sgd, adafactor, muon; or custom, one of an installed package.
         weight_decay: Of the parameters that decay.
         decay_exclude: Globs of parameter names that do not decay.
         beta1: Of adamw, lion, and what muon leaves to adamw.
@@ -38,6 +45,8 @@ class OptimizerSpec:
         ns_steps: Of muon's iteration.
         adjust_lr: Of muon's learning rate, by the shape of a matrix.
         muon_exclude: Globs of matrices that muon leaves to adamw, beside embeddings and heads.
+        custom: Name of the entry point of a custom one.
+        arguments: Of a custom one.
         state_dtype: Format of the moments of adamw, lion and sgd.
         seed: Of the rounding of moments in bf16.
         max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
@@ -48,7 +57,7 @@ class OptimizerSpec:
         learning_rates: Key of the config -> each peak learning rate that it names, of the run and of groups.
     """
 
-    name: Literal["adamw", "lion", "sgd", "adafactor", "muon"] = "adamw"
+    name: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = "adamw"
     weight_decay: float = 0.1
     decay_exclude: tuple[str, ...] = ()
     beta1: float = 0.9
@@ -59,6 +68,8 @@ class OptimizerSpec:
     ns_steps: int = 5
     adjust_lr: AdjustLr = "match_rms_adamw"
     muon_exclude: tuple[str, ...] = ()
+    custom: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     state_dtype: StateDtype = "float32"
     seed: int = 0
     max_grad_norm: float = 1.0
@@ -77,7 +88,7 @@ class OptimizerSpec:
         return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
 
 
-class ParameterGroupError(ValueError):
+class ParameterGroupError(OptimizerError):
     """A group of `[[optimizer.groups]]` has no effect: it names no trained parameter, or none that decays."""
 
 
@@ -90,7 +101,12 @@ def make_optimizer(
         spec: Its settings.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
         vocabulary: Full names of the parameters of embeddings and heads, for optimizers that treat these otherwise.
+
+    Raises:
+        OptimizerError: a custom one cannot be made.
     """
+    if spec.name == "custom":
+        return make_custom_optimizer(spec.custom, spec.arguments)
     if spec.name == "adafactor":
         return Adafactor(threads=threads)
     if spec.name == "muon":

@@ -54,8 +54,8 @@ class Muon:
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
     A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
-    alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the host, wherever
-    the blocks have their home: then their bits are the same.
+    alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the host,
+    wherever the blocks have their home: then their bits are the same.
 
     Args:
         adamw: Updates the parameters that are no such matrices.

@@ -109,7 +109,7 @@ def plan_run(
         UnsupportedModelError: the model cannot be trained.
         FreezeError: the model cannot be trained.
         AdapterError: it has no place for such adapters.
-        ParameterGroupError: a group of the optimizer names no parameter.
+        OptimizerError: a group of the optimizer names no parameter; a custom optimizer cannot be made.
         ConfigError: several ranks cannot run it so.
     """
     check_ranks(run)
