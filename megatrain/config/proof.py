@@ -162,11 +162,12 @@ def optimizer_of(setting: Setting) -> OptimizerConfig:
     table = setting.given.optimizer
     names = list(ModelFolder(setting.model.folder).records)
     groups = [
-        group.model_copy(update={"params": tuple(kept), "learning_rate": None})
+        group.model_copy(update={"params": tuple(kept), "learning_rate": None, "lr_mult": 1.0})
         for group in table.groups
         if (kept := kept_patterns(group.params, names))
     ]
     changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop", "state_dtype": "float32"}
+    changes["layer_decay"] = 1.0
     if table.optim in ("muon", "custom"):  # the engine is what is proven; muon beside torch's is a test of the package
         changes["optim"] = "adamw"
     return table.model_copy(update=changes)

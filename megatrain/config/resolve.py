@@ -257,7 +257,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     groups = tuple(
         ParameterGroup(
             group.params,
-            1.0 if group.learning_rate is None else group.learning_rate / table.learning_rate,
+            group.lr_mult if group.learning_rate is None else group.learning_rate / table.learning_rate,
             group.weight_decay,
         )
         for group in table.groups
@@ -266,6 +266,8 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     for number, group in enumerate(table.groups):
         if group.learning_rate is not None:
             rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+        elif group.lr_mult != 1:
+            rates[f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"] = group.lr_mult * table.learning_rate
     return OptimizerSpec(
         name=table.optim,
         weight_decay=table.weight_decay,
@@ -285,6 +287,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
         max_grad_norm=table.max_grad_norm,
         clip_scope=table.clip_scope,
         nonfinite=table.nonfinite,
+        layer_decay=table.layer_decay,
         groups=groups,
         learning_rates=rates,
     )

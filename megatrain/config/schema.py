@@ -546,6 +546,7 @@ class ParameterGroupConfig(Table):
         examples=[["*norm*"]],
     )
     learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
+    lr_mult: float = key("Factor on the optimizer's learning rate, instead of a rate of their own.", 1.0, gt=0)
     weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
 
@@ -636,6 +637,14 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         "Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }.", {}, same_name=_HF
     )
     warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=_HF_AXOLOTL)
+    layer_decay: float = key(
+        "Factor on the learning rate for each layer between a parameter and the head, as in timm: what follows the "
+        "last layer has the whole rate, the last layer this share of it, the one before its square, embeddings the "
+        "least.",
+        1.0,
+        gt=0,
+        le=1,
+    )
     groups: Listed[ParameterGroupConfig] = key("Parameters with another learning rate or weight decay.", ())
 
     @model_validator(mode="before")

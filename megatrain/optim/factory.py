@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from megatrain.optim.plugins import OptimizerError, make_custom_optimizer
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
+    from megatrain.models.graph import ModelGraph
     from megatrain.models.layout import TensorEntry, UnitLayout
 
 __all__ = [
@@ -53,6 +54,7 @@ class OptimizerSpec:
         clip_scope: Whose norm that is, and whose update a gradient that is not finite stops or leaves out: the whole
             step's, or each layer's.
         nonfinite: What a NaN or infinite gradient does.
+        layer_decay: Factor on the learning rate for each layer between a parameter and the head.
         groups: Parameters with settings of their own; of those that match a parameter the first one counts.
         learning_rates: Key of the config -> each peak learning rate that it names, of the run and of groups.
     """
@@ -75,6 +77,7 @@ class OptimizerSpec:
     max_grad_norm: float = 1.0
     clip_scope: Literal["global", "layer"] = "global"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
+    layer_decay: float = 1.0
     groups: tuple[ParameterGroup, ...] = ()
     learning_rates: Mapping[str, float] = field(default_factory=dict)
 
@@ -132,8 +135,25 @@ def make_optimizer(
     return AdamW(spec.beta1, spec.beta2, spec.epsilon, threads=threads, state_dtype=state_dtype, seed=seed)
 
 
+def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
+    """Return the factor on the learning rate of each block group, by the name of its layout.
+
+    As in timm: what comes after the last layer has 1, the last layer `layer_decay`, each layer before it once more,
+    and what comes before the first layer most of all. A tied weight is where it is used first.
+    """
+    num_layers = sum(unit.is_layer for unit in graph.units)
+    scales: dict[str, float] = {}
+    depth = 0
+    for unit in graph.units:
+        depth += unit.is_layer
+        is_after = depth == num_layers and not unit.is_layer
+        for _, _, layout in unit.params:
+            scales.setdefault(layout, 1.0 if is_after else layer_decay ** (num_layers + 1 - depth))
+    return scales
+
+
 def segment_builder(
-    spec: OptimizerSpec, optimizer: Optimizer, *, split_master: bool
+    spec: OptimizerSpec, optimizer: Optimizer, *, split_master: bool, graph: ModelGraph | None = None
 ) -> Callable[[UnitLayout], tuple[Segment, ...]]:
     """Return the function that tells what of a layout is updated, and how.
 
@@ -141,14 +161,24 @@ def segment_builder(
         spec: Settings of the run.
         optimizer: What `make_optimizer` made of it.
         split_master: As for `Optimizer.state_kinds`.
+        graph: The model, where layers have learning rates of their own.
     """
-    return partial(
+    build = partial(
         build_segments,
         weight_decay=spec.weight_decay,
         exclude=spec.decay_exclude,
         groups=spec.groups,
         kinds=optimizer.state_kinds(split_master),
     )
+    if spec.layer_decay == 1.0 or graph is None:
+        return build
+    scales = layer_scales(graph, spec.layer_decay)
+
+    def scaled(layout: UnitLayout) -> tuple[Segment, ...]:
+        scale = scales[layout.name]
+        return tuple(replace(segment, lr_scale=segment.lr_scale * scale) for segment in build(layout))
+
+    return scaled
 
 
 def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
