@@ -207,7 +207,7 @@ def check_ranks(run: RunSpec) -> None:
         )
         problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
     kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
-    if any(kind.elements_of is not None for kind in kinds):
+    if any(kind.elements_of is not None or kind.needs_whole for kind in kinds):
         message = (
             f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
         )
