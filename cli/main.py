@@ -40,7 +40,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
     ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
-    ("megatrain.optim.factory", "ParameterGroupError", EXIT_CONFIG),
+    ("megatrain.optim.plugins", "OptimizerError", EXIT_CONFIG),
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
     ("megatrain.doctor.drives", "UnusablePathError", EXIT_CONFIG),
     ("megatrain.checkpoint.resume", "ConfigChangedError", EXIT_CONFIG),

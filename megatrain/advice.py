@@ -34,6 +34,7 @@ _RATES = {
     "adafactor": _Rates(1e-8, 5e-4, 1e-2),  # used as it is: its updates are as large as AdamW's
     "lion": _Rates(1e-9, 1e-4, 3e-3),
     "sgd": _Rates(1e-6, 1.0, 10.0),
+    "muon": _Rates(1e-8, 5e-2, 1e-1),  # "original" takes much larger rates than "match_rms_adamw"
 }
 _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5
@@ -62,7 +63,9 @@ def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterato
 
 
 def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
-    bounds = _RATES[optim]
+    bounds = _RATES.get(optim)
+    if bounds is None:  # of a package: nothing is known of it
+        return
     highest = bounds.highest_from_scratch if is_new else bounds.highest
     what = f'{key} = {rate:g} is far out for optim = "{optim}"'
     if rate > highest:

@@ -49,8 +49,8 @@ from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
 from megatrain.models.internals import TransformersVersionError
 from megatrain.models.load import open_loader
-from megatrain.optim.factory import ParameterGroupError
 from megatrain.optim.lr import ScheduleError
+from megatrain.optim.plugins import OptimizerError
 from megatrain.plan import machine
 from megatrain.plan.limits import drive_paths, find_objections
 from megatrain.plan.placement import DoesNotFitError
@@ -86,7 +86,7 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     (
         (
             ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
-            ParameterGroupError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
+            OptimizerError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
             UnusableDirectoryError, TransformersVersionError,
         ),
         "config",

@@ -656,7 +656,9 @@ class Trainer:
             plan.optimizer,
             device=plan.device,
             order=run.batch.order,
-            segments=segment_builder(run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph)),
+            segments=segment_builder(
+                run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph), graph=plan.graph
+            ),
             max_grad_norm=run.optimizer.max_grad_norm,
             nonfinite=run.optimizer.nonfinite,
             seed=run.seed,

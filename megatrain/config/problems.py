@@ -360,7 +360,8 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
     for key in KEYS:
         for other, value in idle_with(key, config).items():
-            if _value(key, config) != KEYS[key].get("default"):
+            given = _value(key, config)
+            if (list(given) if isinstance(given, tuple) else given) != KEYS[key].get("default"):
                 warnings.append(f"{key} has no effect with {other.rpartition('.')[2]} = {format_value(value)}")
     if not _may_have_gpu_tier(config) and not config.tiers.gpu.size.is_auto:
         warnings.append('tiers.gpu.size has no effect with device = "cpu"')
@@ -538,10 +539,19 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
             "optimizer.sgd_nesterov = true looks one step of momentum ahead, but optimizer.sgd_momentum = 0.0",
             "Write sgd_momentum = 0.9, or leave sgd_nesterov out",
         )
+    if optimizer.optim == "custom" and not optimizer.custom_optimizer:
+        yield Problem(
+            "optimizer.optim",
+            'optimizer.optim = "custom" does not say which optimizer',
+            'Write custom_optimizer = "NAME", as the package names it',
+        )
     for number, group in enumerate(optimizer.groups):
-        if group.learning_rate is None and group.weight_decay is None:
-            key = f"optimizer.groups.{number}"
+        key = f"optimizer.groups.{number}"
+        if group.learning_rate is None and group.weight_decay is None and group.lr_mult == 1:
             yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
+        if group.learning_rate is not None and group.lr_mult != 1:
+            message = f"{key} has a learning_rate and an lr_mult, which is a factor on the optimizer's learning_rate"
+            yield Problem(f"{key}.lr_mult", message, "Keep one of them")
 
 
 def _check_schedule(config: RunConfig) -> Iterator[Problem]:

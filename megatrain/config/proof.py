@@ -23,7 +23,7 @@ __all__ = ["Setting", "dtypes_of", "gradient_optimizer", "make_config", "make_se
 ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
 _AMPLE = "auto"
 #: Learning rates at which a few steps change the weights visibly.
-_RATES = {"adamw": 1e-3, "lion": 1e-4, "sgd": 1e-2, "adafactor": 1e-3}
+_RATES = {"adamw": 1e-3, "lion": 1e-4, "sgd": 1e-2, "adafactor": 1e-3, "muon": 1e-3, "custom": 1e-3}
 #: A power of two: a step of plain SGD at this rate leaves the gradient in the weights without rounding it again.
 GRADIENT_RATE = 1024.0
 
@@ -162,11 +162,14 @@ def optimizer_of(setting: Setting) -> OptimizerConfig:
     table = setting.given.optimizer
     names = list(ModelFolder(setting.model.folder).records)
     groups = [
-        group.model_copy(update={"params": tuple(kept), "learning_rate": None})
+        group.model_copy(update={"params": tuple(kept), "learning_rate": None, "lr_mult": 1.0})
         for group in table.groups
         if (kept := kept_patterns(group.params, names))
     ]
     changes = {**_constant(_RATES[table.optim]), "groups": tuple(groups), "nonfinite": "stop", "state_dtype": "float32"}
+    changes["layer_decay"] = 1.0
+    if table.optim in ("muon", "custom"):  # the engine is what is proven; muon beside torch's is a test of the package
+        changes["optim"] = "adamw"
     return table.model_copy(update=changes)
 
 

@@ -259,7 +259,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     groups = tuple(
         ParameterGroup(
             group.params,
-            1.0 if group.learning_rate is None else group.learning_rate / table.learning_rate,
+            group.lr_mult if group.learning_rate is None else group.learning_rate / table.learning_rate,
             group.weight_decay,
         )
         for group in table.groups
@@ -268,6 +268,8 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     for number, group in enumerate(table.groups):
         if group.learning_rate is not None:
             rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+        elif group.lr_mult != 1:
+            rates[f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"] = group.lr_mult * table.learning_rate
     return OptimizerSpec(
         name=table.optim,
         weight_decay=table.weight_decay,
@@ -275,13 +277,19 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
         beta1=table.adam_beta1,
         beta2=table.adam_beta2,
         epsilon=table.adam_epsilon,
-        momentum=table.sgd_momentum,
-        nesterov=table.sgd_nesterov,
+        momentum=table.muon_momentum if table.optim == "muon" else table.sgd_momentum,
+        nesterov=table.muon_nesterov if table.optim == "muon" else table.sgd_nesterov,
+        ns_steps=table.muon_ns_steps,
+        adjust_lr=table.muon_adjust_lr,
+        muon_exclude=table.muon_exclude,
+        custom=table.custom_optimizer,
+        arguments=table.optim_args,
         state_dtype=table.state_dtype,
         seed=seed,
         max_grad_norm=table.max_grad_norm,
         clip_scope=table.clip_scope,
         nonfinite=table.nonfinite,
+        layer_decay=table.layer_decay,
         groups=groups,
         learning_rates=rates,
     )

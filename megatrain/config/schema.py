@@ -550,14 +550,16 @@ class ParameterGroupConfig(Table):
         examples=[["*norm*"]],
     )
     learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
+    lr_mult: float = key("Factor on the optimizer's learning rate, instead of a rate of their own.", 1.0, gt=0)
     weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
 
 class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
-    optim: Literal["adamw", "lion", "sgd", "adafactor"] = key(
-        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none.",
+    optim: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = key(
+        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none; muon 4 for "
+        "matrices, and adamw with 8 for embeddings, heads, norms and biases. custom: one of an installed package.",
         "adamw",
         same_name=_HF,
     )
@@ -584,7 +586,7 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         ge=0,
         lt=1,
         same_name=_HF_AXOLOTL,
-        used_if={"optim": ["adamw", "lion"]},
+        used_if={"optim": ["adamw", "lion", "muon"]},
     )
     adam_beta2: float = key(
         "adamw: decay of the second moment. lion: of its moment, 0.99 by default.",
@@ -592,13 +594,34 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         ge=0,
         lt=1,
         same_name=_HF_AXOLOTL,
-        used_if={"optim": ["adamw", "lion"]},
+        used_if={"optim": ["adamw", "lion", "muon"]},
     )
     adam_epsilon: float = key(
-        "adamw: added to the denominator.", 1e-8, gt=0, same_name=_HF_AXOLOTL, used_if={"optim": ["adamw"]}
+        "adamw: added to the denominator.", 1e-8, gt=0, same_name=_HF_AXOLOTL, used_if={"optim": ["adamw", "muon"]}
     )
     sgd_momentum: float = key("sgd: decay of the moment. 0: no state.", 0.9, ge=0, lt=1, used_if={"optim": ["sgd"]})
     sgd_nesterov: bool = key("sgd: look one step of momentum ahead.", False, used_if={"optim": ["sgd"]})
+    muon_momentum: float = key("muon: decay of the moment.", 0.95, ge=0, lt=1, used_if={"optim": ["muon"]})
+    muon_nesterov: bool = key("muon: look one step of momentum ahead.", True, used_if={"optim": ["muon"]})
+    muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
+        "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so that one "
+        "rate serves matrices and what adamw updates. original: sqrt(max(1, rows / columns)); give what adamw updates "
+        "a rate of its own by groups.",
+        "match_rms_adamw",
+        used_if={"optim": ["muon"]},
+    )
+    muon_exclude: Listed[str] = key(
+        "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
+    )
+    custom_optimizer: str = key(
+        "custom: name under which an installed package has its optimizer (group megatrain.optimizers).",
+        "",
+        used_if={"optim": ["custom"]},
+    )
+    optim_args: dict[str, int | float | bool | str] = key(
+        "custom: arguments of that optimizer, e.g. { momentum = 0.95 }.", {}, used_if={"optim": ["custom"]}
+    )
     max_grad_norm: float = key(
         "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=_HF_AXOLOTL
     )
@@ -618,6 +641,14 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         "Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }.", {}, same_name=_HF
     )
     warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=_HF_AXOLOTL)
+    layer_decay: float = key(
+        "Factor on the learning rate for each layer between a parameter and the head, as in timm: what follows the "
+        "last layer has the whole rate, the last layer this share of it, the one before its square, embeddings the "
+        "least.",
+        1.0,
+        gt=0,
+        le=1,
+    )
     groups: Listed[ParameterGroupConfig] = key("Parameters with another learning rate or weight decay.", ())
 
     @model_validator(mode="before")

@@ -631,12 +631,15 @@ class ProgramBuilder:
         self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
         self._updates_in_compute_tier = updates_in_compute_tier
         self._uses = uses_of_layouts(graph, trace)
+
         # Whoever needs a whole parameter at once has whole blocks.
-        is_elementwise = all(kind.elements_of is None for kind in state_kinds)
+        def is_elementwise(layout: UnitLayout) -> bool:
+            return all(kind.is_like_weight(layout) for kind in state_kinds)
+
         self._parts = {
             layout.name: layout.parts
             for layout in graph.layouts.values()
-            if is_elementwise and len(layout.parts) > 1 and self._is_trained(layout)
+            if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
         # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(

@@ -31,7 +31,7 @@ def second_moment_elements(entry: TensorEntry) -> int:
     return num_matrices * (num_rows + num_columns) if len(entry.shape) >= 2 else entry.numel
 
 
-_STATE = (StateKind("v", torch.float32, second_moment_elements),)
+_STATE = (StateKind("v", torch.float32, second_moment_elements, needs_whole=True),)
 
 
 def as_matrices(shape: Sequence[int], num_elements: int) -> tuple[int, int, int]:

@@ -50,6 +50,7 @@ class StateKind:
         dtype: Element type.
         elements_of: Returns the number of elements of a parameter in the block, which holds them one parameter after
             another. None: one per `granularity` elements of the parameter, in the order of the weight block.
+        needs_whole: The update needs all of a parameter at once, also where each element has one in the block.
         granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024, to which
             parameters and parts are aligned, so that none is shared by two of them.
     """
@@ -58,6 +59,7 @@ class StateKind:
     dtype: torch.dtype
     elements_of: Callable[[TensorEntry], int] | None = None
     granularity: int = 1
+    needs_whole: bool = False
 
     def __post_init__(self) -> None:
         assert _BLOCK_ALIGNMENT_ELEMENTS % self.granularity == 0, self
@@ -72,6 +74,12 @@ class StateKind:
     def elements_for(self, num_elements: int) -> int:
         """Return the length of the range that belongs to a range of the weight block which begins where one does."""
         return -(-num_elements // self.granularity)
+
+    def is_like_weight(self, layout: UnitLayout) -> bool:
+        """Return whether the block of a layout can be cut as its weight is, one part after the other updated."""
+        if self.elements_of is None or self.needs_whole:
+            return not self.needs_whole
+        return len(layout.entries) == 1 and self.elements_of(layout.entries[0]) == layout.entries[0].numel
 
     def starts(self, layout: UnitLayout) -> dict[str, int]:
         """Return the first element of each parameter in the block, by full name."""
@@ -121,7 +129,8 @@ class Segment:
         """Return what of the segment lies in a part of its block, counted from the start of that part."""
         start, stop = max(self.start, block.start), min(self.stop, block.stop)
         first = self.first + start - self.start
-        return replace(self, start=start - block.start, stop=stop - block.start, first=first)
+        starts = dict.fromkeys(self.state_starts, start - block.start)  # only blocks that are like the weight are cut
+        return replace(self, start=start - block.start, stop=stop - block.start, first=first, state_starts=starts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -349,7 +349,9 @@ class _Steps:
             plan.optimizer,
             device=plan.device,
             order=run.batch.order,
-            segments=segment_builder(run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph)),
+            segments=segment_builder(
+                run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph), graph=plan.graph
+            ),
             max_grad_norm=run.optimizer.max_grad_norm,
             nonfinite="ignore",
             seed=run.seed,

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import nn
 
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.data.encoding import load_tokenizer
@@ -108,7 +109,7 @@ def plan_run(
         UnsupportedModelError: the model cannot be trained.
         FreezeError: the model cannot be trained.
         AdapterError: it has no place for such adapters.
-        ParameterGroupError: a group of the optimizer names no parameter.
+        OptimizerError: a group of the optimizer names no parameter; a custom optimizer cannot be made.
         ConfigError: several ranks cannot run it so.
     """
     check_ranks(run)
@@ -206,7 +207,7 @@ def check_ranks(run: RunSpec) -> None:
         )
         problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
     kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
-    if any(kind.elements_of is not None for kind in kinds):
+    if any(kind.elements_of is not None or kind.needs_whole for kind in kinds):
         message = (
             f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
         )
@@ -322,7 +323,7 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded) if like is None else like.trace
-    optimizer = make_optimizer(run.optimizer)
+    optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph))
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, packed = find_frozen(run, graph)
@@ -356,6 +357,8 @@ def _place(
         workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
         budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
+        extra = _update_workspace_bytes(subject)
+        budgets["ram"] = replace(budgets["ram"], workspace_bytes=budgets["ram"].workspace_bytes + extra)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -538,6 +541,24 @@ def _build_program(
         own_lanes=run.own_lanes,
     ).build()
     return sharing_gradients(program)
+
+
+def _vocabulary(graph: ModelGraph) -> frozenset[str]:
+    """Return the names of the parameters of embeddings and of the output head."""
+    modules = {name: module for name, module in graph.model.named_modules() if isinstance(module, nn.Embedding)}
+    head = graph.model.get_output_embeddings()
+    modules |= {name: module for name, module in graph.model.named_modules() if module is head}
+    names = (f"{path}.{own}" for path, module in modules.items() for own, _ in module.named_parameters())
+    return frozenset(graph.owner_of.get(name, name) for name in names)
+
+
+def _update_workspace_bytes(subject: _Subject) -> int:
+    """Return what an update takes in RAM beside its blocks, where the optimizer says so."""
+    bytes_of = getattr(subject.optimizer, "workspace_bytes", None)
+    if bytes_of is None:
+        return 0
+    trained = (layout for layout in subject.graph.layouts.values() if layout.trainable)
+    return max((bytes_of(entry) for layout in trained for entry in layout.entries), default=0)
 
 
 def _on_device(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:

@@ -118,7 +118,7 @@ def test_updates_before_the_forward_and_during_the_backward(
     result.assert_as_planned()
 
 
-@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor", "muon"])
 @pytest.mark.parametrize(("gpu", "dtype"), [("10MiB", "float32"), ("10MiB", "bfloat16"), ("64MiB", "bfloat16")])
 def test_every_optimizer(
     gpu: str, optim: str, dtype: str, tiny_model: Path, tmp_path: Path, baseline: Baseline
@@ -128,8 +128,9 @@ def test_every_optimizer(
     result.assert_same(baseline(**tables))
     result.assert_as_planned()
     there, all_groups = groups_on_gpu(result)
-    if optim == "adafactor":
-        assert there == 0 and "updates are made in ram: Adafactor has no kernel for a GPU" in messages(result.plan)
+    if optim in ("adafactor", "muon"):
+        name = optim.capitalize()
+        assert there == 0 and f"updates are made in ram: {name} has no kernel for a GPU" in messages(result.plan)
         assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
     else:
         assert there > 0 and (gpu != "64MiB" or there == all_groups)

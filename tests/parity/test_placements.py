@@ -95,7 +95,7 @@ def test_bf16_gradients_are_rounded_sums(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["muon", "lion", "sgd", "adafactor"])
 def test_every_optimizer_gives_the_same_bits_everywhere(
     optim: str, dtype: str, tiny_model: Path, tmp_path: Path
 ) -> None:

@@ -178,7 +178,7 @@ def test_saving_every_step_changes_no_bit(
     assert (first.written_bytes > 0) == (placement not in (ON_NVME, PAST_RAM))
 
 
-@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor"])
+@pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor", "muon"])
 def test_every_optimizer_continues(optim: str, tiny_model: Path, tmp_path: Path) -> None:
     tables = {"optimizer": f'optim = "{optim}"', "precision": 'compute_dtype = "bfloat16"'}
     whole = train(tmp_path / "whole", tiny_model, IN_RAM, **tables)

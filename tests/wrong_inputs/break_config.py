@@ -64,7 +64,7 @@ COMBINATIONS: dict[str, tuple[Keys, str, tuple[str, ...]]] = {
     "plain text, masked": ({"task": '"pretrain"', "data.train_on": '"assistant"'}, "data.train_on", ("pretrain",)),
     "plain text from chats": ({"task": '"pretrain"', "data.train.format": '"messages"'}, "data.train.format", ("pretrain",)),
     "momentum without one": ({"optimizer.optim": '"sgd"', "optimizer.sgd_momentum": "0.0", "optimizer.sgd_nesterov": "true"}, "optimizer.sgd_nesterov", ("sgd_momentum",)),
-    "format of no moments": ({"optimizer.optim": '"adafactor"', "optimizer.state_dtype": '"int8"'}, "optimizer.state_dtype", ("adamw",)),
+    "custom without a name": ({"optimizer.optim": '"custom"'}, "optimizer.optim", ("custom_optimizer",)),
     "no schedule": ({"optimizer.lr_scheduler_type": '"consine"'}, "optimizer.lr_scheduler_type", ("cosine",)),
     "schedule of later torch": ({"optimizer.lr_scheduler_type": '"reduce_lr_on_plateau"'}, "optimizer.lr_scheduler_type", ()),
     "schedule argument": ({"optimizer.lr_scheduler_kwargs": "{ power = 2 }"}, "optimizer.lr_scheduler_kwargs", ("polynomial",)),

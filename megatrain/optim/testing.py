@@ -1,0 +1,186 @@
+"""OptimizerSuite: all that the engine relies on in an optimizer, as tests to inherit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.optim.base import Optimizer, Segment, Update, build_segments
+from megatrain.precision import decode, encode
+
+__all__ = ["OptimizerSuite"]
+
+_PART = 65_536  # parts of a layout begin at multiples of it
+Blocks = dict[str, Tensor]
+
+
+class OptimizerSuite:
+    """Subclass it, say how an optimizer is made, and pytest collects the tests::
+
+    class TestMyOptimizer(OptimizerSuite):
+        def make_optimizer(self) -> Optimizer:
+            return MyOptimizer()
+    """
+
+    def make_optimizer(self) -> Optimizer:
+        """Return a new optimizer with the same settings each time."""
+        raise NotImplementedError
+
+    def make_layout(self) -> UnitLayout:
+        """Return the parameters that the tests update: matrices, stacked matrices, a vector, and one of one element."""
+        shapes = [("up", (40, 72)), ("experts", (3, 16, 24)), ("norm", (72,)), ("scale", (1,)), ("down", (72, 40))]
+        return build_layout("layer", shapes, True)
+
+    # -- what it is --------------------------------------------------------------------------------------------
+
+    def test_it_is_an_optimizer(self) -> None:
+        optimizer = self.make_optimizer()
+        assert isinstance(optimizer, Optimizer), f"{type(optimizer).__name__} lacks state_kinds, update or warm_up"
+        for split_master, first in ((True, ["weight", "low"]), (False, ["weight"])):
+            names = [kind.name for kind in optimizer.state_kinds(split_master)]
+            assert names[: len(first)] == first, names
+            assert len(set(names)) == len(names), f"two kinds have one name: {names}"
+            assert not any(set(name) & set("./") or name.startswith("grad") for name in names), names
+        plain, split = ({kind.name for kind in optimizer.state_kinds(each)} for each in (False, True))
+        assert split - plain == {"low"}, "the state is the same for both kinds of master"
+
+    def test_it_can_be_warmed_up_twice(self) -> None:
+        optimizer = self.make_optimizer()
+        optimizer.warm_up()
+        optimizer.warm_up([(True, torch.bfloat16)])
+
+    # -- what an update does -----------------------------------------------------------------------------------
+
+    def test_it_learns_and_leaves_alone_what_is_not_its_own(self) -> None:
+        optimizer, layout = self.make_optimizer(), self.make_layout()
+        blocks, before = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        gradient = self._gradient(layout, 1)
+        given = gradient.clone()
+        segments = self._segments(optimizer, layout)
+        optimizer.update(blocks, gradient, [], Update(1, 1e-2))
+        assert self._same(blocks, before), "an update of no segment changed something"
+        chosen = segments[::2]
+        optimizer.update(blocks, gradient, chosen, Update(1, 1e-2))
+        assert torch.equal(gradient, given), "the gradient was changed"
+        mine = torch.zeros(layout.num_elements, dtype=torch.bool)
+        for segment in chosen:
+            mine[segment.start : segment.stop] = True
+        moved = blocks["weight"] != before["weight"]
+        assert not moved[~mine].any(), "weights outside of the segments changed: of other parameters, or padding"
+        assert moved[mine].float().mean() > 0.5, "hardly a weight moved"
+        assert blocks["weight"].isfinite().all()
+
+    def test_state_and_weights_are_all_that_it_remembers(self) -> None:
+        """A run is continued by a new object on the same blocks."""
+        layout = self.make_layout()
+        one = self.make_optimizer()
+        first, second = self._blocks(one, layout), self._blocks(one, layout)
+        for step in (1, 2, 3):
+            self._step(one, layout, first, step)
+            self._step(self.make_optimizer(), layout, second, step)
+            assert self._same(first, second), f"another object on the same blocks gave other bits in step {step}"
+
+    def test_both_kinds_of_master_give_the_same_bits(self) -> None:
+        optimizer, layout = self.make_optimizer(), self.make_layout()
+        whole, split = self._blocks(optimizer, layout), self._blocks(optimizer, layout, split_master=True)
+        for step in (1, 2):
+            self._step(optimizer, layout, whole, step)
+            self._step(optimizer, layout, split, step)
+        master = torch.empty(layout.num_elements)
+        decode(split["weight"], split["low"], master)
+        assert torch.equal(master, whole["weight"]), "a split master ended with other bits than an fp32 one"
+
+    def test_bf16_gradients_are_what_they_stand_for(self) -> None:
+        optimizer, layout = self.make_optimizer(), self.make_layout()
+        narrow, wide = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        gradient = self._gradient(layout, 1).bfloat16()
+        segments = self._segments(optimizer, layout)
+        optimizer.update(narrow, gradient, segments, Update(1, 1e-2))
+        optimizer.update(wide, gradient.float(), segments, Update(1, 1e-2))
+        assert self._same(narrow, wide), "a bf16 gradient gave other bits than the same numbers in fp32"
+
+    def test_the_scale_of_the_gradient_and_of_the_rate_are_factors(self) -> None:
+        optimizer, layout = self.make_optimizer(), self.make_layout()
+        gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
+        scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        optimizer.update(scaled, gradient, segments, Update(1, 1e-2, 0.25))
+        optimizer.update(plain, gradient * 0.25, segments, Update(1, 1e-2))
+        assert self._same(scaled, plain), "grad_scale is not a factor on the gradient"
+        slow = self._segments(optimizer, layout, lr_scale=0.5)
+        scaled, plain = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        optimizer.update(scaled, gradient, slow, Update(1, 1e-2))
+        optimizer.update(plain, gradient, segments, Update(1, 5e-3))
+        assert self._same(scaled, plain), "a segment's lr_scale is not a factor on the learning rate"
+
+    # -- bits do not depend on how it is called ----------------------------------------------------------------
+
+    def test_segments_may_come_one_by_one_and_on_several_threads(self) -> None:
+        optimizer, layout = self.make_optimizer(), self.make_layout()
+        expected = self._blocks(optimizer, layout)
+        self._step(optimizer, layout, expected, 1)
+        gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
+        found = [self._blocks(optimizer, layout) for _ in range(4)]
+
+        def update(blocks: Blocks) -> None:
+            for segment in reversed(segments):
+                optimizer.update(blocks, gradient, [segment], Update(1, 1e-2))
+
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(update, found, timeout=120))
+        assert all(self._same(blocks, expected) for blocks in found), "bits depend on the order, or on other threads"
+
+    def test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts(self) -> None:
+        """Where no kind of state needs whole parameters, an update comes in parts that begin inside of one."""
+        optimizer = self.make_optimizer()
+        layout = build_layout("embedding", [("weight", (1100, 128))], True)
+        kinds = optimizer.state_kinds(False)
+        if not all(kind.is_like_weight(layout) for kind in kinds):
+            return
+        whole, cut = self._blocks(optimizer, layout), self._blocks(optimizer, layout)
+        gradient, segments = self._gradient(layout, 1), self._segments(optimizer, layout)
+        optimizer.update(whole, gradient, segments, Update(1, 1e-2))
+        for part in (range(_PART), range(_PART, 2 * _PART), range(2 * _PART, layout.num_elements)):
+            own = {
+                kind.name: cut[kind.name][part.start // kind.granularity : -(-part.stop // kind.granularity)]
+                for kind in kinds
+            }
+            inside = [segment.within(part) for segment in segments]
+            optimizer.update(own, gradient[part.start : part.stop], inside, Update(1, 1e-2))
+        assert self._same(whole, cut), "an update in parts gave other bits: give the kinds of state needs_whole=True"
+
+    # -- how -----------------------------------------------------------------------------------------------------
+
+    def _blocks(self, optimizer: Optimizer, layout: UnitLayout, *, split_master: bool = False) -> Blocks:
+        """Return masters with random numbers, and new state: zeros."""
+        master = torch.zeros(layout.num_elements)
+        for entry in layout.entries:
+            generator = torch.Generator().manual_seed(entry.offset)
+            master[entry.offset : entry.offset + entry.numel] = torch.randn(entry.numel, generator=generator)
+        blocks = {
+            kind.name: torch.zeros(kind.num_elements(layout), dtype=kind.dtype)
+            for kind in optimizer.state_kinds(split_master)
+        }
+        if split_master:
+            encode(master, blocks["weight"], blocks["low"])
+        else:
+            blocks["weight"].copy_(master)
+        return blocks
+
+    def _gradient(self, layout: UnitLayout, step: int) -> Tensor:
+        return torch.randn(layout.num_elements, generator=torch.Generator().manual_seed(step))
+
+    def _segments(self, optimizer: Optimizer, layout: UnitLayout, lr_scale: float = 1.0) -> Sequence[Segment]:
+        built = build_segments(layout, 0.1, (), kinds=optimizer.state_kinds(False))
+        return [replace(segment, lr_scale=lr_scale) for segment in built]
+
+    def _step(self, optimizer: Optimizer, layout: UnitLayout, blocks: Blocks, step: int) -> None:
+        segments = self._segments(optimizer, layout)
+        optimizer.update(blocks, self._gradient(layout, step), segments, Update(step, 1e-2))
+
+    def _same(self, left: Blocks, right: Blocks) -> bool:
+        return all(torch.equal(left[name], right[name]) for name in left)

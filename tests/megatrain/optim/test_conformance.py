@@ -1,0 +1,131 @@
+"""Every optimizer passes the suite that is shipped for those of users, and the suite finds what breaks the contract."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.base import Optimizer, StateKind
+from megatrain.optim.elementwise import SGD, AdamW, Lion
+from megatrain.optim.muon import Muon
+from megatrain.optim.plugins import ENTRY_POINT_GROUP, OptimizerError, available_optimizers, make_custom_optimizer
+from megatrain.optim.testing import OptimizerSuite
+from megatrain.optim.threads import KernelThreads
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+sys.path.insert(0, str(EXAMPLES / "optimizers"))
+
+from signum import Signum  # noqa: E402  -- lies outside of the package, as a user's own
+
+ONE = KernelThreads(1)
+MAKERS: dict[str, Any] = {
+    "signum": Signum,
+    "muon": lambda: Muon(AdamW(threads=ONE)),
+    "adafactor": lambda: Adafactor(threads=ONE),
+    "adamw, bfloat16": lambda: AdamW(threads=ONE, state_dtype="bfloat16"),
+    "adamw, int8": lambda: AdamW(threads=ONE, state_dtype="int8"),
+    "lion": lambda: Lion(threads=ONE),
+    "sgd": lambda: SGD(threads=ONE),
+    "adamw": lambda: AdamW(threads=ONE),
+}
+TESTS = [name for name in vars(OptimizerSuite) if name.startswith("test_")]
+
+
+def run_suite(make: Any) -> list[str]:
+    """Run all tests of the suite; return the names of those that failed."""
+
+    class Suite(OptimizerSuite):
+        def make_optimizer(self) -> Optimizer:
+            made: Optimizer = make()
+            return made
+
+    failed = []
+    for name in TESTS:
+        try:
+            getattr(Suite(), name)()
+        except Exception:
+            failed.append(name)
+    return failed
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_every_optimizer_passes(name: str) -> None:
+    assert len(TESTS) >= 9
+    assert run_suite(MAKERS[name]) == []
+
+
+class Forgetful(Signum):
+    """Keeps something outside of the blocks."""
+
+    count = 0.0
+
+    def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
+        self.count += 1e-3
+        super().update(blocks, gradient * (1 + self.count), segments, update)
+        if segments:
+            blocks["weight"][segments[0].stop - 1] += self.count
+
+
+class Reaching(Signum):
+    """Touches the whole block."""
+
+    def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
+        super().update(blocks, gradient, segments, update)
+        blocks["weight"].mul_(0.5)
+
+
+class Whole(Signum):
+    """Uses all of a parameter and does not say so."""
+
+    def update(self, blocks: Any, gradient: Any, segments: Any, update: Any) -> None:
+        for segment in segments:
+            inside = slice(segment.start, segment.stop)
+            blocks["weight"][inside] -= update.lr * segment.lr_scale * gradient[inside].float().norm()
+
+
+class Unnamed(Signum):
+    def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
+        return (StateKind("m", torch.float32), *super().state_kinds(split_master))
+
+
+@pytest.mark.parametrize(
+    ("kind", "found"),
+    [
+        (Forgetful, "test_state_and_weights_are_all_that_it_remembers"),
+        (Reaching, "test_it_learns_and_leaves_alone_what_is_not_its_own"),
+        (Whole, "test_a_layout_that_may_be_cut_gives_the_same_bits_in_parts"),
+        (Unnamed, "test_it_is_an_optimizer"),
+    ],
+)
+def test_the_suite_finds_what_breaks_the_contract(kind: Any, found: str) -> None:
+    assert found in run_suite(kind)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is installed beside this one."""
+    info = tmp_path / "site" / "signs-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1.2\n")
+    lines = ("signum = signum:Signum", "none = signum:nothing", "number = builtins:int", f"order = {__name__}:Unnamed")
+    (info / "entry_points.txt").write_text("\n".join([f"[{ENTRY_POINT_GROUP}]", *lines]) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+
+
+def test_mistakes_are_told_in_words(installed: None) -> None:
+    assert set(available_optimizers()) >= {"none", "number", "order", "signum"}
+    for name, arguments, message in (
+        ("signun", {}, "no installed package has an optimizer of this name; there are: none, number, order, signum"),
+        ("none", {}, r"package 'signs' 1.2 \(signum:nothing\) cannot be imported: AttributeError"),
+        ("number", {}, "is a int, which lacks something of .*OptimizerSuite"),
+        ("signum", {"momentums": 1}, "cannot be made of optimizer.optim_args: TypeError.*momentums"),
+        ("signum", {"momentum": 2}, "cannot be made of optimizer.optim_args: ValueError: momentum = 2"),
+    ):
+        with pytest.raises(OptimizerError, match=message):
+            make_custom_optimizer(name, arguments)
+    assert isinstance(make_custom_optimizer("signum", {"momentum": 0.5}), Signum)

@@ -1,0 +1,98 @@
+"""Muon beside torch's own, stacked experts one by one, and AdamW for what is no matrix."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatrain.models.layout import build_layout, in_parts
+from megatrain.optim.base import Update, build_segments, bytes_per_parameter
+from megatrain.optim.elementwise import AdamW
+from megatrain.optim.muon import Muon, orthogonalized
+from megatrain.optim.threads import KernelThreads
+from oracles.blocks import master_blocks, master_of
+
+SHAPES = {"wide": (24, 40), "tall": (70, 30), "experts": (3, 16, 8), "norm": (40,), "lm_head": (50, 24)}
+
+
+def make(**options: Any) -> Muon:
+    return Muon(AdamW(threads=KernelThreads(1)), lambda n, s: len(s) >= 2 and n != "lm_head", **options)
+
+
+@pytest.mark.parametrize("split_master", [True, False])
+@pytest.mark.parametrize(("adjust_lr", "nesterov"), [("match_rms_adamw", True), ("original", False)])
+def test_matrices_follow_torch_and_the_rest_adamw(adjust_lr: Any, nesterov: bool, split_master: bool) -> None:
+    layout = build_layout("layer", SHAPES.items(), True)
+    optimizer = make(adjust_lr=adjust_lr, nesterov=nesterov)
+    kinds = optimizer.state_kinds(split_master)
+    torch.manual_seed(0)
+    start = torch.zeros(layout.num_elements)
+    plain: dict[str, list[torch.nn.Parameter]] = {}
+    for entry in layout.entries:
+        values = torch.randn(entry.shape)
+        start[entry.offset : entry.offset + entry.numel] = values.reshape(-1)
+        parts = list(values) if entry.name == "experts" else [values]
+        plain[entry.name] = [torch.nn.Parameter(part.clone()) for part in parts]
+    blocks = master_blocks(start.numpy(), split_master)
+    blocks |= {kind.name: torch.zeros(kind.num_elements(layout)) for kind in kinds if kind.name in ("m", "v")}
+    matrices = [p for name in ("wide", "tall", "experts") for p in plain[name]]
+    others = [*plain["norm"], *plain["lm_head"]]
+    twins = [
+        torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=adjust_lr),
+        torch.optim.AdamW(
+            [{"params": plain["norm"], "weight_decay": 0.0}, {"params": plain["lm_head"], "weight_decay": 0.1}],
+            lr=1e-2,
+            betas=(0.9, 0.95),
+        ),
+    ]
+    segments = build_segments(layout, 0.1, (), kinds=kinds)
+    for step in range(1, 6):
+        gradient = torch.randn(layout.num_elements)
+        for entry in layout.entries:
+            own = gradient[entry.offset : entry.offset + entry.numel].view(entry.shape)
+            for p, g in zip(plain[entry.name], own if entry.name == "experts" else [own], strict=True):
+                p.grad = g * 0.5
+        optimizer.update(blocks, gradient, segments, Update(step, 1e-2, 0.5))
+        for twin in twins:
+            twin.step()
+    master = torch.from_numpy(master_of(blocks))
+    for entry in layout.entries:
+        found = master[entry.offset : entry.offset + entry.numel]
+        expected = torch.cat([p.detach().reshape(-1) for p in plain[entry.name]])
+        assert torch.allclose(found, expected, rtol=1e-5, atol=2e-4 if entry.name not in ("norm", "lm_head") else 1e-6)
+        first = start[entry.offset : entry.offset + entry.numel]
+        assert float((found - first).abs().max()) > 1e-2
+    assert len(others) == 2
+
+
+def test_singular_values_become_alike() -> None:
+    matrix = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) @ torch.diag(torch.logspace(0, -2, 64))
+    values = torch.linalg.svdvals(orthogonalized(matrix).float())
+    assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+
+
+def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = make().state_kinds(True)
+    layer = build_layout("layer", [("a", (1024, 1024)), ("norm", (1024,))], True)
+    head = build_layout("head", [("lm_head", (2048, 1024))], True)
+    assert not all(kind.is_like_weight(layer) for kind in kinds)
+    assert all(kind.is_like_weight(head) for kind in kinds)
+    assert 8 < bytes_per_parameter(kinds, layer) < 8.1 and bytes_per_parameter(kinds, head) == 12
+    # In parts the head gets the bits that it gets whole.
+    (cut,) = in_parts([head])
+    cut = replace(cut, parts=(range(65_536), range(65_536, head.num_elements)))
+    (segment,) = build_segments(head, 0.1, (), kinds=kinds)
+    gradient = torch.randn(head.num_elements)
+    runs = []
+    for parts in (head.parts, cut.parts):
+        blocks = {"weight": torch.zeros(head.num_elements), "m": torch.zeros(head.num_elements)}
+        blocks["v"] = torch.zeros(head.num_elements)
+        for part in parts:
+            inside = slice(part.start, part.stop)
+            own = {name: block[inside] for name, block in blocks.items()}
+            make().update(own, gradient[inside], [segment.within(part)], Update(1, 1e-3))
+        runs.append(blocks)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
