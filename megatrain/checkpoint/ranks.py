@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.checkpoint.state import CheckpointError
-from tiered import BlockRecord, BlockSpec, GenerationReader, checksum, list_generations, remove_generation
+from tiered import (
+    BlockRecord,
+    BlockSpec,
+    GenerationReader,
+    checksum,
+    list_generations,
+    read_manifest,
+    remove_generation,
+)
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
 from tiered.ext import dtype_from_name, generation_folder, replace_file
 
@@ -39,6 +47,7 @@ __all__ = [
     "RanksCheckpoint",
     "RanksReader",
     "forget_checkpoint",
+    "prune_other_worlds",
     "rank_folder_name",
     "read_checkpoints",
     "write_checkpoints",
@@ -164,6 +173,39 @@ def forget_checkpoint(folder: Path, number: int) -> None:
             directory = folder / rank.path
             if (rank.path, rank.generation) not in named and rank.generation in list_generations(directory):
                 remove_generation(directory, rank.generation)
+
+
+def prune_other_worlds(folder: Path, keep: int, world: int) -> None:
+    """Remove what is older than the newest checkpoints and belongs to no store of this run, which prunes its own.
+
+    Args:
+        folder: of checkpoints: of generations of one process, and of the document of several ranks.
+        keep: newest checkpoints that stay, whoever wrote them.
+        world: ranks of this run.
+
+    Raises:
+        GenerationError: the document cannot be read.
+        OSError: a file cannot be removed.
+    """
+    known = read_checkpoints(folder)
+    by_age = [(str(each.meta.get("saved_at", "")), 1, each.number) for each in known]
+    for generation in list_generations(folder):
+        with contextlib.suppress(GenerationError):
+            by_age.append((str(read_manifest(folder, generation).meta.get("saved_at", "")), 0, generation))
+    doomed = {each[1:] for each in sorted(by_age)[:-keep]}
+    left = [each for each in known if (1, each.number) not in doomed]
+    if len(left) < len(known):
+        write_checkpoints(folder, left)
+    if world > 1:
+        for is_of_ranks, generation in doomed:
+            if not is_of_ranks:
+                remove_generation(folder, generation)
+    named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
+    others = [path for path in folder.glob("rank*") if path.name >= rank_folder_name(0 if world == 1 else world)]
+    for path in others:
+        for generation in list_generations(path):
+            if (path.name, generation) not in named:
+                remove_generation(path, generation)
 
 
 class RanksReader:
@@ -311,6 +353,7 @@ class RankSaves:
     ) -> None:
         self._folder, self._rank, self._gather, self._store = folder, rank, gather, store
         self._lanes, self._elements, self._keep = lanes, dict(elements), keep
+        self._world = len(gather(None))
         self._name = rank_folder_name(rank)
         self._known: list[RanksCheckpoint] = self._from_first(lambda: read_checkpoints(folder))
         store.keep_only(self._named)
@@ -370,4 +413,5 @@ class RankSaves:
 
     def _written(self, checkpoints: Sequence[RanksCheckpoint]) -> list[RanksCheckpoint]:
         write_checkpoints(self._folder, checkpoints)
-        return list(checkpoints)
+        prune_other_worlds(self._folder, self._keep, self._world)
+        return read_checkpoints(self._folder)
