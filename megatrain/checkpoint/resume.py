@@ -300,9 +300,11 @@ def check_changes(
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
     """
-    # Before there was the key, there was one lane.
+    # Before there was the key, there was one lane; and "auto" is what the checkpoint has.
     before = with_lanes(config_from_toml(checkpoint.state.config_toml), 1)
-    changes = compare(before, config_from_toml(config_toml))
+    lanes = before.training.gradient_lanes
+    assert lanes != "auto"
+    changes = compare(before, with_lanes(config_from_toml(config_toml), lanes))
     altering = [str(change) for change in changes.altering]
     altering += [
         f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"
