@@ -265,7 +265,7 @@ def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], li
         mine = folder / f"{number}.{rank}"
         mine.with_suffix(f".{rank}.tmp").write_bytes(pickle.dumps(item))
         mine.with_suffix(f".{rank}.tmp").rename(mine)
-        found, deadline = [], time.monotonic() + 1.0
+        found, deadline = [], time.monotonic() + PATIENCE_S
         for other in range(size):
             while not (path := folder / f"{number}.{other}").exists():
                 if time.monotonic() > deadline:
@@ -314,18 +314,25 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
                 finally:
                     os._exit(4)
             children.append(child)
-        time.sleep(chance.uniform(0.02, 0.6))
-        os.kill(children[number % size], signal.SIGKILL)
-        for child in children:
+        acknowledged = tmp_path / "acknowledged"
+        if number % 2:  # else any instant from the start of the processes on
             deadline = time.monotonic() + PATIENCE_S
-            while os.waitpid(child, os.WNOHANG)[0] == 0:
-                if time.monotonic() > deadline:
-                    os.kill(child, signal.SIGKILL)
-                time.sleep(0.01)
+            before = acknowledged.stat().st_mtime_ns if acknowledged.exists() else 0
+            while not acknowledged.exists() or acknowledged.stat().st_mtime_ns == before:
+                assert time.monotonic() < deadline, "no checkpoint was made"
+                time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.4))
+        victim = children[number // 2 % size]
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(chance.uniform(0.0, 0.1))  # what the other does meanwhile must not make a checkpoint of halves
+        for child in children:
+            if child != victim:
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
         known = read_checkpoints(tmp_path / "checkpoints")
         for each in known:
             assert_is(tmp_path, each)
-        acknowledged = tmp_path / "acknowledged"
         said = int(acknowledged.read_text()) if acknowledged.exists() else 0
         assert (known[-1].meta["step"] if known else 0) >= max(said, newest)
         newest = known[-1].meta["step"] if known else 0
