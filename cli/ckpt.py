@@ -106,7 +106,7 @@ def remove_command(
     if not remove_all:
         _check_that_one_stays(run, infos)
     for info in infos:
-        remove_checkpoint(run, info.generation, is_copy=info.is_copy, force=remove_all)
+        remove_checkpoint(run, info.generation, is_copy=info.is_copy, force=remove_all, num_ranks=info.num_ranks)
         if not as_json:
             click.echo(f"removed {_name(info)} (generation {info.generation})")
     if as_json:
@@ -182,7 +182,8 @@ def _print(infos: list[CheckpointInfo]) -> None:
     table.add_column("", overflow="fold")
     for info in infos:
         state = ["lost"] if info.lost else ["unusable"] if info.problem else []
-        notes = ["copy"] * info.is_copy + ["newest"] * info.is_newest + state
+        ranks = [f"{info.num_ranks} ranks"] * (info.num_ranks > 1)
+        notes = ["copy"] * info.is_copy + ranks + ["newest"] * info.is_newest + state
         table.add_row(
             "?" if info.step is None else str(info.step),
             (info.saved_at or "").replace("+00:00", "Z"),

@@ -17,6 +17,7 @@ import psutil
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.ranks import RankSaves
 from megatrain.checkpoint.resume import (
     Checkpoint,
     LostCheckpointsError,
@@ -28,6 +29,7 @@ from megatrain.checkpoint.resume import (
 )
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolve import (
     resolve,
@@ -74,7 +76,7 @@ from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
 from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
-from megatrain.weights import AdaptedWeights, GatheredWeights, RandomWeights, Weights, WeightSource
+from megatrain.weights import AdaptedWeights, GatheredWeights, RandomWeights, Weights, WeightSource, saved_places
 from tiered import RamTier, checksum
 from tiered.units import GiB, format_duration, format_size
 
@@ -534,7 +536,10 @@ class Trainer:
         with ExitStack() as stack:
             self.copier = stack.enter_context(CheckpointCopier(run.checkpoint, drive_bytes, tell))
             in_store = checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy
-            if checkpoint is not None and in_store:
+            in_store = in_store and checkpoint is not None and checkpoint.world == run.world.size
+            if not run.world.is_single and self.copier.is_on:
+                self._warn("checkpoint.save_copy: there are no whole copies of checkpoints of several processes")
+            if checkpoint is not None and in_store and run.world.is_single:
                 self.copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
             step = None if checkpoint is None else checkpoint.state.step
             if self.group.world.is_first:
@@ -579,8 +584,24 @@ class Trainer:
                 steps_per_epoch=self.loader.steps_per_epoch,
                 saved_step=step if in_store else None,
                 saved_generation=checkpoint.generation if checkpoint is not None and in_store else None,
+                ranks=self._rank_saves(),
             )
             yield
+
+    def _rank_saves(self) -> RankSaves | None:
+        """Return what the ranks of a run do together to save it; None: it is one process."""
+        run = self.run
+        if run.world.is_single:
+            return None
+        return RankSaves(
+            run.output_dir / CHECKPOINTS_NAME,
+            run.world.rank,
+            Collectives().gather_objects,
+            self.store,
+            lanes=run.num_lanes,
+            elements={key: place.num_elements for key, place in saved_places(self.plan).items()},
+            keep=run.checkpoint.keep,
+        )
 
     def _first_state(self) -> RunState:
         run = self.run

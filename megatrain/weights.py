@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.checkpoint.catalog import search_paths
+from megatrain.checkpoint.catalog import reader_of
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.step import weight_is_split
@@ -23,7 +24,6 @@ from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.plan.placement import FOLDER
 from megatrain.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.run.activity import Activity
-from tiered import GenerationReader
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
 
@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
+    from megatrain.checkpoint.ranks import RanksReader
     from megatrain.checkpoint.resume import Checkpoint
     from megatrain.models.export import ReadMaster
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FrozenBlock
     from megatrain.models.load import Origin, WeightLoader
+    from megatrain.optim.base import StateKind
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
-    from tiered import Lease, TieredStore
+    from tiered import GenerationReader, Lease, TieredStore
 
 #: Elements that are read at a time where a checkpoint has a weight in other blocks.
 _READ_ELEMENTS = 1 << 20
@@ -46,7 +48,15 @@ _READ_ELEMENTS = 1 << 20
 #: What a rank wants to read no more of: layout, first element, and the one after the last.
 _NOTHING = ("", 0, 0)
 
-__all__ = ["AdaptedWeights", "GatheredWeights", "RandomWeights", "WeightSource", "Weights"]
+__all__ = [
+    "AdaptedWeights",
+    "GatheredWeights",
+    "RandomWeights",
+    "SavedPlace",
+    "WeightSource",
+    "Weights",
+    "saved_places",
+]
 
 
 class WeightSource(Protocol):
@@ -237,22 +247,33 @@ class Weights:
         )
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
-        saved = {key: block for key, block in self._plan.program.blocks.items() if block.is_saved}
-        reader = GenerationReader(checkpoint.path, checkpoint.generation, search_paths(checkpoint.path))
+        program = self._plan.program
+        saved = {key: block for key, block in program.blocks.items() if block.is_saved}
+        reader = reader_of(checkpoint)
         self._check_formats(checkpoint, reader)
-        if checkpoint.is_own and not checkpoint.is_copy and saved.keys() == reader.blocks.keys():
-            self._store.load(checkpoint.generation, on_bytes=self._activity.moved)
+        is_here = checkpoint.is_own and not checkpoint.is_copy and checkpoint.world == program.shares.size
+        if is_here and saved.keys() == reader.blocks.keys():
+            ranks = checkpoint.ranks
+            own = checkpoint.generation if ranks is None else ranks.ranks[program.shares.rank].generation
+            self._store.load(own, on_bytes=self._activity.moved)
             return
+        places = saved_places(self._plan)
         for key, block in saved.items():
             with self._store.acquire(key, "ram", "w") as lease:
-                if block.kind == "weights" and key not in reader.blocks:
-                    self._read_cut_otherwise(reader, key, lease.tensor)
-                else:
+                if key not in places:  # state that is not one element for each of the weight
                     reader.read(key, lease.tensor)
+                else:
+                    place = places[key]
+                    out = lease.tensor[: len(place.owned)]
+                    lease.tensor[len(place.owned) :].zero_()
+                    if block.kind == "weights" and key not in reader.blocks:
+                        self._read_cut_otherwise(reader, key, place.first + place.owned.start, out)
+                    else:
+                        _read_elements(reader, key, place.owned.start, out)
             self._evict(key)
             self._count(key)
 
-    def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader) -> None:
+    def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader | RanksReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
         for key, block in self._plan.program.blocks.items():
             stored = reader.blocks.get(key)
@@ -265,11 +286,9 @@ class Weights:
                     "run from its exported model, whose moments begin at zero"
                 )
 
-    def _read_cut_otherwise(self, reader: GenerationReader, key: str, out: Tensor) -> None:
-        """Read a weight, or a part of one, that the checkpoint has in other blocks: whole, or in parts."""
+    def _read_cut_otherwise(self, reader: GenerationReader | RanksReader, key: str, start: int, out: Tensor) -> None:
+        """Read a range of a weight that the checkpoint has in other blocks: whole, or in parts."""
         name = key.rpartition("/")[0]
-        layout = self._plan.graph.layouts[name]
-        (start,) = (part.start for part, own in self._weight_parts(layout) if own == key)
         begin = 0
         for stored in stored_keys(weight_key(name), reader.blocks) or [key]:  # with none the reader says what lacks
             end = begin + reader.spec(stored).num_elements
@@ -571,6 +590,61 @@ class _OneLease:
             self.__exit__()
             self._lease, self._key = self._store.acquire(key, "ram", "r"), key
         return self._lease.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPlace:
+    """What of a block that one process would have lies here: all of it, or this rank's share.
+
+    Attributes:
+        first: element of the layout that the whole block begins with.
+        num_elements: of the whole block.
+        owned: elements of it that lie here.
+    """
+
+    first: int
+    num_elements: int
+    owned: range
+
+
+def saved_places(plan: Plan) -> dict[str, SavedPlace]:
+    """Return what saved blocks hold, by key; those left out belong to parameters, not to ranges of a layout."""
+    program, found = plan.program, dict[str, SavedPlace]()
+
+    def add(keys: Sequence[str], parts: Sequence[range], shares: Sequence[range], kind: StateKind | None) -> None:
+        for key, part, owned in zip(keys, parts, shares, strict=True):
+            if key in program.blocks and program.blocks[key].is_saved:
+                size = 1 if kind is None else kind.granularity
+                inside = range((owned.start - part.start) // size, -(-(owned.stop - part.start) // size))
+                found[key] = SavedPlace(part.start, -(-len(part) // size), inside)
+
+    for layout in plan.graph.layouts.values():
+        weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
+        add(program.weight_keys(layout), *weights, None)
+        for kind in plan.optimizer.state_kinds(weight_is_split(plan.graph)):
+            if kind.name != "weight" and kind.elements_of is None:
+                state = program.parts_of(layout), program.owned_parts_of(layout)
+                add(program.state_keys(layout, kind.name), *state, kind)
+    return found
+
+
+def _read_elements(reader: GenerationReader | RanksReader, key: str, start: int, out: Tensor) -> None:
+    """Read a range of a block, a few pieces at a time.
+
+    Raises:
+        GenerationError: the block has another dtype, or is shorter.
+    """
+    spec, size = reader.spec(key), out.element_size()
+    if spec.dtype != out.dtype or start + out.numel() > spec.num_elements:
+        raise GenerationError(
+            f"block '{key}' is {spec.num_elements} elements of {spec.dtype}, not {start + out.numel()} of {out.dtype}"
+        )
+    step = reader.piece_bytes // size
+    # Up to where a piece begins, so that none is read twice.
+    borders = [start, *range(start // step * step + step, start + out.numel(), step), start + out.numel()]
+    for first, last in pairwise(borders):
+        found = reader.read_range(key, first * size, last * size)
+        out[first - start : last - start] = found.view(out.dtype)
 
 
 def _cut(elements: range) -> Iterator[range]:

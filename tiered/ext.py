@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
-    from tiered.file_io import drop_cached, open_direct, read_all
+    from tiered.file_io import drop_cached, open_direct, read_all, replace_file
     from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
     from tiered.links.route import default_links
@@ -53,6 +53,7 @@ __all__ = [
     "generation_folder",
     "read_owner",
     "read_store_id",
+    "replace_file",
     "snapshot_folders",
     "Link",
     "LinkedTier",
@@ -153,6 +154,7 @@ _HOMES = {
     "drop_cached": "file_io",
     "open_direct": "file_io",
     "read_all": "file_io",
+    "replace_file": "file_io",
     "files_below": "tiers.directory",
     "find_directories": "tiers.cleanup",
     "find_orphans": "tiers.cleanup",

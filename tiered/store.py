@@ -123,6 +123,15 @@ class TieredStore:
         """
         self._generations.keep_also = named
 
+    def keep_only(self, named: Callable[[], Collection[int]]) -> None:
+        """Let commits leave the generations that ``named()`` returns, and of the others the one that they make.
+
+        For checkpoints that several stores have together: which of their generations belong to one is known elsewhere.
+        Called at every commit, from its thread.
+        """
+        self._generations.keep_also = named
+        self._generations.num_kept = 0
+
     def is_linked(self, src: str, dst: str) -> bool:
         """Return whether a copy goes from one tier to the other without passing a third."""
         return (src, dst) in self._movement.links

@@ -8,6 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from megatrain.checkpoint.ranks import (
+    RANKS_NAME,
+    RanksCheckpoint,
+    RanksReader,
+    forget_checkpoint,
+    read_checkpoints,
+)
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, in_order, missing_parts
@@ -35,6 +42,7 @@ __all__ = [
     "checkpoints_folder",
     "find_checkpoint",
     "list_checkpoints",
+    "reader_of",
     "remove_checkpoint",
     "search_paths",
     "verify_checkpoints",
@@ -83,6 +91,7 @@ class CheckpointInfo:
         is_copy: whether it is a whole copy in ``output_dir/copies``.
         note: what an export of it needs and lacks; None: nothing.
         lost: what of it is gone, for each drive.
+        num_ranks: processes that wrote it, each a part; ``generation`` is then its number in their document.
     """
 
     step: int | None
@@ -95,6 +104,19 @@ class CheckpointInfo:
     is_copy: bool = False
     note: str | None = None
     lost: tuple[LostPart, ...] = ()
+    num_ranks: int = 1
+
+
+def reader_of(checkpoint: Checkpoint) -> GenerationReader | RanksReader:
+    """Return what reads the blocks of a checkpoint, whoever wrote it.
+
+    Raises:
+        GenerationError: a part of it is not there.
+    """
+    search = search_paths(checkpoint.path)
+    if checkpoint.ranks is None:
+        return GenerationReader(checkpoint.path, checkpoint.generation, search)
+    return RanksReader(checkpoint.path, checkpoint.ranks, search)
 
 
 def checkpoints_folder(run: Path | str) -> Path:
@@ -107,7 +129,7 @@ def checkpoints_folder(run: Path | str) -> Path:
     """
     folder = Path(os.path.abspath(run))
     for candidate in (folder / CHECKPOINTS_NAME, folder / COPIES_NAME, folder):
-        if (candidate / SNAPSHOT_FOLDER).is_dir():
+        if (candidate / SNAPSHOT_FOLDER).is_dir() or (candidate / RANKS_NAME).is_file():
             return candidate
     if not folder.is_dir():
         raise CheckpointError(f"'{folder}' is not a folder. Give the output_dir of a run")
@@ -134,8 +156,10 @@ def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
             continue
         found = [_describe(folder, generation, is_copy=is_copy) for generation in list_generations(folder)]
         there = {info.generation: info for info in found if info is not None}
-        infos += there.values()
-        tried.append([there[number] for number in newest_first(folder) if number in there])
+        of_ranks = [_describe_ranks(folder, each) for each in _of_ranks(folder)]
+        infos += in_order([*there.values()][::-1], of_ranks[::-1], lambda info: info.saved_at or "")[::-1]
+        whole = [there[number] for number in newest_first(folder) if number in there]
+        tried.append(in_order(whole, of_ranks[::-1], lambda info: info.saved_at or ""))
     order = in_order(tried[0], tried[1], lambda info: info.saved_at or "")
     newest = next((info for info in order if info.problem is None), None)
     return [replace(info, is_newest=info is newest) for info in infos]
@@ -170,6 +194,49 @@ def _describe(folder: Path, generation: int, *, is_copy: bool) -> CheckpointInfo
     problem, note = _describe_lost(lost), _lacks(state)
     return CheckpointInfo(
         state.step, generation, state.saved_at, nbytes, state.last_loss, False, problem, is_copy, note, lost
+    )
+
+
+def _of_ranks(folder: Path) -> list[RanksCheckpoint]:
+    """Return the checkpoints of several ranks in a folder, oldest first.
+
+    Raises:
+        CheckpointError: their document cannot be read.
+    """
+    try:
+        return read_checkpoints(folder)
+    except GenerationError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def _describe_ranks(folder: Path, found: RanksCheckpoint) -> CheckpointInfo:
+    problem: str | None = None
+    nbytes, world = 0, found.world
+    try:
+        state = RunState.from_meta(found.meta, where=f"checkpoint {found.number} in '{folder}'")
+    except CheckpointError as error:
+        return CheckpointInfo(None, found.number, None, 0, None, False, str(error), num_ranks=world)
+    try:
+        reader = RanksReader(folder, found, search_paths(folder))
+        nbytes = sum(record.nbytes for record in reader.blocks.values())
+        for each in found.ranks:
+            own = read_manifest(folder / each.path, each.generation)
+            search = [path / each.path for path in search_paths(folder)]
+            if missing := missing_parts(asdict(own), folder / each.path, search):
+                problem = f"parts of it are gone: what {each.path} had in {', '.join(map(str, missing))}"
+    except GenerationError as error:
+        problem = str(error)
+    note = _lacks(state)
+    return CheckpointInfo(
+        state.step,
+        found.number,
+        state.saved_at,
+        nbytes,
+        state.last_loss,
+        False,
+        problem,
+        note=note,
+        num_ranks=world,
     )
 
 
@@ -224,8 +291,19 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
             numbers += [(copies, number) for number in newest_first(copies)]
     steps: list[int] = []
     found: list[Checkpoint] = []
+    of_ranks: list[Checkpoint] = []
     lost: dict[int, str] = {}
     problem: Exception | None = None
+    for each in reversed(_of_ranks(folder) if given.parent.name != SNAPSHOT_FOLDER else []):
+        info = _describe_ranks(folder, each)
+        if info.problem is None and info.step is not None:
+            steps.append(info.step)
+            if step is None or info.step == step:
+                state = RunState.from_meta(each.meta, where=f"checkpoint {each.number} in '{folder}'")
+                of_ranks.append(Checkpoint(folder, each.number, state, ranks=each))
+        elif info.problem is not None and info.step is not None:
+            lost[info.step] = f"the checkpoint of step {info.step} in '{folder}' cannot be used: {info.problem}"
+            problem = problem or CheckpointError(lost[info.step])
     for place, generation in numbers:
         try:
             manifest = read_manifest(place, generation)
@@ -241,8 +319,9 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
             is_copy = place.name == COPIES_NAME
             found.append(Checkpoint(place, generation, state, is_copy=is_copy))
         steps.append(state.step)
-    if found:
+    if found or of_ranks:
         own_ones, whole_copies = ([one for one in found if one.is_copy == is_copy] for is_copy in (False, True))
+        own_ones = in_order(own_ones, of_ranks, lambda one: one.state.saved_at)
         return in_order(own_ones, whole_copies, lambda one: one.state.saved_at)[0]
     if step in lost:
         raise CheckpointError(lost[step])
@@ -289,6 +368,9 @@ def verify_checkpoints(
     for info in infos:
         folder = copies if info.is_copy else own
         assert folder is not None, info
+        if info.num_ranks > 1:
+            yield info, [info.problem] if info.problem is not None else _problems_of_ranks(folder, info, on_block)
+            continue
         problems = [info.problem] if info.problem is not None else _problems(folder, info.generation, on_block)
         if not problems or info.generation in list_generations(folder):
             yield info, problems
@@ -305,7 +387,21 @@ def _problems(folder: Path, generation: int, on_block: Callable[[int, str], None
         return [str(error)]
 
 
-def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False, force: bool = False) -> int:
+def _problems_of_ranks(folder: Path, info: CheckpointInfo, on_block: Callable[[int, str], None] | None) -> list[str]:
+    def tell(record: BlockRecord) -> None:
+        if on_block is not None:
+            on_block(info.generation, record.key)
+
+    (found,) = (each for each in _of_ranks(folder) if each.number == info.generation)
+    try:
+        return list(RanksReader(folder, found, search_paths(folder)).problems(tell))
+    except (TieredError, OSError) as error:
+        return [str(error)]
+
+
+def remove_checkpoint(
+    run: Path | str, generation: int, *, is_copy: bool = False, force: bool = False, num_ranks: int = 1
+) -> int:
     """Remove one checkpoint, including its parts on other drives; return the bytes freed.
 
     Args:
@@ -313,6 +409,7 @@ def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False
         generation: number of the generation, from ``list_checkpoints``.
         is_copy: remove a whole copy, not the checkpoint itself.
         force: remove it even if it is the last usable checkpoint.
+        num_ranks: as of the checkpoint.
 
     Raises:
         CheckpointError: it is the only one that can be used, or a living run has the folder.
@@ -324,8 +421,8 @@ def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False
     if folder is None:
         raise CheckpointError(f"'{run}' holds no {'copies' if is_copy else 'checkpoints'}")
     check_not_in_use(folder)
-    infos = {(info.generation, info.is_copy): info for info in list_checkpoints(run)}
-    info = infos.get((generation, is_copy))
+    infos = {(info.generation, info.is_copy, info.num_ranks): info for info in list_checkpoints(run)}
+    info = infos.get((generation, is_copy, num_ranks))
     if info is None:
         raise CheckpointError(f"'{folder}' holds no generation {generation}")
     others = [other for other in infos.values() if other.problem is None and other is not info]
@@ -333,7 +430,10 @@ def remove_checkpoint(run: Path | str, generation: int, *, is_copy: bool = False
         raise CheckpointError(
             f"the checkpoint of step {info.step} is the only one in '{folder}' that can be used. Remove it with --all"
         )
-    remove_generation(folder, generation)
+    if num_ranks > 1:
+        forget_checkpoint(folder, generation)
+    else:
+        remove_generation(folder, generation)
     return info.nbytes
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.checkpoint.catalog import find_checkpoint, search_paths
+from megatrain.checkpoint.catalog import find_checkpoint, reader_of
 from megatrain.checkpoint.resume import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolve import resolve_export, resolve_model
@@ -24,7 +24,7 @@ from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.precision import decode, high_half
-from tiered import GenerationReader, list_generations
+from tiered import list_generations
 from tiered.errors import TieredError
 from tiered.ext import dtype_from_name
 
@@ -123,7 +123,7 @@ class _Source:
         self._unit = ""
         self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
         with self._explained():
-            self._reader = GenerationReader(found.path, found.generation, search_paths(found.path))
+            self._reader = reader_of(found)
         dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
         if len(dtypes) != 1:
             raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
@@ -253,7 +253,7 @@ class _Source:
         try:
             yield
         except (TieredError, OSError) as error:
-            if found.generation not in list_generations(found.path):
+            if found.ranks is None and found.generation not in list_generations(found.path):
                 raise CheckpointError(
                     f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
                     "them. Export again, or raise that number"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.checkpoint.ranks import RanksCheckpoint, read_checkpoints
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.checkpoint.whereabouts import (
     CHECKPOINTS_NAME,
@@ -86,6 +88,7 @@ class Checkpoint:
         state: where the run stands.
         is_own: whether it lies in the run's own folder, else in that of the run it is to start from.
         is_copy: whether it is a whole copy, which the store of the run does not know.
+        ranks: what each rank has of it; None: one process wrote it, and ``generation`` has all of it.
     """
 
     path: Path
@@ -93,10 +96,19 @@ class Checkpoint:
     state: RunState
     is_own: bool = True
     is_copy: bool = False
+    ranks: RanksCheckpoint | None = None
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that wrote it."""
+        return 1 if self.ranks is None else self.ranks.world
 
     def __str__(self) -> str:
         what = "copy of the checkpoint" if self.is_copy else "checkpoint"
-        return f"the {what} of step {self.state.step} in '{self.path}' (generation {self.generation})"
+        number = (
+            f"generation {self.generation}" if self.ranks is None else f"number {self.generation}, {self.world} ranks"
+        )
+        return f"the {what} of step {self.state.step} in '{self.path}' ({number})"
 
 
 def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
@@ -146,18 +158,29 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
-    for folder in (
-        folder for run in (output_dir, *other) for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
-    ):
-        for generation in newest_first(folder):
+    folders = [folder for run in (output_dir, *other) for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)]
+    for folder in folders:
+        metas = [*_newest_meta(folder), *_newest_meta_of_ranks(folder)]
+        if metas:
+            meta = max(metas, key=lambda meta: str(meta.get("saved_at", "")))
             try:
-                meta = read_manifest(folder, generation).meta
-                training = tomllib.loads(str(meta.get("config_toml", ""))).get("training", {})
-            except (GenerationError, tomllib.TOMLDecodeError):
+                lanes = tomllib.loads(str(meta.get("config_toml", ""))).get("training", {}).get("gradient_lanes", 1)
+            except tomllib.TOMLDecodeError:
                 continue  # whoever loads it says so
-            lanes = training.get("gradient_lanes", 1)
             return lanes if isinstance(lanes, int) else 1
     return None
+
+
+def _newest_meta(folder: Path) -> Iterator[Mapping[str, Any]]:
+    for generation in newest_first(folder):
+        with contextlib.suppress(GenerationError):  # whoever loads it says so
+            yield read_manifest(folder, generation).meta
+            return
+
+
+def _newest_meta_of_ranks(folder: Path) -> Iterator[Mapping[str, Any]]:
+    with contextlib.suppress(GenerationError):
+        yield from (each.meta for each in read_checkpoints(folder)[-1:])
 
 
 def _all(output_dir: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
@@ -186,7 +209,8 @@ def _with_all_parts(
     """
     saved = saved_checkpoints(output_dir, drives)
     gone = {(each.is_copy, each.generation) for each in saved if each.missing}
-    left = [checkpoint for checkpoint in found if (checkpoint.is_copy, checkpoint.generation) not in gone]
+    # Where parts of ranks lie their manifests say, which are read when the checkpoint is loaded.
+    left = [each for each in found if each.ranks is not None or (each.is_copy, each.generation) not in gone]
     lost = Lost.of(saved)
     if lost is None or len(left) == len(found):
         return left
@@ -230,6 +254,25 @@ def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None], *, is_c
             on_notice(f"a checkpoint is passed over: {error}")
         else:
             checkpoints.append(Checkpoint(folder, generation, state, is_own, is_copy))
+    try:
+        of_ranks = [
+            Checkpoint(
+                folder,
+                each.number,
+                RunState.from_meta(each.meta, where=f"checkpoint {each.number} in '{folder}'"),
+                is_own,
+                is_copy,
+                each,
+            )
+            for each in reversed(read_checkpoints(folder))
+        ]
+    except (NewerFormatError, CheckpointError) as error:
+        raise CheckpointError(str(error)) from error
+    except GenerationError as error:
+        of_ranks = []
+        problems.append(str(error))
+        on_notice(f"checkpoints of several ranks are passed over: {error}")
+    checkpoints = in_order(checkpoints, of_ranks, lambda checkpoint: checkpoint.state.saved_at)
     if problems and not checkpoints and not is_copy:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
@@ -257,9 +300,11 @@ def check_changes(
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
     """
-    # Before there was the key, there was one lane.
+    # Before there was the key, there was one lane; and "auto" is what the checkpoint has.
     before = with_lanes(config_from_toml(checkpoint.state.config_toml), 1)
-    changes = compare(before, config_from_toml(config_toml))
+    lanes = before.training.gradient_lanes
+    assert lanes != "auto"
+    changes = compare(before, with_lanes(config_from_toml(config_toml), lanes))
     altering = [str(change) for change in changes.altering]
     altering += [
         f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.checkpoint.ranks import RANKS_NAME, prune_other_worlds
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.run.metrics import CheckpointMetrics, RunObserver
 from tiered import newest_first
+from tiered.errors import TieredError
 from tiered.ext import files_below, generation_folder
 from tiered.units import format_size
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatrain.checkpoint.copier import CheckpointCopier
+    from megatrain.checkpoint.ranks import RankSaves
     from megatrain.run.activity import Activity
     from tiered import Commit, TieredStore
 
@@ -36,6 +39,7 @@ class Saver:
         written_bytes: what one checkpoint writes to the drive of ``output_dir``.
         saved_step: step of the newest checkpoint; None without one.
         saved_generation: its generation; None without one.
+        ranks: what this rank does together with the others, whose savers are called in the same order; None: alone.
 
     Attributes:
         saved_step: as above, kept current.
@@ -56,7 +60,9 @@ class Saver:
         steps_per_epoch: int,
         saved_step: int | None = None,
         saved_generation: int | None = None,
+        ranks: RankSaves | None = None,
     ) -> None:
+        self._ranks = ranks
         self.saved_step, self._saved_generation = saved_step, saved_generation
         self.is_waiting = False
         self._spec = spec
@@ -65,7 +71,7 @@ class Saver:
         self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
-        self._in_flight: tuple[Commit, int, float] | None = None  # step, seconds stalled
+        self._in_flight: tuple[Commit, RunState, float] | None = None  # seconds stalled
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
@@ -88,29 +94,33 @@ class Saver:
             KeyboardInterrupt: too little free space and a stop was requested; already reported.
             TransferError: it could not be written, or the one before could not. The newest whole one stays.
         """
-        in_flight_step = self._in_flight[1] if self._in_flight is not None else self.saved_step
+        in_flight_step = self._in_flight[1].step if self._in_flight is not None else self.saved_step
         if in_flight_step != state.step:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_room(state.step)
             self._copier.wait_for_those_that_go(self._outgoing(self._spec.keep - 1))
             self._begin()
+            if self._ranks is not None:
+                self._ranks.begin()
             commit = self._store.commit(state.to_meta())
             self._activity.saving = commit
-            self._in_flight = commit, state.step, time.perf_counter() - start_s
+            self._in_flight = commit, state, time.perf_counter() - start_s
             self._last_s = time.monotonic()
         if wait or not self._spec.is_async:
             self.finish()
 
     def poll(self) -> None:
         """Report a checkpoint, and a copy, that has ended meanwhile. Raises as ``finish``."""
-        if self._in_flight is not None and self._in_flight[0].is_done:
-            self.finish()
+        if self._in_flight is not None:
+            commit = self._in_flight[0]
+            if commit.is_done if self._ranks is None else self._ranks.are_whole(commit):
+                self.finish()
         self._copier.poll()
 
     def copy_last(self) -> None:
         """Begin a copy of the newest checkpoint, if copies are wanted: the last one of a run is always copied."""
-        if self.saved_step is not None and self._saved_generation is not None:
+        if self._ranks is None and self.saved_step is not None and self._saved_generation is not None:
             self._copier.offer(self._saved_generation, self.saved_step, is_last=True)
 
     def finish(self) -> None:
@@ -121,9 +131,15 @@ class Saver:
         """
         if self._in_flight is None:
             return
-        commit, step, stall_s = self._in_flight
+        commit, state, stall_s = self._in_flight
+        step = state.step
         wait_start_s = time.perf_counter()
-        commit.wait()
+        if self._ranks is None:
+            commit.wait()
+            if (self._path / RANKS_NAME).exists():
+                self._prune_of_ranks()
+        else:
+            self._ranks.finish(commit, state.to_meta())
         stall_s += time.perf_counter() - wait_start_s
         self._in_flight = None
         self.saved_step, self._saved_generation = step, commit.generation
@@ -139,7 +155,15 @@ class Saver:
                 stall_s,
             )
         )
-        self._copier.offer(commit.generation, step)
+        if self._ranks is None:
+            self._copier.offer(commit.generation, step)
+
+    def _prune_of_ranks(self) -> None:
+        """Remove checkpoints of several ranks that are older than those to be kept: an earlier start wrote them."""
+        try:
+            prune_other_worlds(self._path, self._spec.keep, 1)
+        except (TieredError, OSError) as error:
+            self._observer.on_message(f"old checkpoints in '{self._path}' could not be removed: {error}")
 
     def _wait_for_room(self, step: int) -> None:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.

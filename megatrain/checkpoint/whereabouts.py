@@ -33,6 +33,7 @@ CHECKPOINTS_NAME = "checkpoints"
 COPIES_NAME = "copies"
 _RESOLVED_NAME = "config.resolved.toml"  # of megatrain.config.resolved, which imports torch
 _MANIFEST_NAME, _SNAPSHOT_FOLDER = "MANIFEST.json", "snap"  # of tiered.durable.manifest
+_RANKS_NAME = "RANKS.json"  # of megatrain.checkpoint.ranks
 _Kind = TypeVar("_Kind")
 _STORE_NAME, _OWNER_NAME = "STORE.json", "OWNER.json"  # of tiered.tiers.directory and ownership
 
@@ -102,6 +103,7 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
     root = Path(os.path.abspath(output_dir))
     search = tuple(dict.fromkeys([*drives, *_drives_of_config(root)]))
     own = list(_described(root / CHECKPOINTS_NAME, search, is_copy=False))
+    own = in_order(own, list(_of_ranks(root / CHECKPOINTS_NAME)), lambda checkpoint: checkpoint.saved_at)
     copies = list(_described(root / COPIES_NAME, (), is_copy=True))
     return in_order(own, copies, lambda checkpoint: checkpoint.saved_at)
 
@@ -202,6 +204,15 @@ def _described(folder: Path, search: Sequence[Path], *, is_copy: bool) -> Iterat
         except (LookupError, TypeError, ValueError, AttributeError):
             if number == 0:
                 return
+
+
+def _of_ranks(folder: Path) -> Iterator[SavedCheckpoint]:
+    """Yield the checkpoints of several ranks, newest first: where their parts lie the manifests of the ranks say."""
+    found = _read(folder / _RANKS_NAME).get("checkpoints")
+    for each in reversed(found if isinstance(found, list) else []):
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
+            meta = each["meta"]
+            yield SavedCheckpoint(int(meta["step"]), int(each["number"]), str(meta.get("saved_at", "")), False, ())
 
 
 def _bodies(folder: Path) -> Iterator[dict[str, Any]]:

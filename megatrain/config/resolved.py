@@ -255,6 +255,10 @@ def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     parameters the blocks of the checkpoint do.
     """
     old, new = dict(_leaves(resolved_values(before))), dict(_leaves(resolved_values(now)))
+    lanes = ("training", "gradient_lanes")
+    for values in (old, new):
+        if values.get(lanes) == "auto":
+            values[lanes] = 1  # of a run that is begun by one process, which keeps the number
     altering: list[Change] = []
     free: list[Change] = []
     for path in dict.fromkeys([*old, *new]):

@@ -183,3 +183,73 @@ def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
         key: hashlib.sha256(torch.cat(shares).view(torch.uint8).numpy().tobytes()).hexdigest()
         for key, shares in joined.items()
     }
+
+
+def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int) -> tuple[list[float], RankResult]:
+    """Continue a run from its newest checkpoint with these ranks, take some steps, and save.
+
+    Returns:
+        Losses of the steps, and what this rank holds in the end.
+    """
+    from megatrain.checkpoint.ranks import RankSaves
+    from megatrain.checkpoint.resume import find_candidates
+    from megatrain.checkpoint.state import RunState, now_text
+    from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+    from megatrain.config.resolved import to_toml
+    from megatrain.weights import saved_places
+    from oracles.tiered_run import make_loader
+
+    path = folder / f"world{world.size}.rank{world.rank}.toml"
+    path.write_text(text)
+    config = load_config(path).config
+    plan = plan_of_rank(path, world)
+    run, loader, result = plan.run, make_loader(config, plan), RankResult()
+    candidates = find_candidates(run.checkpoint, lambda notice: None)
+    with Trainer(config, plan=plan).open() as trainer:
+        found = trainer.load(candidates)
+        assert (0 if found is None else found.state.step) == first_step
+        store = trainer.store
+        engine = trainer.make_engine(num_steps, first_step=first_step, num_updates=first_step)
+        batches = [next(loader) for _ in range(first_step + num_steps)]
+        for number in range(first_step, first_step + num_steps):
+            step = engine.step(batches[number].micro_batches, number=number, lr=1e-3)
+            result.losses.append(step.loss)
+            result.norms.append(step.grad_norm)
+        engine.finish_updates()
+        values = dict.fromkeys(("max_steps", "num_updates", "epoch", "epoch_step", "num_real_tokens"), 0)
+        state = RunState(
+            **values,
+            step=first_step + num_steps,
+            num_trained_tokens=0,
+            seconds=0.0,
+            first_loss=None,
+            last_loss=None,
+            seed=0,
+            data_seed=0,
+            lr_schedule={},
+            config_toml=to_toml(trainer.config),
+            data_fingerprint="",
+            model={"name": run.model.name},
+            run_name="",
+            saved_at=f"{now_text()}.{first_step}",
+        )
+        if world.is_single:
+            store.commit(state.to_meta()).wait()
+        else:
+            saves = RankSaves(
+                run.output_dir / CHECKPOINTS_NAME,
+                world.rank,
+                Collectives().gather_objects,
+                store,
+                lanes=run.num_lanes,
+                elements={key: place.num_elements for key, place in saved_places(plan).items()},
+                keep=2,
+            )
+            saves.begin()
+            saves.finish(store.commit(state.to_meta()), state.to_meta())
+        trainer.end_steps()
+        for key, place in saved_places(plan).items():
+            home = plan.placement.homes[key]
+            with store.acquire(key, "gpu" if home == "gpu" else "ram") as lease:
+                result.blocks[key] = lease.tensor[: len(place.owned)].clone()
+    return result.losses, result

@@ -107,7 +107,7 @@ class Generations:
             frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
             try:
                 # Before anything more is held, so that at most ``keep`` generations are (two, where one is kept).
-                make_room = partial(self._forget_old, store, max(1, self.num_kept - 1))
+                make_room = partial(self._forget_old, store, max(min(1, self.num_kept), self.num_kept - 1))
                 doomed = full.retry(str(store.path), PAGE_BYTES, make_room)
                 if frozen.writes_before_return():
                     self._delete(store, doomed)  # their room may be needed for it
@@ -233,7 +233,11 @@ class Generations:
         doomed = unwanted[: max(0, len(unwanted) - keep)]
         with contextlib.suppress(GenerationError):  # damaged: the coming flip mends it
             if current_generation(store.path) in doomed:
-                make_current(store.path, order[-1])
+                left = [number for number in order if number not in doomed]
+                if left:
+                    make_current(store.path, left[-1])
+                else:
+                    forget_current(store.path)
         for number in doomed:
             # Its manifest goes before its files are reused: a crash in between must not leave one that names them.
             forget_generation(store.path, number)
@@ -252,7 +256,7 @@ class Generations:
 
     def _prune(self, store: StoreIdentity) -> None:
         try:
-            self._delete(store, self._forget_old(store, self.num_kept))
+            self._delete(store, self._forget_old(store, max(1, self.num_kept)))
         except OSError as error:  # the new generation is there: the next commit tries this again
             self._notice(f"old generations in '{store.path}' could not be removed: {error}")
 

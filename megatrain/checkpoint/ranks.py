@@ -1,0 +1,417 @@
+"""Checkpoints of several ranks: one generation of each rank's store, and one document that makes them a checkpoint.
+
+    output_dir/checkpoints/RANKS.json        which generation of which rank belong together, the newest last
+    output_dir/checkpoints/rank00000/...     the directory of a store, as that of a run of one process
+
+A save has two phases. Every rank commits a generation of its store. When all are whole, rank 0 replaces the document,
+and the checkpoint exists: before that instant no reader knows of it, and what ranks have of it is an abandoned future
+(`Generations`). So whatever rank dies when, the document names generations that are whole on all of them.
+
+A block lies on the ranks in shares of equal length, one after the other; what is past its end is zeros
+(`megatrain/ranks/shares.py`). `RanksReader` reads it as one, in ranges, so another number of ranks, an export and a
+single process read the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.checkpoint.state import CheckpointError
+from tiered import (
+    BlockRecord,
+    BlockSpec,
+    GenerationReader,
+    checksum,
+    list_generations,
+    read_manifest,
+    remove_generation,
+)
+from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
+from tiered.ext import dtype_from_name, generation_folder, replace_file
+
+if TYPE_CHECKING:
+    from tiered import Commit, TieredStore
+
+__all__ = [
+    "RANKS_NAME",
+    "RankGeneration",
+    "RankSaves",
+    "RanksCheckpoint",
+    "RanksReader",
+    "forget_checkpoint",
+    "prune_other_worlds",
+    "rank_folder_name",
+    "read_checkpoints",
+    "write_checkpoints",
+]
+
+RANKS_NAME = "RANKS.json"
+#: Of ``RANKS.json``. Readers refuse newer ones.
+RANKS_FORMAT = 2
+_MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
+
+
+@dataclass(frozen=True, slots=True)
+class RankGeneration:
+    """What one rank has of a checkpoint.
+
+    Attributes:
+        path: directory of its store, beside the document: ``"rank00003"``.
+        generation: number there.
+        xxh3_64: checksum of the generation's manifest, so that no other generation can stand for it.
+    """
+
+    path: str
+    generation: int
+    xxh3_64: str
+
+
+@dataclass(frozen=True, slots=True)
+class RanksCheckpoint:
+    """A checkpoint of several ranks.
+
+    Attributes:
+        number: of the checkpoint, growing; it stands for a generation's where there is one process.
+        lanes: in which gradients were added (``engine/lanes.py``).
+        ranks: by rank.
+        elements: of each block, without what shares have past its end.
+        meta: ``RunState``, as in the manifest of a generation.
+    """
+
+    number: int
+    lanes: int
+    ranks: tuple[RankGeneration, ...]
+    elements: Mapping[str, int]
+    meta: Mapping[str, Any]
+
+    @property
+    def world(self) -> int:
+        """Number of ranks that wrote it."""
+        return len(self.ranks)
+
+
+def rank_folder_name(rank: int) -> str:
+    """Return the name of a rank's folder in one of the run, e.g. ``rank00003``."""
+    return f"rank{rank:05d}"
+
+
+def read_checkpoints(folder: Path) -> list[RanksCheckpoint]:
+    """Return the checkpoints that a folder's document names, oldest first; nothing without a document.
+
+    Raises:
+        GenerationError: it is damaged.
+        NewerFormatError: a newer version of this program wrote it.
+    """
+    path = folder / RANKS_NAME
+    try:
+        document = json.loads(path.read_bytes())
+        version, expected, body = document["format"], document["xxh3_64"], document["checkpoints"]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GenerationError(f"'{path}' cannot be read: {error}. Restore it from a backup of the folder") from error
+    if not isinstance(version, int) or version > RANKS_FORMAT:
+        raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {RANKS_FORMAT}: upgrade")
+    if checksum(json.dumps(body, sort_keys=True).encode()) != expected:
+        raise GenerationError(f"'{path}' is damaged: its checksum does not match. Restore it from a backup")
+    return [
+        RanksCheckpoint(
+            each["number"],
+            each["lanes"],
+            tuple(RankGeneration(**rank) for rank in each["ranks"]),
+            each["elements"],
+            each["meta"],
+        )
+        for each in body
+    ]
+
+
+def write_checkpoints(folder: Path, checkpoints: Sequence[RanksCheckpoint]) -> None:
+    """Replace the document of a folder in one step; it survives a power cut."""
+    body = [{**asdict(each), "world": each.world} for each in checkpoints]
+    seal = checksum(json.dumps(body, sort_keys=True).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    document = {"format": RANKS_FORMAT, "xxh3_64": seal, "checkpoints": body}
+    replace_file(folder / RANKS_NAME, json.dumps(document, sort_keys=True), durable=True)
+
+
+def manifest_checksum(directory: Path, generation: int) -> str:
+    """Return the checksum of the manifest of a generation.
+
+    Raises:
+        GenerationError: there is no such generation.
+    """
+    path = generation_folder(directory, generation) / _MANIFEST_NAME
+    try:
+        return checksum(path.read_bytes())
+    except OSError as error:
+        raise GenerationError(f"generation {generation} in '{directory}' cannot be read: {error}") from error
+
+
+def forget_checkpoint(folder: Path, number: int) -> None:
+    """Remove a checkpoint: first from the document, then the generations of its ranks that no other one has.
+
+    Raises:
+        LockedError: a run has one of the stores.
+        OSError: a file cannot be removed.
+    """
+    known = read_checkpoints(folder)
+    doomed = [each for each in known if each.number == number]
+    left = [each for each in known if each.number != number]
+    write_checkpoints(folder, left)
+    named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
+    for checkpoint in doomed:
+        for rank in checkpoint.ranks:
+            directory = folder / rank.path
+            if (rank.path, rank.generation) not in named and rank.generation in list_generations(directory):
+                remove_generation(directory, rank.generation)
+
+
+def prune_other_worlds(folder: Path, keep: int, world: int) -> None:
+    """Remove what is older than the newest checkpoints and belongs to no store of this run, which prunes its own.
+
+    Args:
+        folder: of checkpoints: of generations of one process, and of the document of several ranks.
+        keep: newest checkpoints that stay, whoever wrote them.
+        world: ranks of this run.
+
+    Raises:
+        GenerationError: the document cannot be read.
+        OSError: a file cannot be removed.
+    """
+    known = read_checkpoints(folder)
+    by_age = [(str(each.meta.get("saved_at", "")), 1, each.number) for each in known]
+    for generation in list_generations(folder):
+        with contextlib.suppress(GenerationError):
+            by_age.append((str(read_manifest(folder, generation).meta.get("saved_at", "")), 0, generation))
+    doomed = {each[1:] for each in sorted(by_age)[:-keep]}
+    left = [each for each in known if (1, each.number) not in doomed]
+    if len(left) < len(known):
+        write_checkpoints(folder, left)
+    if world > 1:
+        for is_of_ranks, generation in doomed:
+            if not is_of_ranks:
+                remove_generation(folder, generation)
+    named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
+    others = [path for path in folder.glob("rank*") if path.name >= rank_folder_name(0 if world == 1 else world)]
+    for path in others:
+        for generation in list_generations(path):
+            if (path.name, generation) not in named:
+                remove_generation(path, generation)
+
+
+class RanksReader:
+    """The blocks of a checkpoint of several ranks, as if one process had written them.
+
+    Takes no lock. Reads as ``GenerationReader`` does: whole pieces of each rank's share, all of them verified.
+
+    Args:
+        folder: of the document.
+        checkpoint: in it.
+        search: paths of file tiers, for parts that are not where they were written.
+
+    Attributes:
+        blocks: records by key, with the shape of the whole block; its checksums are those of the shares.
+        piece_bytes: as of ``GenerationReader``.
+
+    Raises:
+        GenerationError: a rank's generation is not there, is another one, or lacks a block. The rank is named.
+    """
+
+    piece_bytes = GenerationReader.piece_bytes
+
+    def __init__(
+        self, folder: Path, checkpoint: RanksCheckpoint, search: Sequence[str | os.PathLike[str]] = ()
+    ) -> None:
+        self.folder, self.checkpoint = folder, checkpoint
+        self._readers: list[GenerationReader] = []
+        for rank, each in enumerate(checkpoint.ranks):
+            directory = folder / each.path
+            with _naming(rank, directory):
+                found = manifest_checksum(directory, each.generation)
+                if found != each.xxh3_64:
+                    raise GenerationError(
+                        f"the manifest of generation {each.generation} has checksum {found}, {RANKS_NAME} says "
+                        f"{each.xxh3_64}: it is another generation, or damaged"
+                    )
+                own = [Path(path, each.path) for path in search]
+                self._readers.append(GenerationReader(directory, each.generation, own))
+        self._shares = [reader.blocks for reader in self._readers]
+        first = self._shares[0]
+        for rank, blocks in enumerate(self._shares):
+            with _naming(rank, folder / checkpoint.ranks[rank].path):
+                if blocks.keys() != first.keys() or any(blocks[key].shape != first[key].shape for key in blocks):
+                    raise GenerationError("its blocks are not those of rank 0")
+        self.blocks: dict[str, BlockRecord] = {
+            key: replace(
+                record,
+                shape=(self._elements(key, record),),
+                nbytes=self._elements(key, record) * dtype_from_name(record.dtype).itemsize,
+                xxh3_64=tuple(sum_ for blocks in self._shares for sum_ in blocks[key].xxh3_64),
+            )
+            for key, record in first.items()
+        }
+
+    def _elements(self, key: str, share: BlockRecord) -> int:
+        length, world = share.shape[0], self.checkpoint.world
+        found = self.checkpoint.elements.get(key, length * world)
+        if not length * world - length * world < found <= length * world:
+            raise GenerationError(f"block '{key}' has {found} elements, {world} shares of {length} cannot hold them")
+        return found
+
+    def spec(self, key: str) -> BlockSpec:
+        """Return a block, whole."""
+        if key not in self.blocks:
+            raise BlockNotFoundError(key, f"the checkpoint has {len(self.blocks)} blocks")
+        record = self.blocks[key]
+        return BlockSpec(key, record.shape, dtype_from_name(record.dtype), record.home)
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Read a whole block into ``out`` and verify it; see ``GenerationReader.read``."""
+        spec = self.spec(key)
+        if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
+            raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
+        memory = out.reshape(-1).view(torch.uint8)
+        for start in range(0, spec.nbytes, self.piece_bytes):
+            stop = min(start + self.piece_bytes, spec.nbytes)
+            memory[start:stop] = self.read_range(key, start, stop)
+
+    def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes ``start`` to ``stop`` of a block, verified, from the ranks that have them.
+
+        Returns:
+            1-D uint8 in host memory.
+
+        Raises:
+            CorruptBlockError: damaged; the rank is named.
+            GenerationError: a part is missing; the rank is named.
+            TransferError: the drive refused.
+        """
+        spec = self.spec(key)
+        if not 0 <= start <= stop <= spec.nbytes:
+            raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
+        length = self._shares[0][key].nbytes
+        found = torch.empty(stop - start, dtype=torch.uint8)
+        for rank, reader in enumerate(self._readers):
+            first, last = max(start, rank * length), min(stop, (rank + 1) * length)
+            if first < last:
+                with _naming(rank, reader.path):
+                    part = reader.read_range(key, first - rank * length, last - rank * length)
+                found[first - start : last - start] = part
+        return found
+
+    def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
+        """Yield a sentence about every damage, with the rank; reads all of it."""
+        for rank, reader in enumerate(self._readers):
+            for problem in reader.problems(on_block):
+                yield f"rank {rank}: {problem}"
+
+
+@contextlib.contextmanager
+def _naming(rank: int, directory: Path) -> Iterator[None]:
+    """Name the rank in what is said of its part."""
+    try:
+        yield
+    except CorruptBlockError as error:
+        error.args = (f"rank {rank}: {error}", *error.args[1:])
+        raise
+    except GenerationError as error:
+        raise GenerationError(f"rank {rank} ('{directory}'): {error}") from error
+
+
+class RankSaves:
+    """The two phases of a rank's saves. All ranks call the same methods in the same order.
+
+    Args:
+        folder: of the document.
+        rank: this one.
+        gather: returns what all ranks gave, by rank (``Collectives.gather_objects``).
+        store: of this rank. From now on its commits leave what the document names, and nothing else that is older.
+        lanes: of the run.
+        elements: of each block, without what shares have past its end.
+        keep: checkpoints that the document names at most.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        rank: int,
+        gather: Callable[[object], Sequence[Any]],
+        store: TieredStore,
+        *,
+        lanes: int,
+        elements: Mapping[str, int],
+        keep: int,
+    ) -> None:
+        self._folder, self._rank, self._gather, self._store = folder, rank, gather, store
+        self._lanes, self._elements, self._keep = lanes, dict(elements), keep
+        self._world = len(gather(None))
+        self._name = rank_folder_name(rank)
+        self._known: list[RanksCheckpoint] = self._from_first(lambda: read_checkpoints(folder))
+        store.keep_only(self._named)
+
+    def _named(self) -> list[int]:
+        """Return the generations of this rank that the document names."""
+        return [rank.generation for each in self._known for rank in each.ranks if rank.path == self._name]
+
+    def _from_first(self, find: Callable[[], Any]) -> Any:
+        """Return what rank 0 found, on all ranks; what it raised is raised on all."""
+        found: Any = None
+        if self._rank == 0:
+            try:
+                found = find(), None
+            except (TieredError, CheckpointError, OSError) as error:
+                found = None, f"rank 0: {error}"
+        result, problem = self._gather(found)[0]
+        if problem is not None:
+            raise CheckpointError(problem)
+        return result
+
+    def begin(self) -> None:
+        """Make way for one more checkpoint: the document names one less than it may, but never none."""
+        keep = max(1, self._keep - 1)
+        if len(self._known) > keep:
+            self._known = self._from_first(lambda: self._written(self._known[-keep:]))
+
+    def are_whole(self, commit: Commit) -> bool:
+        """Return whether the generations of all ranks are whole, or have failed. Does not wait for the drives."""
+        return all(self._gather(commit.is_done))
+
+    def finish(self, commit: Commit, meta: Mapping[str, Any]) -> RanksCheckpoint:
+        """Wait until the generations of all ranks are whole, and make them a checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not write its own; the document is as before.
+        """
+        own: tuple[RankGeneration | None, str]
+        try:
+            commit.wait()
+            number = commit.generation
+            assert number is not None
+            directory = self._folder / self._name
+            own = RankGeneration(self._name, number, manifest_checksum(directory, number)), ""
+        except (TieredError, OSError) as error:
+            own = None, f"rank {self._rank}: {error}"
+        everyone = self._gather(own)
+        failed = [problem for generation, problem in everyone if generation is None]
+        if failed:
+            raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The one before is whole")
+        number = 1 + max([each.number for each in self._known] + list_generations(self._folder), default=0)
+        ranks = tuple(generation for generation, _ in everyone)
+        found = RanksCheckpoint(number, self._lanes, ranks, self._elements, dict(meta))
+        # What rank 0 returns from has been written: no rank begins another commit, which prunes, before that.
+        self._known = self._from_first(lambda: self._written([*self._known, found][-self._keep :]))
+        return self._known[-1]
+
+    def _written(self, checkpoints: Sequence[RanksCheckpoint]) -> list[RanksCheckpoint]:
+        write_checkpoints(self._folder, checkpoints)
+        prune_other_worlds(self._folder, self._keep, self._world)
+        return read_checkpoints(self._folder)

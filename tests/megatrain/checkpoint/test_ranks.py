@@ -1,0 +1,339 @@
+"""Checkpoints of several ranks: shares of real stores that one document makes a checkpoint, or does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatrain.checkpoint.ranks import (
+    RANKS_NAME,
+    RankSaves,
+    RanksCheckpoint,
+    RanksReader,
+    forget_checkpoint,
+    rank_folder_name,
+    read_checkpoints,
+)
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.ranks.shares import Shares
+from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
+from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
+
+#: Elements of whole blocks: less than a share of one rank, several shares, and one that no number of ranks divides.
+SIZES = {"norm/weight": 1024, "layer/weight": 5 * 65_536 + 3072, "layer/m": 65_536, "layer/v": 2 * 65_536}
+PATIENCE_S = 20.0
+
+
+class Gatherer:
+    """Lets threads, as ranks, give things to each other."""
+
+    def __init__(self, size: int) -> None:
+        self._items: list[object] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=PATIENCE_S)
+
+    def gather(self, rank: int, item: object) -> list[object]:
+        self._items[rank] = item
+        self._barrier.wait()
+        found = list(self._items)
+        self._barrier.wait()
+        return found
+
+
+def contents(key: str, step: int) -> torch.Tensor:
+    return torch.randn(SIZES[key], generator=torch.Generator().manual_seed(sum(map(ord, key)) + 1000 * step))
+
+
+@contextmanager
+def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
+    """A rank's store with its shares: every other block on its drive, the others in RAM."""
+    name = rank_folder_name(rank)
+    tiers = [RamTier(32 << 20), NvmeTier([str(folder / "drive" / name)], 64 << 20)]
+    with TieredStore(tiers, path=str(folder / "checkpoints" / name)) as store:
+        shares = Shares(rank, size)
+        for number, (key, length) in enumerate(SIZES.items()):
+            home = "nvme" if number % 2 else "ram"
+            store.register(key, (shares.num_elements(range(length)),), torch.float32, home=home)
+        yield store
+
+
+def fill(store: TieredStore, rank: int, size: int, step: int) -> None:
+    shares = Shares(rank, size)
+    for key, length in SIZES.items():
+        owned = shares.owned(range(length))
+        with store.acquire(key, "ram", "w") as lease:
+            lease.tensor.zero_()
+            lease.tensor[: len(owned)] = contents(key, step)[owned.start : owned.stop]
+
+
+def saves_of(folder: Path, rank: int, gather: Callable[[object], Sequence[Any]], store: TieredStore) -> RankSaves:
+    return RankSaves(folder / "checkpoints", rank, gather, store, lanes=4, elements=SIZES, keep=2)
+
+
+def write(folder: Path, size: int, steps: Sequence[int]) -> list[RanksCheckpoint]:
+    """Save steps with so many ranks, each a thread; return the document's checkpoints."""
+    gatherer, problems = Gatherer(size), []
+
+    def run(rank: int) -> None:
+        try:
+            with rank_store(folder, rank, size) as store:
+                saves = saves_of(folder, rank, lambda item: gatherer.gather(rank, item), store)
+                for step in steps:
+                    fill(store, rank, size, step)
+                    saves.begin()
+                    commit = store.commit({})
+                    saves.finish(commit, {"step": step})
+        except BaseException as error:
+            problems.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert not problems and not any(thread.is_alive() for thread in threads), problems
+    return read_checkpoints(folder / "checkpoints")
+
+
+def assert_is(folder: Path, checkpoint: RanksCheckpoint) -> None:
+    reader = RanksReader(folder / "checkpoints", checkpoint)
+    for key in SIZES:
+        out = torch.empty(SIZES[key])
+        reader.read(key, out)
+        assert torch.equal(out, contents(key, checkpoint.meta["step"])), (key, checkpoint.meta)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """Checkpoints of worlds of 1, 2 and 3 ranks, of step 7."""
+    folders = {size: tmp_path_factory.mktemp(f"world{size}") for size in (1, 2, 3)}
+    for size, folder in folders.items():
+        write(folder, size, [7])
+    return folders
+
+
+@given(st.data())
+@settings(max_examples=40, deadline=None)
+def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], data: st.DataObject) -> None:
+    """What each rank of a new world owns, read from the shares of the old one, is what the whole block has there."""
+    folder = written[data.draw(st.sampled_from([1, 2, 3]))]
+    (checkpoint,) = read_checkpoints(folder / "checkpoints")
+    reader, key = RanksReader(folder / "checkpoints", checkpoint), data.draw(st.sampled_from(list(SIZES)))
+    world = data.draw(st.integers(1, 6))
+    shares = Shares(data.draw(st.integers(0, world - 1)), world)
+    owned = shares.owned(range(SIZES[key]))
+    found = reader.read_range(key, 4 * owned.start, 4 * owned.stop).view(torch.float32)
+    assert torch.equal(found, contents(key, 7)[owned.start : owned.stop])
+    assert list(reader.problems()) == []
+
+
+def test_the_document_keeps_so_many_and_stores_keep_what_it_names(tmp_path: Path) -> None:
+    known = write(tmp_path, 2, [1, 2, 3, 4])
+    assert [each.meta["step"] for each in known] == [3, 4]
+    for each in known:
+        assert_is(tmp_path, each)
+    for rank in range(2):
+        named = [each.ranks[rank].generation for each in known]
+        assert list_generations(tmp_path / "checkpoints" / rank_folder_name(rank)) == named
+    forget_checkpoint(tmp_path / "checkpoints", known[0].number)
+    assert [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")] == [4]
+    assert_is(tmp_path, known[1])
+    assert list_generations(tmp_path / "checkpoints" / rank_folder_name(1)) == [known[1].ranks[1].generation]
+
+
+def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:
+    """One rank has the next generation, another not: the document is as before, and the next start goes on from it."""
+    (before,) = write(tmp_path, 2, [1])
+    with rank_store(tmp_path, 0, 2) as store:
+        store.load(before.ranks[0].generation)
+        store.keep_only(lambda: [before.ranks[0].generation])
+        fill(store, 0, 2, 2)
+        store.commit({}).wait()
+    assert read_checkpoints(tmp_path / "checkpoints") == [before]
+    assert_is(tmp_path, before)
+
+    gatherer = Gatherer(2)
+
+    def go_on(rank: int) -> None:
+        with rank_store(tmp_path, rank, 2) as store:
+            saves = saves_of(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
+            store.load(before.ranks[rank].generation)
+            fill(store, rank, 2, 3)
+            saves.begin()
+            saves.finish(store.commit({}), {"step": 3})
+
+    with ExitStack() as stack:
+        threads = [threading.Thread(target=go_on, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+            stack.callback(thread.join, PATIENCE_S)
+    known = read_checkpoints(tmp_path / "checkpoints")
+    assert [each.meta["step"] for each in known] == [1, 3]
+    for each in known:
+        assert_is(tmp_path, each)
+    # The future that was abandoned is gone.
+    assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
+
+
+def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (before,) = write(tmp_path, 2, [1])
+    gatherer, raised = Gatherer(2), []
+
+    def run(rank: int) -> None:
+        with rank_store(tmp_path, rank, 2) as store:
+            saves = saves_of(tmp_path, rank, lambda item: gatherer.gather(rank, item), store)
+            fill(store, rank, 2, 2)
+            saves.begin()
+            commit = store.commit({})
+            if rank == 1:
+                commit.wait()
+                (
+                    tmp_path / "checkpoints" / "rank00001" / "snap" / f"{commit.generation:08d}" / "MANIFEST.json"
+                ).unlink()
+            try:
+                saves.finish(commit, {"step": 2})
+            except CheckpointError as error:
+                raised.append(str(error))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert len(raised) == 2 and all("no checkpoint was made: rank 1:" in text for text in raised)
+    assert read_checkpoints(tmp_path / "checkpoints") == [before]
+    assert_is(tmp_path, before)
+
+
+def test_damage_is_named_with_its_rank(tmp_path: Path) -> None:
+    (checkpoint,) = write(tmp_path, 2, [1])
+    folder = tmp_path / "checkpoints"
+    file = Path(GenerationReader(folder / "rank00001").files("layer/weight")[0].path)
+    data = bytearray(file.read_bytes())
+    data[1000] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    reader = RanksReader(folder, checkpoint)
+    with pytest.raises(CorruptBlockError, match=r"rank 1: block 'layer/weight'"):
+        reader.read("layer/weight", torch.empty(SIZES["layer/weight"]))
+    assert any(problem.startswith("rank 1: ") for problem in reader.problems())
+    manifest = next((folder / "rank00000" / "snap").glob("*/MANIFEST.json"))
+    manifest.write_text(manifest.read_text() + " ")
+    with pytest.raises(GenerationError, match=r"rank 0 .*RANKS\.json says"):
+        RanksReader(folder, checkpoint)
+    (folder / "rank00001").rename(folder / "elsewhere")
+    manifest.write_text(manifest.read_text()[:-1])
+    with pytest.raises(GenerationError, match=r"rank 1 \('.*rank00001'\)"):
+        RanksReader(folder, checkpoint)
+
+
+def test_a_document_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, 1, [1])
+    path = tmp_path / "checkpoints" / RANKS_NAME
+    text = path.read_text()
+    path.write_text(text.replace('"step": 1', '"step": 2'))
+    with pytest.raises(GenerationError, match="its checksum does not match"):
+        read_checkpoints(path.parent)
+    path.write_text(json.dumps({**json.loads(text), "format": 99}))
+    with pytest.raises(NewerFormatError, match="has format 99"):
+        read_checkpoints(path.parent)
+    path.write_text("{")
+    with pytest.raises(GenerationError, match="cannot be read"):
+        read_checkpoints(path.parent)
+
+
+def gather_by_files(folder: Path, rank: int, size: int) -> Callable[[object], list[Any]]:
+    """Lets processes give things to each other; a process ends when another is silent."""
+    turn = iter(range(1 << 30))
+
+    def gather(item: object) -> list[Any]:
+        number = next(turn)
+        mine = folder / f"{number}.{rank}"
+        mine.with_suffix(f".{rank}.tmp").write_bytes(pickle.dumps(item))
+        mine.with_suffix(f".{rank}.tmp").rename(mine)
+        found, deadline = [], time.monotonic() + PATIENCE_S
+        for other in range(size):
+            while not (path := folder / f"{number}.{other}").exists():
+                if time.monotonic() > deadline:
+                    os._exit(3)
+                time.sleep(0.0005)
+            found.append(pickle.loads(path.read_bytes()))
+        return found
+
+    return gather
+
+
+def _rank_process(folder: Path, meeting: Path, rank: int, size: int) -> None:
+    """Go on from the newest checkpoint, and save step after step until somebody kills a rank."""
+    torch.set_num_threads(1)
+    with rank_store(folder, rank, size) as store:
+        saves = saves_of(folder, rank, gather_by_files(meeting, rank, size), store)
+        known = read_checkpoints(folder / "checkpoints")
+        step = 0
+        if known:
+            store.load(known[-1].ranks[rank].generation)
+            step = known[-1].meta["step"]
+        while True:
+            step += 1
+            fill(store, rank, size, step)
+            saves.begin()
+            saves.finish(store.commit({}), {"step": step})
+            if rank == 0:
+                (folder / "acknowledged.tmp").write_text(str(step))
+                (folder / "acknowledged.tmp").rename(folder / "acknowledged")
+
+
+@pytest.mark.parametrize("num_kills", [5, pytest.param(150, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int, tmp_path: Path) -> None:
+    """After each kill the document names generations that are whole on all ranks, and nothing acknowledged is lost."""
+    chance, size = random.Random(3), 2
+    newest = 0
+    for number in range(num_kills):
+        meeting = tmp_path / f"meeting{number}"
+        meeting.mkdir()
+        children: list[int] = []
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                try:
+                    _rank_process(tmp_path, meeting, rank, size)
+                finally:
+                    os._exit(4)
+            children.append(child)
+        acknowledged = tmp_path / "acknowledged"
+        if number % 2:  # else any instant from the start of the processes on
+            deadline = time.monotonic() + PATIENCE_S
+            before = acknowledged.stat().st_mtime_ns if acknowledged.exists() else 0
+            while not acknowledged.exists() or acknowledged.stat().st_mtime_ns == before:
+                assert time.monotonic() < deadline, "no checkpoint was made"
+                time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, 0.4))
+        victim = children[number // 2 % size]
+        os.kill(victim, signal.SIGKILL)
+        time.sleep(chance.uniform(0.0, 0.1))  # what the other does meanwhile must not make a checkpoint of halves
+        for child in children:
+            if child != victim:
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            os.waitpid(child, 0)
+        known = read_checkpoints(tmp_path / "checkpoints")
+        for each in known:
+            assert_is(tmp_path, each)
+        said = int(acknowledged.read_text()) if acknowledged.exists() else 0
+        assert (known[-1].meta["step"] if known else 0) >= max(said, newest)
+        newest = known[-1].meta["step"] if known else 0
+    assert newest > 0, "no process came as far as a checkpoint"

@@ -1,0 +1,87 @@
+"""A run goes on with another number of processes, in other tiers and on other drives, as if nobody had stopped it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.checkpoint.catalog import (
+    find_checkpoint,
+    list_checkpoints,
+    remove_checkpoint,
+    verify_checkpoints,
+)
+from megatrain.checkpoint.export import export_checkpoint
+from megatrain.checkpoint.resume import lanes_of_newest
+from megatrain.checkpoint.state import CheckpointError
+from oracles.tiered_run import config_text
+from processes.worlds import digests, go_on, run_world
+
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
+BF16 = 'compute_dtype = "bfloat16"'
+#: Another placement for each start.
+TABLES: tuple[dict[str, Any], ...] = (
+    {"placement": 'optimizer = ["nvme"]'},
+    {"nvme": 2, "placement": ALL_NVME, "ram": "24MiB"},
+    {"nvme": 0},
+    {"gpu": "64MiB", "ram": "24MiB"},
+)
+
+
+def text_of(folder: Path, model: Path, **tables: Any) -> str:
+    text = config_text(folder, model, precision=BF16, **{"nvme": 1, **tables})
+    batch = "per_device_train_batch_size = 1\ngradient_accumulation_steps = 4\ngradient_lanes = 4"
+    return text.replace("per_device_train_batch_size = 2\ngradient_accumulation_steps = 3", batch)
+
+
+@pytest.mark.parametrize("worlds", [(1, 2, 1), pytest.param((2, 1, 4, 3, 1), marks=pytest.mark.slow)])
+def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_model: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (unbroken,) = run_world(1, go_on, whole, text_of(whole, tiny_model), 0, len(worlds))
+    losses: list[float] = []
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    for step, world in enumerate(worlds):
+        tables = TABLES[step % len(TABLES)]
+        results = run_world(world, go_on, folder, text_of(folder, tiny_model, **tables), step, 1)
+        assert all(each[0] == results[0][0] for each in results)
+        losses += results[0][0]
+        out = folder / "out"
+        info = list_checkpoints(out)[-1]
+        assert (info.step, info.num_ranks, info.problem, info.is_newest) == (step + 1, world, None, True)
+        assert lanes_of_newest(out, "auto") == 4
+        if world > 1:
+            assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.num_ranks > 1] == [[]]
+    assert losses == unbroken[0]
+    assert digests([each[1] for each in results]) == digests([unbroken[1]])
+
+
+def test_an_export_of_ranks_is_that_of_one_process(tiny_model: Path, tmp_path: Path) -> None:
+    """File by file; and what `ckpt` lists, verifies and removes."""
+    for world in (1, 2):
+        folder = tmp_path / f"by{world}"
+        folder.mkdir()
+        run_world(world, go_on, folder, text_of(folder, tiny_model, placement=ALL_NVME, ram="24MiB"), 0, 1)
+        assert find_checkpoint(folder / "out").world == world
+        export_checkpoint(folder / "out", tmp_path / f"export{world}")
+    files = {path.name for path in (tmp_path / "export1").iterdir()}
+    assert files == {path.name for path in (tmp_path / "export2").iterdir()} and "model.safetensors" in files
+    for name in files:
+        assert (tmp_path / "export1" / name).read_bytes() == (tmp_path / "export2" / name).read_bytes(), name
+
+    out = tmp_path / "by2" / "out"
+    (info,) = list_checkpoints(out)
+    with pytest.raises(CheckpointError, match="is the only one"):
+        remove_checkpoint(out, info.generation, num_ranks=2)
+    gone = tmp_path / "by2" / "drive0" / "rank00001"
+    gone.rename(gone.with_name("unplugged"))
+    (lost,) = list_checkpoints(out)
+    assert lost.problem is not None and "rank00001" in lost.problem
+    with pytest.raises(CheckpointError, match="rank00001"):
+        export_checkpoint(out, tmp_path / "never")
+    gone.with_name("unplugged").rename(gone)
+    remove_checkpoint(out, info.generation, num_ranks=2, force=True)
+    assert list_checkpoints(out) == []
