@@ -202,10 +202,14 @@ def _places(seen: _Seen) -> list[tuple[str, str]]:
 
 def _evaluations(status: RunStatus | None) -> list[tuple[str, str]]:
     """Return a line for each evaluation set; figures that are not finite were written as text."""
+    from megatrain.run.metrics import format_preferences
+
     lines = []
     for name, each in (status.evaluations if status is not None else {}).items():
-        loss, perplexity = float(each["loss"]), float(each["perplexity"])
-        lines.append(("eval", f"{name}: loss {loss:.4f}, perplexity {perplexity:.2f} at step {each['step']}"))
+        said = f"perplexity {float(each['perplexity']):.2f}"
+        if each.get("preferences"):
+            said = format_preferences({key: float(value) for key, value in each["preferences"].items()})
+        lines.append(("eval", f"{name}: loss {float(each['loss']):.4f}, {said} at step {each['step']}"))
     return lines
 
 

@@ -23,7 +23,11 @@ _EXAMPLE_FOLDER = "megatrain-example"
 
 @click.command("init")
 @click.argument("path", required=False, type=click.Path(path_type=Path), metavar="[PATH]")
-@click.option("--task", type=click.Choice(["sft", "pretrain"]), default="sft", show_default=True, help="What to train.")
+@click.option(
+    "--task",
+    type=click.Choice(["sft", "pretrain", "dpo"]),
+    help="What to train. Default: dpo where the data is preferences, else sft.",
+)
 @click.option("--model", metavar="FOLDER_OR_ID", help="A Hugging Face folder, or the name of a model on the hub.")
 @click.option("--data", metavar="PATH", help="File, glob or folder of training data, or the hub name of a data set.")
 @click.option(
@@ -33,7 +37,9 @@ _EXAMPLE_FOLDER = "megatrain-example"
     help=f"Write a small run with all it needs, model and text too, into the folder PATH, default {_EXAMPLE_FOLDER}.",
 )
 @json_option
-def command(path: Path | None, task: str, model: str | None, data: str | None, is_example: bool, as_json: bool) -> int:
+def command(
+    path: Path | None, task: str | None, model: str | None, data: str | None, is_example: bool, as_json: bool
+) -> int:
     """Write a commented starter config for this machine.
 
     PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
@@ -56,7 +62,8 @@ def command(path: Path | None, task: str, model: str | None, data: str | None, i
     from megatrain.plan.machine import machine_facts, model_facts
 
     folder = path.absolute().parent
-    rows = None if data is None else _data_facts(data, folder)
+    rows = None if data is None else _data_facts(data, folder, task)
+    task = task or ("dpo" if rows is not None and rows.format == "preference" else "sft")
     facts = None
     if model is not None:
         facts = model_facts(
@@ -107,7 +114,7 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
     return 0
 
 
-def _data_facts(data: str, folder: Path) -> DataFacts:
+def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     """Look at the first row of the data, where it is on this machine."""
     from megatrain.config.starter import DataFacts
     from megatrain.data.rows_report import DataError
@@ -117,10 +124,10 @@ def _data_facts(data: str, folder: Path) -> DataFacts:
     if is_hub_name(place):
         return DataFacts(written)  # nothing is fetched before `check`
     try:
-        look = look_at(place)
+        look = look_at(place, is_preference=None if task is None else task == "dpo")
     except DataError as error:
         return DataFacts(written, problem=str(error))
-    return DataFacts(written, look.format, look.columns, look.fields, look.problem)
+    return DataFacts(written, look.format, look.columns, look.fields, look.problem, look.is_judged)
 
 
 def _is_path(text: str) -> bool:

@@ -529,7 +529,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     first += f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
     lines = [first, *_loss_lines(summary)]
     lines += [
-        f"eval   {name}: loss {each.loss:.4f}, perplexity {each.perplexity:.2f} at step {each.step}"
+        f"eval   {name}: loss {each.loss:.4f}, {each.quality} at step {each.step}"
         for name, each in summary.evaluations.items()
     ]
     if summary.tier_peak_bytes:

@@ -33,11 +33,13 @@ from megatrain.config.resolve import (
     resolve_logging,
     resolve_model,
     resolve_optimizer,
+    resolve_preference,
     resolve_tiers,
     with_packing,
 )
 from megatrain.config.resolved import to_toml
 from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.evaluation import load_evaluation_sets
 from megatrain.models.checkpoint_names import ConversionError
@@ -281,14 +283,29 @@ class _Checkup:
         if self._graph is not None:
             check_token_ids(resolve_model(self._config), dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
-        proven = "; every mask proven" if self._config.task == "sft" else ""
+        proven = "; every mask proven" if self._config.task != "pretrain" else ""
         yield Finding("data", "ok", f"{head}{proven}")
+        yield from self._preferences(dataset)
         yield from self._rows_left_out(dataset.report)
         if self._bad_rows == "drop":
             for text in check_losses(
                 dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
             ):
                 yield Finding("data", "warning", text)
+
+    def _preferences(self, dataset: TokenDataset) -> Iterator[Finding]:
+        """Say what the examples of preferences are, and what is seldom meant."""
+        loss = resolve_preference(self._config)
+        if loss is None:
+            return
+        count, good = len(dataset) // 2, int((dataset.roles[::2] == CHOSEN).sum())
+        what = _count(count, "pair") if loss.is_paired else f"{good:,} good and {count - good:,} bad answers"
+        yield Finding("data", "ok", f"{what} for {loss.loss_type}")
+        if not loss.is_paired and not 0 < good < count:
+            yield Finding("data", "warning", "all answers are judged alike: the loss learns from the difference")
+        if loss.needs_reference:
+            text = f"before the first step `run` asks the model about all {len(dataset):,} answers, once, and keeps it"
+            yield Finding("data", "note", text)
 
     def _each_source(self, error: DataError) -> Iterator[Finding]:
         """Look at each source alone, so that a mistake in one does not hide those of the others."""

@@ -14,6 +14,8 @@ from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, loa
 from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
+from megatrain.engine.head import shifted_labels
+from megatrain.engine.preferences import CollectedExamples
 from megatrain.engine.program import evaluation_program
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.data.dataset import DataSpec, TokenDataset
+    from megatrain.engine.preferences import PreferenceLoss
     from megatrain.plan.plan import Plan
     from megatrain.run.activity import Activity
     from megatrain.run.timeline import Timeline
@@ -274,19 +277,21 @@ class Evaluator:
                 continue
             start_s = time.perf_counter()
             self._activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
-            total, num_tokens = self._run_set(self._engine, each)
+            loss, num_tokens, figures = self._run_set(self._engine, each)
             if self._should_stop():
                 return
-            loss = total / num_tokens if num_tokens else math.nan
             seconds = time.perf_counter() - start_s
-            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds)
+            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds, figures)
             self.latest[each.name] = metrics
             self._observer.on_evaluation(metrics)
 
-    def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int]:
-        """Return the loss summed over the tokens of a set, and their number."""
+    def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int, dict[str, float]]:
+        """Return the mean loss of a set, the number of its tokens with a label, and figures of preferences."""
         schedule = engine.program.schedule(self._plan.placement.homes, each.num_passes)
         set_schedule(self._store, schedule, self._plan.run.prefetch_bytes)
+        preference = self._plan.run.objective.preference
+        if preference is not None:
+            return self._run_preferences(engine, each, preference)
         terms: list[float] = []
         num_tokens = 0
         for number, micro_batches in enumerate(each.passes()):
@@ -295,4 +300,16 @@ class Evaluator:
             num_tokens += loss.num_tokens
             if self._should_stop():
                 break
-        return math.fsum(terms), num_tokens
+        return (math.fsum(terms) / num_tokens if num_tokens else math.nan), num_tokens, {}
+
+    def _run_preferences(
+        self, engine: EvaluationEngine, each: EvaluationSet, preference: PreferenceLoss
+    ) -> tuple[float, int, dict[str, float]]:
+        """Return the same of a set of preferences: their loss is that of all examples as one micro-batch."""
+        collected = CollectedExamples()
+        for number, micro_batches in enumerate(each.passes()):
+            for batch, logps in zip(micro_batches, engine.log_probs(micro_batches, number=number), strict=True):
+                collected.add(batch, shifted_labels(batch["labels"]), logps)
+            if self._should_stop():
+                break
+        return collected.judge(preference)

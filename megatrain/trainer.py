@@ -66,6 +66,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
+from megatrain.reference import RECORD, Reference
 from megatrain.report.history import write_plan, write_summary
 from megatrain.run.activity import Activity
 from megatrain.run.folder import FINAL_NAME, RunFolder
@@ -551,6 +552,7 @@ class Trainer:
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
+            self._ask_reference(checkpoint)
             self.state = self._first_state() if checkpoint is None else self._continued_state(checkpoint.state)
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
@@ -603,6 +605,24 @@ class Trainer:
             keep=run.checkpoint.keep,
         )
 
+    def _ask_reference(self, checkpoint: Checkpoint | None) -> None:
+        """Have the loaders know what the model that the run starts from says of their answers, if the loss asks."""
+        preference = self.run.objective.preference
+        self._reference_record: Mapping[str, Any] = {}
+        if preference is None or not preference.needs_reference:
+            return
+        known = None if checkpoint is None else checkpoint.state.model.get(RECORD, {})
+        reference = Reference(
+            self.plan,
+            self.store,
+            timeline=self.timeline,
+            activity=self.activity,
+            on_message=self.observer.on_message,
+            known=known,
+        )
+        reference.give([self.loader, *(each.loader for each in self._evaluation_sets)])
+        self._reference_record = {RECORD: reference.record}
+
     def _first_state(self) -> RunState:
         run = self.run
         return RunState(
@@ -626,7 +646,7 @@ class Trainer:
             },
             config_toml=to_toml(self.config),
             data_fingerprint=self.loader.fingerprint(),
-            model={**describe_model(self.plan), **self.weights.carried},
+            model={**describe_model(self.plan), **self.weights.carried, **self._reference_record},
             run_name=run.name,
             saved_at="",
             versions=installed_versions(),
@@ -820,7 +840,7 @@ class Trainer:
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
             kept=self.plan.program.kept,
-            kept_parts=self.plan.program.kept_parts,
+            kept_parts=0 if self.run.objective.preference is not None else self.plan.program.kept_parts,
             saved_attention=self.plan.program.saved_attention,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
@@ -849,6 +869,7 @@ class Trainer:
             rss_bytes=psutil.Process().memory_info().rss,
             model_flops=flops.model,
             hardware_flops=flops.hardware,
+            preferences=result.preferences,
         )
 
     def _end_steps(self) -> None:

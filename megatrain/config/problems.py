@@ -30,7 +30,7 @@ from megatrain.config.keys import (
     used_if,
     what_to_write,
 )
-from megatrain.config.schema import RunConfig
+from megatrain.config.schema import PreferenceConfig, RunConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -326,6 +326,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     return [
         *_check_batch(config),
         *_check_data(config),
+        *_check_preferences(config),
         *_check_images(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
@@ -476,7 +477,80 @@ def _check_images(config: RunConfig) -> Iterator[Problem]:
         yield Problem("model.images", text, "Leave one of them out")
 
 
+def _check_preferences(config: RunConfig) -> Iterator[Problem]:
+    if config.task != "dpo":
+        if config.preference != PreferenceConfig():  # a resolved file has all tables
+            yield Problem(
+                "preference",
+                f'[preference] says how to train on preferences, but task = "{config.task}" trains on single rows',
+                'Write task = "dpo", or leave the table out',
+            )
+        return
+    data, training = config.data, config.training
+    if data.packing:
+        yield Problem(
+            "data.packing",
+            f'data.packing = {_shown(data.packing)}, but with task = "dpo" each answer has a row of its own',
+            "Leave the key out, or write packing = false",
+        )
+    if data.train_on not in ("completion", "assistant"):
+        yield Problem(
+            "data.train_on",
+            f'data.train_on = "{data.train_on}", but task = "dpo" compares what follows the prompt',
+            "Leave the key out",
+        )
+    if training.label_smoothing_factor:
+        yield Problem(
+            "training.label_smoothing_factor",
+            'training.label_smoothing_factor smooths cross entropy, which task = "dpo" does not train on',
+            "Write label_smoothing in [preference] for labels that may be wrong, or leave it out",
+        )
+    if config.lora.lora_dropout:
+        yield Problem(
+            "lora.lora_dropout",
+            f'lora.lora_dropout = {config.lora.lora_dropout:g}, but nothing is dropped out with task = "dpo": a model '
+            "is compared with what it said before",
+            "Leave the key out",
+        )
+    if training.train_batch_tokens is not None and config.rows_per_step % 2:
+        yield Problem(
+            "training.train_batch_tokens",
+            f"training.train_batch_tokens = {training.train_batch_tokens} makes {config.rows_per_step} rows of "
+            f"data.max_length = {data.max_length}, but an example of preferences is two rows",
+            f"Write {(config.rows_per_step + 1) * data.max_length}",
+        )
+    if config.preference.loss_type == "robust" and not config.preference.label_smoothing:
+        yield Problem(
+            "preference.label_smoothing",
+            'preference.loss_type = "robust" reckons with wrong labels, but preference.label_smoothing = 0',
+            "Write the share of labels that may be wrong, e.g. label_smoothing = 0.1",
+        )
+    if config.model.images != "off":
+        yield Problem(
+            "model.images",
+            f'model.images = "{config.model.images}", but task = "dpo" reads text alone in this release',
+            "Leave the key out",
+        )
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"'
+
+
 def _check_data(config: RunConfig) -> Iterator[Problem]:
+    sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
+    sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
+    for key, source in sources:
+        is_preference = source.format == "preference"
+        if source.format != "auto" and is_preference != (config.task == "dpo"):
+            yield Problem(
+                f"{key}.format",
+                f'{key}.format = "{source.format}" holds {"preferences" if is_preference else "none"}, and '
+                f'task = "{config.task}" trains on {"preferences" if config.task == "dpo" else "single rows"}',
+                'Write task = "dpo"' if is_preference else 'Write "preference", or leave the key out',
+            )
+    if config.task == "dpo":
+        return
     if config.task != "pretrain":
         if config.data.packing == "concat":
             yield Problem(
@@ -491,10 +565,8 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
             f'data.train_on = "{config.data.train_on}" needs conversations, but task = "pretrain" trains plain text',
             'Leave the key out, or write task = "sft"',
         )
-    sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
-    sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
     for key, source in sources:
-        if source.format not in ("auto", "text", "tokenized"):
+        if source.format not in ("auto", "text", "tokenized", "preference"):
             yield Problem(
                 f"{key}.format",
                 f'{key}.format = "{source.format}" is not plain text, which task = "pretrain" trains',

@@ -18,6 +18,7 @@ from megatrain.data.dataset import DataSpec
 from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
 from megatrain.data.sources import Source
 from megatrain.engine.objective import Distillation, Objective
+from megatrain.engine.preferences import PreferenceLoss
 from megatrain.engine.program import KINDS, Kind
 from megatrain.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.models.adapters import LoraSpec
@@ -53,6 +54,7 @@ __all__ = [
     "resolve_logging",
     "resolve_model",
     "resolve_optimizer",
+    "resolve_preference",
     "resolve_schedule",
     "resolve_score",
     "resolve_tiers",
@@ -110,7 +112,9 @@ def _objective(config: RunConfig) -> Objective:
         ConfigError: they are not there, or others than the config says.
     """
     training, table = config.training, config.distill
-    plain = Objective(training.label_smoothing_factor, training.neftune_noise_alpha)
+    plain = Objective(
+        training.label_smoothing_factor, training.neftune_noise_alpha, preference=resolve_preference(config)
+    )
     if config.task != "distill" or table.scores is None:
         return plain
     try:
@@ -144,6 +148,22 @@ def resolve_score(config: RunConfig) -> ScoreSpec:
     if problems := list(find_unscorable(config)):
         raise ConfigError("the config", problems)
     return ScoreSpec(table.top_k, table.temperature, table.embeddings, table.formats)
+
+
+def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
+    """Return the loss over preferences; None: the run has none."""
+    if config.task != "dpo":
+        return None
+    table = config.preference
+    return PreferenceLoss(
+        loss_type=table.loss_type,
+        beta=table.beta,
+        label_smoothing=table.label_smoothing,
+        simpo_gamma=table.simpo_gamma,
+        rpo_alpha=table.rpo_alpha,
+        desirable_weight=table.desirable_weight,
+        undesirable_weight=table.undesirable_weight,
+    )
 
 
 def resolve_model(config: RunConfig) -> ModelSpec:
@@ -203,14 +223,15 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         config: of the run.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
-    table = config.data
+    table, loss = config.data, resolve_preference(config)
+    found = tuple(_source(source) for source in (table.train if sources is None else sources))
     return DataSpec(
-        sources=tuple(_source(source) for source in (table.train if sources is None else sources)),
+        sources=found if loss is None else tuple(replace(source, format="preference") for source in found),
         only_text=config.task == "pretrain",
         max_length=table.max_length,
         packing=table.packing,
         has_default_packing="packing" not in table.model_fields_set,
-        train_on=table.train_on,
+        train_on=table.train_on if loss is None else "completion",
         overlong=table.overlong,
         bad_rows=table.bad_rows,
         max_dropped=table.max_dropped,
@@ -220,6 +241,7 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_model(config).folder,
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
+        preferences="" if loss is None else "pairs" if loss.is_paired else "answers",
     )
 
 
@@ -249,6 +271,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
         # Kernels of flash attention keep packed documents apart in batches of one row only.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
         order=config.advanced.micro_batch_order,
+        rows_per_example=config.rows_per_example,
         aimed_tokens=MICRO_BATCH_TOKENS[device],
         num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
     )
@@ -432,7 +455,7 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
         strategy=table.eval_strategy,
         every_steps=table.eval_steps,
         on_start=table.eval_on_start,
-        rows=table.per_device_eval_batch_size,
+        rows=table.per_device_eval_batch_size and table.per_device_eval_batch_size * config.rows_per_example,
         max_samples=table.eval_max_samples,
         sources=tuple(sources),
     )

@@ -248,14 +248,13 @@ ReportTargets = Annotated[
     WithJsonSchema({"anyOf": [{"enum": [*_REPORTS, "none"]}, {"type": "array", "items": {"enum": _REPORTS}}]}),
 ]
 #: What a row may hold.
-RowFormat = Literal[
-    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"
-]  # preference data comes with a task that uses it
+RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
 #: Our names of fields; the second line are names that other tools use for some of the first.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",
     "role", "content", "input_ids", "labels", "loss_mask", "attention_mask",
+    "chosen", "rejected", "label", "kto_tag",
 ]  # fmt: skip
 
 
@@ -447,7 +446,8 @@ class DataConfig(Table):
     packing: Packing = key(
         'true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
         "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
-        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row.",
+        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row, and "
+        "with dpo.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",
@@ -455,7 +455,7 @@ class DataConfig(Table):
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
         "assistant: all of the assistant's turns; last_assistant: only the last one; completion: what "
         "follows the prompt, in a conversation the last turn; all: every token. Plain text is always trained on "
-        "whole. Default: assistant (sft), all (pretrain).",
+        "whole. Default: assistant (sft), all (pretrain), completion (dpo, which knows no other).",
         "assistant",
         alters="by contents",
     )
@@ -511,7 +511,9 @@ class TrainingConfig(Table):
         ge=2,
         alters="yes",
     )
-    per_device_train_batch_size: int = key("Rows per micro-batch.", 8, ge=1, alters="yes", same_name=_HF)
+    per_device_train_batch_size: int = key(
+        "Rows per micro-batch; with dpo examples, of two rows each.", 8, ge=1, alters="yes", same_name=_HF
+    )
     gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=_HF)
     gradient_lanes: LaneCount = key(
         "The micro-batches of a step are cut into so many lanes: each is summed in order, and the lanes are added in a "
@@ -538,6 +540,51 @@ class TrainingConfig(Table):
         ge=0,
         alters="yes",
         same_name=_HF,
+    )
+
+
+class PreferenceConfig(Table, json_schema_extra=_all_alter("yes")):
+    """``[preference]``: the loss of task = "dpo"."""
+
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo"] = key(
+        "sigmoid (DPO), hinge, ipo and robust compare a chosen and a rejected answer, and the model with the one that "
+        "the run starts from; kto judges single answers against it; orpo and simpo compare two answers without it.",
+        "sigmoid",
+        same_name="TRL",
+    )
+    beta: float = key(
+        "How closely the model is kept to the one that the run starts from; of orpo the weight of the odds ratio.",
+        0.1,
+        gt=0,
+        same_name="TRL",
+    )
+    label_smoothing: float = key(
+        "Probability that chosen and rejected were mistaken for each other.",
+        0.0,
+        ge=0,
+        lt=0.5,
+        same_name="TRL",
+        used_if={"loss_type": ["sigmoid", "robust", "simpo"]},
+    )
+    simpo_gamma: float = key(
+        "simpo: by how much the chosen answer should win.",
+        0.5,
+        ge=0,
+        same_name="TRL, LLaMA-Factory",
+        used_if={"loss_type": ["simpo"]},
+    )
+    rpo_alpha: float = key(
+        "Weight of the chosen answers' negative log-likelihood, which is added to the loss. orpo adds it once anyway.",
+        0.0,
+        ge=0,
+        same_name="TRL, Axolotl",
+        used_if={"loss_type": ["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"]},
+    )
+    desirable_weight: float = key(
+        "kto: weight of good answers.", 1.0, ge=0, same_name="TRL", used_if={"loss_type": ["kto"]}
+    )
+    undesirable_weight: float = key(
+        "kto: weight of bad answers.", 1.0, ge=0, same_name="TRL", used_if={"loss_type": ["kto"]}
     )
 
 
@@ -954,8 +1001,9 @@ class RunConfig(Table):
     """A whole run."""
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
-    task: Literal["sft", "pretrain", "distill"] = key(
-        "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]).",
+    task: Literal["sft", "pretrain", "distill", "dpo"] = key(
+        "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]); "
+        "dpo: preferences, with the loss of preference.loss_type.",
         alters="yes",
     )
     output_dir: ConfigPath = key(
@@ -990,6 +1038,7 @@ class RunConfig(Table):
     precision: PrecisionConfig = key("Number formats.", default_factory=PrecisionConfig)
     data: DataConfig = key("Rows, masks and their arrangement.")
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
+    preference: PreferenceConfig = key("The loss over preferences.", default_factory=PreferenceConfig)
     optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
     score: ScoreConfig = key("What `score` writes.", default_factory=ScoreConfig)
     distill: DistillConfig = key("Training on a teacher's scores.", default_factory=DistillConfig)
@@ -1012,6 +1061,8 @@ class RunConfig(Table):
         filled = dict(values)
         if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "all", **filled["data"]}
+        if filled.get("task") == "dpo" and isinstance(filled.get("data"), dict):
+            filled["data"] = {"train_on": "completion", "packing": False, **filled["data"]}
         if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):
             table = filled.get("evaluation", {})
             filled["evaluation"] = {"eval_strategy": "steps", **table} if isinstance(table, dict) else table
@@ -1022,9 +1073,17 @@ class RunConfig(Table):
         """Rows of ``data.max_length`` tokens in one optimizer step, over all micro-batches."""
         if self.training.train_batch_tokens is not None:
             return self.training.train_batch_tokens // self.data.max_length
-        return self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        rows = self.training.per_device_train_batch_size * self.training.gradient_accumulation_steps
+        return rows * self.rows_per_example
+
+    @property
+    def rows_per_example(self) -> int:
+        """Rows of a micro-batch that belong together: two of an example of preferences."""
+        return 2 if self.task == "dpo" else 1
 
     @property
     def micro_batch_size(self) -> int | None:
         """Rows per micro-batch; None where the planner chooses a divisor of :attr:`rows_per_step`."""
-        return None if self.training.train_batch_tokens is not None else self.training.per_device_train_batch_size
+        if self.training.train_batch_tokens is not None:
+            return None
+        return self.training.per_device_train_batch_size * self.rows_per_example

@@ -9,7 +9,13 @@ from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
 from tiered.units import GiB, format_size
 
 _EXAMPLE_MODEL = "path/to/model"
-_EXAMPLE_DATA = {"sft": "data/chat.jsonl", "pretrain": "data/*.txt"}
+_EXAMPLE_DATA = {"sft": "data/chat.jsonl", "pretrain": "data/*.txt", "dpo": "data/preferences.jsonl"}
+_TASKS = {
+    "sft": "chats and prompts: loss on the answers",
+    "pretrain": "plain text: loss on every token",
+    "dpo": "preferences: which of two answers is better",
+}
+_RATES = {"sft": 1e-5, "pretrain": 1e-4, "dpo": 1e-6}
 _LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
 _COLUMN = 40
@@ -21,6 +27,7 @@ _ROWS = {
     "prompt_completion": "rows of `prompt` and `completion`",
     "text": "plain text",
     "tokenized": "rows of `input_ids`: used as they are",
+    "preference": "rows of preferences: answers to one prompt that are compared, or one that is judged",
 }
 
 
@@ -70,6 +77,7 @@ class DataFacts:
         columns: our field -> theirs, where theirs are others.
         fields: those of the row.
         problem: why the row cannot be used as it is, or "".
+        is_judged: whether it is one answer with a label.
     """
 
     path: str
@@ -77,13 +85,14 @@ class DataFacts:
     columns: Mapping[str, str] = field(default_factory=dict)
     fields: Sequence[str] = ()
     problem: str = ""
+    is_judged: bool = False
 
 
 def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> str:
     """Return the text of a config that loads.
 
     Args:
-        task: "sft" or "pretrain".
+        task: "sft", "pretrain" or "dpo".
         model: None: an example that has to be replaced.
         data: None: an example that has to be replaced.
     """
@@ -94,11 +103,7 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
         "#   megatrain-tier run FILE      train; the same command continues after a stop",
         "config_version = 1",
-        _line(
-            "task",
-            task,
-            "chats and prompts: loss on the answers" if task == "sft" else "plain text: loss on every token",
-        ),
+        _line("task", task, _TASKS[task]),
         _line("output_dir", "outputs/first", "paths are relative to this file"),
         _line("seed", 42),
         "",
@@ -108,6 +113,7 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
         "",
         *_training(machine, task, model),
         "",
+        *_preference(task, data),
         *_optimizer(task),
         "",
         "[checkpoint]",
@@ -144,9 +150,10 @@ def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
 def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> list[str]:
     length = _max_length(machine, model)
     lines = ["[data]", _line("max_length", length, "tokens in a row")]
-    lines.append(
-        f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
-    )
+    if task != "dpo":
+        lines.append(
+            f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
+        )
     if task == "sft":
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     lines += ["", "[[data.train]]"]
@@ -184,8 +191,16 @@ def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> lis
     ]
 
 
+def _preference(task: str, data: DataFacts | None) -> list[str]:
+    if task != "dpo":
+        return []
+    loss = "kto" if data is not None and data.is_judged else "sigmoid"
+    about = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, orpo, simpo"
+    return ["[preference]", _line("loss_type", loss, about), _line("beta", 0.1), ""]
+
+
 def _optimizer(task: str) -> list[str]:
-    rate = 1e-5 if task == "sft" else 1e-4
+    rate = _RATES[task]
     return [
         "[optimizer]",
         _line("optim", "adamw", "16 bytes of state per parameter; lion 12, adafactor 8"),

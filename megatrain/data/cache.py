@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from megatrain.data.encoding import EncodingOptions
     from megatrain.data.sources import Source
 
-_VERSION = 4
+_VERSION = 5
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
-_IMAGES, _IMAGE_STARTS = "images.bytes", "image_starts.int64"
+_IMAGES, _IMAGE_STARTS, _ROLES = "images.bytes", "image_starts.int64", "roles.uint8"
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
@@ -48,6 +48,7 @@ Arrays = tuple[
     npt.NDArray[np.bool_],
     npt.NDArray[np.uint8],
     npt.NDArray[np.int64],
+    npt.NDArray[np.uint8],
 ]
 
 
@@ -62,6 +63,7 @@ class CacheEntry:
         begins_row: as ``TokenDataset`` has them.
         images: as ``TokenDataset`` has them.
         image_starts: as ``TokenDataset`` has them.
+        roles: as ``TokenDataset`` has them.
         report: of ``DataReport.to_json``.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
@@ -74,6 +76,7 @@ class CacheEntry:
     begins_row: npt.NDArray[np.bool_]
     images: npt.NDArray[np.uint8]
     image_starts: npt.NDArray[np.int64]
+    roles: npt.NDArray[np.uint8]
     report: dict[str, Any]
     source_starts: tuple[int, ...]
     content: str
@@ -197,7 +200,7 @@ class TokenCache:
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS, _IMAGES, _IMAGE_STARTS)
+                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS, _IMAGES, _IMAGE_STARTS, _ROLES)
                 files = tuple(stack.enter_context((partial / name).open("wb")) for name in names)
                 writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
                 report, source_starts = encode(writer)
@@ -258,7 +261,7 @@ class TokenCache:
             raise DataError(
                 str(self._folder),
                 f"the tokenized data is larger than data.max_cache_size = {format_size(self._max_nbytes)}",
-                'Raise it (5 bytes for each token and 9 for each document), or write cache_dir = "none"',
+                'Raise it (5 bytes for each token and 10 for each document), or write cache_dir = "none"',
             )
 
     def _remove(self, folder: Path) -> None:
@@ -293,6 +296,7 @@ def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int
         mapped(_BEGINS, np.bool_, num_documents),
         mapped(_IMAGES, np.uint8, num_image_bytes),
         mapped(_IMAGE_STARTS, np.int64, num_documents + 1),
+        mapped(_ROLES, np.uint8, num_documents),
     )
 
 
@@ -345,6 +349,8 @@ def cache_key(
         "joins_texts": options.joins_texts,
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
+    if options.preferences:
+        parts["preferences"] = options.preferences
     if image_processor:
         folders = [[str(file.absolute().parent) for file in paths] for paths in files]
         parts["images"] = [image_processor, folders, version("pillow")]

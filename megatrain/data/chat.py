@@ -11,7 +11,7 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Tokenized
 from megatrain.data.images import ImageRef, Inserted
 from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, Span
 from megatrain.data.messages import with_text_arguments
@@ -120,7 +120,7 @@ class RowEncoder:
                 return tuple(whole[:count])
         return ()
 
-    def encode(self, row: Row) -> Encoded:
+    def encode(self, row: PlainRow) -> Encoded:
         """Return the tokens of a row.
 
         Raises:
@@ -132,7 +132,7 @@ class RowEncoder:
             raise result
         return result
 
-    def encode_many(self, rows: Sequence[Row | RowError]) -> Iterator[Encoded | RowError]:
+    def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
         """Yield the tokens of each row, or why it cannot be trained. The texts are tokenized together, on all cores.
 
         Args:
@@ -174,7 +174,7 @@ class RowEncoder:
         assert isinstance(ids, list), type(ids)
         return ids
 
-    def _texts_of(self, row: Row | RowError) -> _Texts | RowError:
+    def _texts_of(self, row: PlainRow | RowError) -> _Texts | RowError:
         if isinstance(row, RowError):
             return row
         if isinstance(row, Tokenized):
@@ -400,7 +400,7 @@ class RowEncoder:
         self._end_text = last if text.startswith(last, border) else ""
 
 
-def _encodable(row: Row | RowError, texts: _Texts | RowError) -> _Texts | RowError:
+def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | RowError:
     """Return the texts, or the error of a row whose text is no Unicode: JSON can hold half of a surrogate pair."""
     if isinstance(row, RowError) or isinstance(texts, RowError):
         return texts

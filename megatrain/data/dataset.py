@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key
 from megatrain.data.chat import RowEncoder
-from megatrain.data.encoding import Encoder, EncodingOptions, Overlong, TokenWriter
+from megatrain.data.encoding import PLAIN, Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
 from megatrain.data.rows_report import DataError, DataReport
@@ -54,6 +54,7 @@ class DataSpec:
         seed: of the order of the data, and of what ``val_size`` keeps.
         images_folder: of the processor that prepares images; None: rows have none.
         scores: folder of what a teacher says of the rows; None: there is none.
+        preferences: as in ``EncodingOptions``.
     """
 
     sources: tuple[Source, ...]
@@ -71,6 +72,7 @@ class DataSpec:
     seed: int
     images_folder: str | None = None
     scores: Path | None = None
+    preferences: Literal["", "pairs", "answers"] = ""
 
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
         """Return what prepares images, if rows may have any. Raises as :class:`ImageProcessor`."""
@@ -82,7 +84,7 @@ class DataSpec:
     def encoding(self) -> EncodingOptions:
         """How rows become documents, apart from what is trained."""
         joins = self.packing == "concat"
-        return EncodingOptions(self.max_length, self.overlong, self.bad_rows, self.only_text, joins)
+        return EncodingOptions(self.max_length, self.overlong, self.bad_rows, self.only_text, joins, self.preferences)
 
     @property
     def source_names(self) -> list[str]:
@@ -106,6 +108,7 @@ class TokenDataset:
         in_use: numbers of the documents that are there to be used, ascending. None: all.
         images: the images of all documents, as ``refs_to_bytes`` writes them.
         image_starts: where those of each document begin, and the end. Empty: no document has any.
+        roles: for each document, what it is in an example of preferences. Empty: nothing.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -121,6 +124,8 @@ class TokenDataset:
     images: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
     image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
+    roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+
     def __post_init__(self) -> None:
         if not len(self.begins_row):
             object.__setattr__(self, "begins_row", np.ones(len(self), dtype=np.bool_))
@@ -133,12 +138,22 @@ class TokenDataset:
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
+    @property
+    def is_preferences(self) -> bool:
+        """Whether each two documents, from the first on, are an example of preferences."""
+        return len(self.roles) > 0 and int(self.roles[0]) != PLAIN
+
     def fingerprint(self) -> str:
         """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
         text = self._content
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
         return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
+
+    @property
+    def content_of_all(self) -> str:
+        """Checksum of all documents, whether they are in use or not."""
+        return self._content
 
     @cached_property
     def _content(self) -> str:
@@ -164,7 +179,15 @@ class TokenDataset:
 
         Without it the process would seem to grow by all the data that it has trained on.
         """
-        arrays = (self.tokens, self.trained, self.starts, self.begins_row, self.images, self.image_starts)
+        arrays = (
+            self.tokens,
+            self.trained,
+            self.starts,
+            self.begins_row,
+            self.images,
+            self.image_starts,
+            self.roles,
+        )
         owners: list[object] = [array.base for array in arrays]
         for mapped in owners:
             if isinstance(mapped, mmap.mmap):
@@ -173,9 +196,12 @@ class TokenDataset:
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
         """Return the documents of an epoch, some of them several times where a source has a weight, in order.
 
-        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them.
+        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them. Of preferences
+        the first document of each example is returned.
         """
         used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
+        if self.is_preferences:
+            used = used[self.begins_row[used]]  # an example by its first document
         if all(weight == 1.0 for weight in self.weights):
             return used
         parts = []
@@ -259,18 +285,21 @@ def encode_rows(
     max_length: int,
     overlong: Overlong = "truncate",
     joins_texts: bool = False,
+    preferences: Literal["", "pairs", "answers"] = "",
 ) -> TokenDataset:
     """Tokenize rows into RAM. Text longer than ``max_length`` is cut into pieces, conversations as ``overlong`` says.
 
     Args:
         joins_texts: as in ``EncodingOptions``.
+        preferences: as in ``EncodingOptions``.
 
     Raises:
         DataError: a row is too long and ``overlong`` is "error"; or no token at all would be trained.
     """
 
     def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
-        each = Encoder(encoder, writer, EncodingOptions(max_length, overlong, joins_texts=joins_texts))
+        options = EncodingOptions(max_length, overlong, joins_texts=joins_texts, preferences=preferences)
+        each = Encoder(encoder, writer, options)
         each.add_rows(rows)
         each.end_source()
         return _finish(each, writer), ()
@@ -292,8 +321,8 @@ def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
 
 
 def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
-    files = tuple(io.BytesIO() for _ in range(6))
-    tokens, trained, starts, begins_row, images, image_starts = files
+    files = tuple(io.BytesIO() for _ in range(7))
+    tokens, trained, starts, begins_row, images, image_starts, roles = files
     writer = TokenWriter(files)
     report, source_starts = encode(writer)
     return TokenDataset(
@@ -307,6 +336,7 @@ def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]
         begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
         images=np.frombuffer(images.getbuffer(), dtype=np.uint8),
         image_starts=np.frombuffer(image_starts.getbuffer(), dtype=np.int64),
+        roles=np.frombuffer(roles.getbuffer(), dtype=np.uint8),
     )
 
 
@@ -322,6 +352,7 @@ def _opened(entry: CacheEntry) -> TokenDataset:
         begins_row=entry.begins_row,
         images=entry.images,
         image_starts=entry.image_starts,
+        roles=entry.roles,
     )
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 import xxhash
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized
+from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Preference, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
@@ -91,6 +91,7 @@ class EncodingOptions:
         bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
         only_text: refuse rows that are no plain text (and no tokens).
         joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
+        preferences: rows are compared answers ("pairs") or judged ones ("answers"); "": they are neither.
     """
 
     max_length: int
@@ -98,6 +99,12 @@ class EncodingOptions:
     bad_rows: Literal["drop", "error"] = "drop"
     only_text: bool = False
     joins_texts: bool = False
+    preferences: Literal["", "pairs", "answers"] = ""
+
+
+#: What a document is in an example of preferences, which is two documents: a chosen and a rejected answer; or an answer
+#: (good: CHOSEN, bad: REJECTED), and its prompt with the answer of another example.
+PLAIN, CHOSEN, REJECTED, MISMATCHED = range(4)
 
 
 class TokenWriter:
@@ -105,7 +112,7 @@ class TokenWriter:
 
     Args:
         files: where tokens, masks, starts, and a byte for each document go: whether it begins a row; then the images of
-            documents (``refs_to_bytes``), and where those of each begin. Not closed.
+            documents (``refs_to_bytes``), and where those of each begin; a byte for the role of each. Not closed.
         before_write: called before each write with the total bytes written once it is done.
     """
 
@@ -113,10 +120,11 @@ class TokenWriter:
         self._files = files
         self._before_write = before_write
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q", [0])
-        self._begins_row = bytearray()
+        self._begins_row, self._roles = bytearray(), bytearray()
         self._images, self._image_starts, self._images_end = bytearray(), array("q", [0]), 0
         self._images_digest = xxhash.xxh3_64()
         self._digests = tuple(xxhash.xxh3_64() for _ in files[:_NUM_CONTENTS])
+        self._roles_digest: xxhash.xxh3_64 | None = None  # of preferences
         self._flushed_tokens = 0
         self.nbytes = 0
         self.num_documents = 0
@@ -132,7 +140,8 @@ class TokenWriter:
     def content(self) -> str:
         """Checksum of all that was flushed, as ``content_checksum`` makes it of tokens, masks and starts."""
         digests = self._digests if not self._images_end else (*self._digests, self._images_digest)
-        return "-".join(digest.hexdigest() for digest in digests)
+        roles = () if self._roles_digest is None else (self._roles_digest,)
+        return "-".join(digest.hexdigest() for digest in (*digests, *roles))
 
     @property
     def num_image_bytes(self) -> int:
@@ -140,7 +149,13 @@ class TokenWriter:
         return self._images_end
 
     def add(
-        self, tokens: list[int], trained: list[bool], *, begins_row: bool = True, images: Sequence[ImageRef] = ()
+        self,
+        tokens: list[int],
+        trained: list[bool],
+        *,
+        begins_row: bool = True,
+        images: Sequence[ImageRef] = (),
+        role: int = PLAIN,
     ) -> None:
         """Append a document; ``begins_row`` is false for the later pieces of a text that was cut."""
         assert len(tokens) == len(trained), (len(tokens), len(trained))
@@ -148,6 +163,7 @@ class TokenWriter:
         self._trained.extend(trained)
         self._starts.append(self.num_tokens)
         self._begins_row.append(begins_row)
+        self._roles.append(role)
         self._images += refs_to_bytes(images)
         self._image_starts.append(self._images_end + len(self._images))
         for ref in images:
@@ -165,6 +181,7 @@ class TokenWriter:
             bytes(self._begins_row),
             bytes(self._images),
             self._image_starts.tobytes(),
+            bytes(self._roles),
         )
         if self._tokens:
             self.largest_id = max(self.largest_id, max(self._tokens))
@@ -173,11 +190,14 @@ class TokenWriter:
         self._before_write(self.nbytes)
         for digest, content in zip(self._digests, held[:_NUM_CONTENTS], strict=True):
             digest.update(content)
+        if any(self._roles):
+            self._roles_digest = self._roles_digest or xxhash.xxh3_64()
+            self._roles_digest.update(bytes(self._roles))
         for file, content in zip(self._files, held, strict=True):
             file.write(content)
         self._flushed_tokens += len(self._tokens)
         self._tokens, self._trained, self._starts = array("i"), bytearray(), array("q")
-        self._begins_row = bytearray()
+        self._begins_row, self._roles = bytearray(), bytearray()
         self._images_end += len(self._images)
         self._images, self._image_starts = bytearray(), array("q")
 
@@ -279,6 +299,7 @@ class Encoder:
         self._on_rows = on_rows
         self._cutter = TextCutter(options.max_length, encoder.start_tokens, joins=options.joins_texts)
         self._open_is_kept = False  # of the text of which only parts have been read
+        self._answer_before: tuple[list[int], list[bool]] | None = None
 
     def add_rows(self, rows: Iterable[Row | RowError]) -> None:
         """Encode rows and write what is trained of them.
@@ -295,7 +316,13 @@ class Encoder:
         for batch in _batches(rows):
             if self._options.only_text:
                 _check_text(batch)
-            for row, coded in zip(batch, self._encoder.encode_many(batch), strict=True):
+            if self._options.preferences:
+                self._add_preferences(batch)
+                self._on_rows(self.counts.num_rows)
+                continue
+            plain = [row for row in batch if not isinstance(row, Preference)]
+            assert len(plain) == len(batch), "preferences are read for a loss over preferences alone"
+            for row, coded in zip(plain, self._encoder.encode_many(plain), strict=True):
                 if isinstance(coded, RowError):
                     if self._options.bad_rows == "error":
                         raise coded
@@ -342,6 +369,86 @@ class Encoder:
             counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
             counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
+
+    # -- preferences -------------------------------------------------------------------------------------------
+
+    def _add_preferences(self, batch: Sequence[Row | RowError]) -> None:
+        """Write two documents for each example of some rows."""
+        plain = [each for row in batch for each in _answers_of(row, self._options.preferences)]
+        coded = iter(self._encoder.encode_many(plain))
+        judged: list[tuple[Encoded, bool]] = []
+        for row in batch:
+            found = [next(coded) for _ in _answers_of(row, self._options.preferences)]
+            kept = self._kept_answers(found, "" if isinstance(row, RowError) else row.where)
+            if not kept:
+                continue
+            assert isinstance(row, Preference)
+            if self._options.preferences == "pairs":
+                for each, role in zip(kept, (CHOSEN, REJECTED), strict=True):
+                    self._writer.add(each.tokens, each.trained, begins_row=role == CHOSEN, role=role)
+            else:
+                judged += zip(kept, (row.is_good, False), strict=False)
+        if judged:
+            self._add_judged(judged)
+
+    def _kept_answers(self, found: Sequence[Encoded | RowError], where: str) -> list[Encoded]:
+        """Return the answers of a row as they are trained; none where the row is dropped."""
+        counts, options = self.counts, self._options
+        error = next((each for each in found if isinstance(each, RowError)), None)
+        whole = [each for each in found if isinstance(each, Encoded)]
+        cut = [
+            replace(each, tokens=each.tokens[: options.max_length], trained=each.trained[: options.max_length])
+            for each in whole
+        ]
+        if error is None and len(cut) == 2 and cut[0].tokens == cut[1].tokens:
+            is_cut = any(len(each.tokens) > options.max_length for each in whole)
+            same = "the two answers are the same" + (" where data.max_length cuts them" if is_cut else " as tokens")
+            error = RowError(where, same, "Raise data.max_length" if is_cut else "")
+        if error is not None:
+            if options.bad_rows == "error":
+                raise error
+            counts.drop(error)
+            return []
+        num_before, num_kept = (sum(len(each.tokens) for each in several) for several in (whole, cut))
+        counts.num_rows += 1
+        counts.num_tokens += num_before
+        if num_kept < num_before:
+            longest = max(len(each.tokens) for each in whole)
+            if options.overlong == "error":
+                raise DataError(
+                    where,
+                    f"{longest} tokens are more than data.max_length = {options.max_length}",
+                    'Raise it, or write overlong = "truncate" or "drop"',
+                )
+            counts.num_rows_lost += 1
+            if options.overlong == "drop":
+                counts.num_too_long += 1
+                counts.num_tokens_lost += num_before
+                return []
+            counts.num_truncated += 1
+            counts.num_tokens_lost += num_before - num_kept
+        if all(any(each.trained) for each in cut):
+            return cut
+        counts.num_rows_lost += num_kept == num_before
+        counts.num_tokens_lost += num_kept
+        self._leave_untrained(where)
+        return []
+
+    def _add_judged(self, judged: Sequence[tuple[Encoded, bool]]) -> None:
+        """Write answers that are judged, each followed by its prompt with the answer before it.
+
+        The first one of these rows gets the last one's, as TRL turns the answers of a batch; if it is alone, that of
+        the rows before.
+        """
+        parts = [_split_answer(each) for each, _ in judged]
+        before = parts[-1][1] if len(parts) > 1 or self._answer_before is None else self._answer_before
+        for (each, is_good), (prompt, answer) in zip(judged, parts, strict=True):
+            self._writer.add(each.tokens, each.trained, role=CHOSEN if is_good else REJECTED)
+            tokens = [*prompt, *before[0]][: self._options.max_length]
+            trained = [*([False] * len(prompt)), *before[1]][: self._options.max_length]
+            self._writer.add(tokens, trained, begins_row=False, role=MISMATCHED)
+            before = answer
+        self._answer_before = parts[-1][1]
 
     def _leave_out_cut_image(self, where: str) -> None:
         """Count a row that data.max_length would cut within an image."""
@@ -403,7 +510,37 @@ def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:
         yield batch
 
 
+#: What is wrong with a row that the loss cannot compare, and what to do.
+LONE_ANSWER = (
+    "the row has one answer with a label, and the loss compares two",
+    'Write loss_type = "kto" in [preference]',
+)
+
+
+def _answers_of(row: Row | RowError, preferences: Literal["", "pairs", "answers"]) -> list[PlainRow | RowError]:
+    """Return the answers of a row, each with its prompt.
+
+    Raises:
+        DataError: the row is not of the kind that the loss takes.
+    """
+    if not isinstance(row, Preference):
+        return [row]
+    if row.rejected is not None:
+        return [row.answer, row.rejected]
+    if preferences == "pairs":
+        raise DataError(row.where, *LONE_ANSWER)
+    return [row.answer]
+
+
+def _split_answer(coded: Encoded) -> tuple[list[int], tuple[list[int], list[bool]]]:
+    """Return the tokens of the prompt; and those of the answer with their mask."""
+    first = coded.trained.index(True)
+    return coded.tokens[:first], (coded.tokens[first:], coded.trained[first:])
+
+
 def _num_characters(row: Row | RowError) -> int:
+    if isinstance(row, Preference):
+        return _num_characters(row.answer) + (0 if row.rejected is None else _num_characters(row.rejected))
     if isinstance(row, Document):
         return len(row.text)
     if isinstance(row, Completion):

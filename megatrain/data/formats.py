@@ -11,12 +11,13 @@ from megatrain.data.images import NamedImage
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]
+Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
 IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip
 
 _FIELDS = (
     "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
-    "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask",
+    "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask", "chosen", "rejected", "label",
+    "kto_tag",
 )  # fmt: skip
 _NEEDED = {
     "messages": ("messages",),
@@ -25,6 +26,7 @@ _NEEDED = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "tokenized": ("input_ids",),
+    "preference": (),
 }
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 _GUESSES = {
@@ -95,7 +97,26 @@ class Tokenized:
     where: str
 
 
-Row = Conversation | Completion | Document | Tokenized
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Answers to one prompt that are compared, or one answer that is judged.
+
+    Attributes:
+        answer: the prompt with the chosen answer, or with the only one.
+        rejected: the prompt with the rejected answer; None: there is only one.
+        is_good: whether the answer is a good one.
+        where: file and row.
+    """
+
+    answer: Conversation | Completion
+    rejected: Conversation | Completion | None
+    is_good: bool
+    where: str
+
+
+#: What is tokenized, one text or several.
+PlainRow = Conversation | Completion | Document | Tokenized
+Row = PlainRow | Preference
 
 
 def to_row(
@@ -115,6 +136,8 @@ def to_row(
         DataError: the fields of the format are not there, or of none of them; or it is preference data.
     """
     names = _names(format, columns)
+    if format == "preference":
+        return _preference(value, where, names, columns)
     if format == "auto":
         format = _detect(value, names, where)
     if format in ("messages", "sharegpt"):
@@ -166,6 +189,8 @@ def format_of(row: Row, value: Mapping[str, Any]) -> Format:
         return "text"
     if isinstance(row, Tokenized):
         return "tokenized"
+    if isinstance(row, Preference):
+        return "preference"
     if isinstance(row, Completion) or row.trained_from:
         return "prompt_completion"
     return "messages" if "messages" in value else "sharegpt" if "conversations" in value else "alpaca"
@@ -176,14 +201,15 @@ def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
     if "chosen" in value and "rejected" in value:
         return (
             "this is preference data (`chosen` and `rejected`), which sft and pretrain do not train on",
-            f"Remove the row; or, to train on the better answer alone, write {_better_answer(value)}",
+            f'Write task = "dpo"; or, to train on the better answer alone, write {_better_answer(value)}',
         )
-    if isinstance(value.get("label"), bool) and "prompt" in value and "completion" in value:
+    is_judged = isinstance(value.get("label"), bool) and "prompt" in value and "completion" in value
+    if is_judged or isinstance(value.get("kto_tag"), bool):
         return (
-            "this is unpaired preference data (`label` says if the completion is a good one), of KTO's kind; trained "
+            f"this is unpaired preference data (`{'label' if is_judged else 'kto_tag'}` says if the answer is a good "
+            "one), of KTO's kind; trained "
             "as it is, bad answers would be learned like good ones",
-            'Keep the rows whose label is true in a file of their own; or write format = "prompt_completion" to train '
-            "on all of them",
+            'Write task = "dpo" with loss_type = "kto"; or write format = "prompt_completion" to train on all of them',
         )
     if "completions" in value and "labels" in value and "prompt" in value:
         return (
@@ -192,6 +218,178 @@ def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
             "Write the good steps as one `completion`",
         )
     return None
+
+
+_PREFERENCE_FIELDS = "`prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`"
+_JUDGED = "label", "kto_tag"
+
+
+def _preference(
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+) -> Preference:
+    """Return a row as TRL or LLaMA-Factory writes it: two answers, or one with a label."""
+    chosen, rejected = names["chosen"], names["rejected"]
+    if chosen in value and rejected in value:
+        prompt, tools = _prompt_of(value, where, names, columns), read_tools(value.get(names["tools"]), where)
+        if value[chosen] == value[rejected]:
+            reason = f"`{chosen}` and `{rejected}` are the same"
+            raise RowError(where, f"{reason}: there is nothing to prefer", reason=reason)
+        answers = [_answer(value[name], where, name, columns) for name in (chosen, rejected)]
+        if isinstance(answers[0], str) != isinstance(answers[1], str):
+            raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
+        first, second = _with_prompt(prompt, answers, where, (chosen, rejected), tools)
+        return Preference(first, second, True, where)
+    label = next((names[name] for name in _JUDGED if names[name] in value), None)
+    if label is None:
+        missing = next(
+            (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
+        )
+        said = f"no field `{missing}`" if missing else f"no preferences: they have the fields {_PREFERENCE_FIELDS}"
+        advice = 'If they have other names, write for example columns = { chosen = "better", rejected = "worse" }'
+        raise DataError(where, f"{said}; the row has {field_names(value)}", advice)
+    if not isinstance(value[label], bool):
+        raise DataError(
+            where,
+            f"`{label}` says whether the answer is a good one, and must be true or false; this is {kind(value[label])}",
+            "Write true or false",
+        )
+    prompt, only = _judged(value, where, names, columns)
+    (answer,) = _with_prompt(
+        prompt, [only], where, (names["completion"],), read_tools(value.get(names["tools"]), where)
+    )
+    return Preference(answer, None, value[label], where)
+
+
+_Messages = tuple[dict[str, Any], ...]
+
+
+def _prompt_of(
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+) -> str | _Messages | None:
+    """Return the prompt of a row: text, or messages, or None where the answers hold it."""
+    if names["prompt"] in value:
+        return _answer(value[names["prompt"]], where, names["prompt"], columns)
+    for name in ("conversations", "messages"):
+        if names[name] in value:
+            return _with_system(
+                value, names, read_messages(value[names[name]], where, names[name], columns, ImagePlaces())[0]
+            )
+    if names["instruction"] in value:
+        return _asked(value, where, names, ImagePlaces())
+    return None
+
+
+def _judged(
+    value: Mapping[str, Any], where: str, names: Mapping[str, str], columns: Mapping[str, str]
+) -> tuple[str | _Messages | None, str | _Messages]:
+    """Return prompt and answer of a row with a label."""
+    prompt = _prompt_of(value, where, names, columns)
+    for name in ("completion", "output"):
+        if names[name] in value and prompt is not None:
+            return prompt, _answer(value[names[name]], where, names[name], columns)
+    if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
+        return prompt[:-1], prompt[-1:]
+    raise DataError(where, f"no field `{names['completion']}`; the row has {field_names(value)}", _guess(value))
+
+
+def _answer(value: object, where: str, name: str, columns: Mapping[str, str]) -> str | _Messages:
+    """Return text as it is, and a message, or several, as messages."""
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list):
+        return read_messages(value, where, name, columns, ImagePlaces())[0]
+    return _text(value, where, name)
+
+
+def _with_system(value: Mapping[str, Any], names: Mapping[str, str], messages: _Messages) -> _Messages:
+    system = value.get(names["system"])
+    if isinstance(system, str) and system.strip() and messages[0]["role"] not in ("system", "developer"):
+        return ({"role": "system", "content": system}, *messages)
+    return messages
+
+
+def _with_prompt(
+    prompt: str | _Messages | None,
+    answers: Sequence[str | _Messages],
+    where: str,
+    names: Sequence[str],
+    tools: tuple[Mapping[str, Any], ...] | None,
+) -> list[Conversation | Completion]:
+    """Return the prompt with each answer. Answers may repeat it at their start; without one, what they share is it."""
+    if isinstance(answers[0], str):
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        if isinstance(prompt, tuple):
+            chats = [({"role": "assistant", "content": text},) for text in texts]
+            return [_chat(prompt, answer, where, tools) for answer in chats]
+        if prompt is None:
+            prompt = _shared_text(texts)
+            texts = [text[len(prompt) :] for text in texts]
+        for text, name in zip(texts, names, strict=True):
+            if not text.strip():
+                raise RowError(where, f"`{name}` has no answer beside the prompt", reason=f"`{name}` has no answer")
+        return [Completion(prompt, text, where) for text in texts]
+    lists = [answer for answer in answers if not isinstance(answer, str)]
+    repeats = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
+    if isinstance(prompt, str):
+        # Some data sets have the text of the question beside answers that are whole conversations.
+        asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
+        if not repeats:
+            prompt = ({"role": "user", "content": prompt},)
+        elif all(isinstance(text, str) and text.strip() == prompt.strip() for text in asked):
+            prompt = None
+        else:
+            raise _no_prefix(where, names)
+    if prompt is None:
+        prompt = _shared_messages(lists)
+        if not prompt:
+            raise RowError(
+                where,
+                f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
+                reason="there is no prompt that the answers share",
+            )
+        repeats = True
+    if repeats:
+        if any(messages[: len(prompt)] != prompt for messages in lists):
+            raise _no_prefix(where, names)
+        lists = [messages[len(prompt) :] for messages in lists]
+    for messages, name in zip(lists, names, strict=True):
+        if not any(message["role"] == "assistant" for message in messages):
+            raise RowError(
+                where, f"`{name}` has no turn of the assistant beside the prompt", reason=f"`{name}` has no answer"
+            )
+    return [_chat(prompt, messages, where, tools) for messages in lists]
+
+
+def _chat(
+    prompt: _Messages, answer: Sequence[Mapping[str, Any]], where: str, tools: tuple[Mapping[str, Any], ...] | None
+) -> Conversation:
+    return Conversation((*prompt, *answer), where, trained_from=len(prompt), tools=tools)
+
+
+def _no_prefix(where: str, names: Sequence[str]) -> RowError:
+    return RowError(
+        where,
+        f"`prompt` is not what {' and '.join(f'`{name}`' for name in names)} begin with",
+        "Leave the prompt out of the answers, or leave `prompt` out of the row",
+        reason="`prompt` is not what the answers begin with",
+    )
+
+
+def _shared_text(texts: Sequence[str]) -> str:
+    """Return what texts begin with in common; white space at its end belongs to the answers."""
+    length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
+    shared = texts[0][:length]
+    return shared.removesuffix(" ")
+
+
+def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
+    """Return the messages that conversations begin with in common, up to the last one that is no answer."""
+    length = next(
+        (n for n, pair in enumerate(zip(*lists, strict=False)) if any(m != pair[0] for m in pair)), min(map(len, lists))
+    )
+    while length and lists[0][length - 1]["role"] == "assistant":
+        length -= 1
+    return lists[0][:length]
 
 
 def _better_answer(value: Mapping[str, Any]) -> str:
@@ -242,6 +440,15 @@ def _images(value: Mapping[str, Any], names: Mapping[str, str]) -> ImagePlaces:
 def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str], folder: Path) -> Conversation:
     """Return an instruction, with its input below it, as the user's turn; the output as the assistant's."""
     images = _images(value, names)
+    messages = list(_asked(value, where, names, images))
+    answer = _text(value[names["output"]], where, names["output"])
+    messages.append({"role": "assistant", "content": images.text(answer, where)})
+    tools = read_tools(value.get(names["tools"]), where)
+    return Conversation(tuple(messages), where, tools=tools, images=images.found(folder, where))
+
+
+def _asked(value: Mapping[str, Any], where: str, names: Mapping[str, str], images: ImagePlaces) -> _Messages:
+    """Return what is before the answer of a row of Alpaca's kind."""
 
     def optional(field: str) -> str:
         found = value.get(names[field])
@@ -259,11 +466,7 @@ def _alpaca(value: Mapping[str, Any], where: str, names: Mapping[str, str], fold
     instruction = _text(value[names["instruction"]], where, names["instruction"])
     asked = "\n".join(text for text in (instruction, optional("input")) if text.strip())
     messages.append({"role": "user", "content": asked})
-    answer = _text(value[names["output"]], where, names["output"])
-    messages.append({"role": "assistant", "content": answer})
-    messages = [{**message, "content": images.text(message["content"], where)} for message in messages]
-    tools = read_tools(value.get(names["tools"]), where)
-    return Conversation(tuple(messages), where, tools=tools, images=images.found(folder, where))
+    return tuple({**message, "content": images.text(message["content"], where)} for message in messages)
 
 
 def _prompt_completion(

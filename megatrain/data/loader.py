@@ -10,8 +10,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatrain.data.encoding import CHOSEN
 from megatrain.data.formats import IGNORED
 from megatrain.data.packing import pack_documents
+from megatrain.engine.preferences import DESIRABLE, REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,7 +40,8 @@ class StepBatch:
     Attributes:
         micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
             they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
-            document per row, padded on the right). Rows with images have what their processor makes of these as well.
+            document per row, padded on the right). Rows with images have what their processor makes of these as well;
+            those of preferences what ``megatrain.engine.preferences`` says.
         num_real_tokens: tokens that are not padding, in the whole step.
         num_trained_tokens: labels that are not -100, in the whole step. At least 1.
         epoch: epoch of the step, from 0.
@@ -61,7 +64,7 @@ class BatchLoader:
 
     Args:
         dataset: the documents.
-        micro_batch_size: rows of a micro-batch.
+        micro_batch_size: rows of a micro-batch; of preferences even, two for an example.
         num_micro_batches: micro-batches of a step.
         max_length: tokens in a packed row; the longest row otherwise.
         packing: whether rows hold several documents.
@@ -70,6 +73,9 @@ class BatchLoader:
         position: where to start.
         images: prepares those of a micro-batch; None: documents have none.
         teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
+
+    Attributes:
+        reference: of preferences, the log-probability of each document's answer by the reference model. None: zeros.
     """
 
     def __init__(
@@ -88,7 +94,10 @@ class BatchLoader:
     ) -> None:
         assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
         self._dataset = dataset
-        self._micro_batch_size = micro_batch_size
+        assert not dataset.is_preferences or (micro_batch_size % 2 == 0 and not packing), micro_batch_size
+        self._rows_per_example = 2 if dataset.is_preferences else 1
+        self._micro_batch_size = micro_batch_size // self._rows_per_example
+        self.reference: npt.NDArray[np.float32] | None = None
         self._num_micro_batches = num_micro_batches
         self._max_length = max_length
         self._packing = packing
@@ -146,7 +155,8 @@ class BatchLoader:
         last = step + 1 == self.steps_per_epoch
         self._position = LoaderPosition(epoch + 1, 0) if last else LoaderPosition(epoch, step + 1)
         starts = self._dataset.starts
-        num_real_tokens = sum(int(starts[doc + 1] - starts[doc]) for row in chosen for doc in row)
+        last_of = self._rows_per_example
+        num_real_tokens = sum(int(starts[doc + last_of] - starts[doc]) for row in chosen for doc in row)
         self._dataset.release_pages()
         return StepBatch(
             micro_batches,
@@ -167,7 +177,7 @@ class BatchLoader:
 
     def micro_batch(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return a micro-batch of rows, each given by its documents; see ``StepBatch``."""
-        batch = self._packed(rows) if self._packing else self._padded(rows)
+        batch = self._packed(rows) if self._packing else self._made(rows)
         if self._teacher is None:
             return batch
         keys = [[(self._dataset.key_of(document), self._length(document)) for document in row] for row in rows]
@@ -224,6 +234,31 @@ class BatchLoader:
             position_ids[number, at:] = np.arange(self._max_length - at)
         arrays = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
+
+    def _made(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
+        """Return rows of one document each; of preferences first all first documents, then all second ones."""
+        if self._rows_per_example == 1:
+            return self._padded(rows)
+        firsts = [list(row) for row in rows]
+        both = [*firsts, *([document + 1 for document in row] for row in firsts)]
+        batch = self._padded(both)
+        reference = np.zeros(len(both), dtype=np.float32)
+        if self.reference is not None:
+            for number, row in enumerate(both):
+                reference[number] = self.reference[row[0]] if row else 0.0
+        desirable = np.array([bool(row) and self._dataset.roles[row[0]] == CHOSEN for row in firsts], dtype=np.bool_)
+        return batch | {REFERENCE: torch.from_numpy(reference), DESIRABLE: torch.from_numpy(desirable)}
+
+    @property
+    def rows_in_order(self) -> int:
+        """Documents of a micro-batch of :meth:`in_order`."""
+        return self._micro_batch_size * self._rows_per_example
+
+    def in_order(self, first: int) -> dict[str, torch.Tensor] | None:
+        """Return a micro-batch of the documents from ``first`` on, as they come in the data; None: there are none."""
+        rows = self.rows_in_order
+        documents = [[document] for document in range(first, min(first + rows, len(self._dataset)))]
+        return self._padded([*documents, *([[]] * (rows - len(documents)))]) if documents else None
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return one document per row, padded on the right to the longest of this micro-batch."""

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
-from megatrain.data.encoding import Piece, TextCutter
-from megatrain.data.formats import Completion, Conversation, Document, Row
+from megatrain.data.encoding import LONE_ANSWER, Piece, TextCutter
+from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Preference, Row
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, RowError
 
@@ -39,7 +39,7 @@ class RowPreview:
     Attributes:
         number: of the row, from 1, over all sources.
         where: file and row.
-        kind: "conversation", "prompt and completion", "text" or "tokens".
+        kind: "conversation", "prompt and completion", "text" or "tokens"; of preferences which answer it is.
         segments: its text, in order; empty where the row is dropped.
         num_tokens: tokens of the part that is shown.
         num_trained: of those, tokens with a loss.
@@ -86,7 +86,9 @@ def preview_rows(
         raise DataError("--row", f"there is no row {row}", "Rows count from 1")
     numbered = zip(itertools.count(1), _rows(data), strict=False)
     previews = [
-        _preview(data, tokenizer, encoder, number, item) for number, item in itertools.islice(numbered, first - 1, last)
+        preview
+        for number, item in itertools.islice(numbered, first - 1, last)
+        for preview in _previews(data, tokenizer, encoder, number, item)
     ]
     if row is not None and not previews:
         count = sum(1 for _ in _rows(data))
@@ -101,8 +103,25 @@ def _rows(data: DataSpec) -> Iterator[Row | RowError]:
         yield from (row for row in rows if not isinstance(row, Document) or row.is_start)  # of a long text its start
 
 
-def _preview(
+def _previews(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
+) -> Iterator[RowPreview]:
+    """Yield a row as the model sees it; of a comparison both answers, the chosen one first."""
+    if not isinstance(item, Preference):
+        yield _preview(data, tokenizer, encoder, number, item)
+    elif item.rejected is None:
+        if data.preferences == "pairs":
+            raise DataError(item.where, *LONE_ANSWER)
+        answer = _preview(data, tokenizer, encoder, number, item.answer)
+        yield replace(answer, kind="a good answer" if item.is_good else "a bad answer")
+    else:
+        names = ("chosen", "rejected") if data.preferences == "pairs" else ("a good answer", "a bad answer")
+        for name, each in zip(names, (item.answer, item.rejected), strict=True):
+            yield replace(_preview(data, tokenizer, encoder, number, each), kind=name)
+
+
+def _preview(
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: PlainRow | RowError
 ) -> RowPreview:
     (coded,) = encoder.encode_many([item])
     kind = "row" if isinstance(item, RowError) else _kind(item)
@@ -145,7 +164,7 @@ def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
     return "" if any(trained) else "no token of it would be trained"
 
 
-def _kind(row: Row) -> str:
+def _kind(row: PlainRow) -> str:
     if isinstance(row, Conversation):
         return "conversation"
     if isinstance(row, Completion):
@@ -241,6 +260,8 @@ def dataset_stats(
     """
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
+    if dataset.is_preferences:
+        documents = np.stack([documents, documents + 1], axis=1).reshape(-1)
     all_lengths = dataset.lengths()
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
     used = all_lengths[documents]

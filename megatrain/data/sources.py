@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
-from megatrain.data.formats import Document, Format, Row, format_of, preferences, to_row
+from megatrain.data.formats import Document, Format, Preference, Row, format_of, preferences, to_row
 from megatrain.data.rows_report import DataError, RowError
 
 
@@ -139,12 +139,14 @@ class Look:
         columns: Our field name -> theirs, where theirs are others.
         fields: Its own fields; none of plain text.
         problem: Why it cannot be used as it is, "" where it can.
+        is_judged: Whether it is one answer with a label, of preferences.
     """
 
     format: str
     columns: Mapping[str, str] = field(default_factory=dict)
     fields: Sequence[str] = ()
     problem: str = ""
+    is_judged: bool = False
 
 
 #: What fields are often called -> (our format, our field -> theirs); the first that are all there are meant.
@@ -167,8 +169,12 @@ _OFTEN: tuple[tuple[Format, Mapping[str, str]], ...] = (
 )
 
 
-def look_at(path: str) -> Look:
+def look_at(path: str, *, is_preference: bool | None = None) -> Look:
     """Return what the first row of a file, glob or folder is, and which columns it would be read with.
+
+    Args:
+        path: of the source.
+        is_preference: whether rows are to be preferences; None: if they are.
 
     Raises:
         DataError: nothing there, or a file that cannot be read.
@@ -181,12 +187,13 @@ def look_at(path: str) -> Look:
         raise DataError(str(file), "the file is empty", "Remove it or fill it")
     where, value = found
     fields = list(value)
+    looks_preferred = preferences(value) is not None if is_preference is None else is_preference
     try:
-        row = to_row(value, where, "auto", {})
+        row = to_row(value, where, "preference" if looks_preferred else "auto", {})
     except RowError as error:
         return Look("", {}, fields, str(error))
     except DataError as error:
-        if preferences(value) is None:
+        if preferences(value) is None and not looks_preferred:
             for format, columns in _OFTEN:
                 names = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
                 try:
@@ -195,7 +202,7 @@ def look_at(path: str) -> Look:
                     continue
                 return Look(format, names, fields)
         return Look("", {}, fields, str(error))
-    return Look(format_of(row, value), {}, fields)
+    return Look(format_of(row, value), {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 
 
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")

@@ -22,6 +22,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -43,6 +44,15 @@ from megatrain.engine.head import (
 )
 from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
+from megatrain.engine.preferences import (
+    REFERENCE,
+    Examples,
+    Figure,
+    StepSize,
+    describe_examples,
+    examples_from,
+    without_examples,
+)
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
@@ -81,10 +91,12 @@ class QueuedLoss:
     Attributes:
         terms: Scalars on the compute device; the loss is their sum in double precision, in this order.
         num_trained_tokens: Tokens with a label, after the shift.
+        figures: Of a loss over preferences.
     """
 
     terms: tuple[Tensor, ...]
     num_trained_tokens: int
+    figures: tuple[Figure, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +203,16 @@ class LayerRunner:
             raise UnsupportedModelError(
                 type(graph.model).__name__, 'it has its own loss function, with which task = "distill" cannot be used'
             )
+        if self._objective.preference is not None and self._plan is None:
+            raise UnsupportedModelError(
+                type(graph.model).__name__,
+                'it has its own loss function, in whose place no loss over preferences (task = "dpo") can be put',
+            )
         self._cross_entropy = cross_entropy
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
         self._parts_in_turn = parts_in_turn
+        self._size: StepSize | None = None  # of the running step, for a loss over preferences
+        self._figures: list[Figure] = []
         default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
         self._head_columns = default if head_columns is None else min(head_columns, default)
         self._head_rows = head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
@@ -296,6 +315,7 @@ class LayerRunner:
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
+                Those of preferences have the keys of `preferences.py` as well: all, or none.
             num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number in the step of the first of these micro-batches.
@@ -317,15 +337,25 @@ class LayerRunner:
         groups = [numbers] if self._order == "layer" else [[number] for number in numbers]
         losses: list[Tensor] = []
         random_state = self._random.get()
+        given = [without_examples(batch) for batch in micro_batches]
+        described: list[dict[str, Tensor]] = []
+        if self._objective.preference is not None and REFERENCE in micro_batches[0]:
+            described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
+            given = [{**batch, **_marked(each)} for batch, each in zip(given, described, strict=True)]
         try:
             # All groups at once: staging a second time would wait for the copies of the first.
-            batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), dict(enumerate(shifted)))
+            batches, rows = self._micro_batches.place(dict(enumerate(given)), dict(enumerate(shifted)))
+            examples = {
+                number: examples_from(each, _unmarked(batches[number], each)) for number, each in enumerate(described)
+            }
+            self._size = None if not described else _step_size(described)
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
-                losses += self.run_pass(own, rows, total, seed, first_number)
+                losses += self.run_pass(own, rows, total, seed, first_number, examples)
         finally:
             self._end_pass(random_state)
-        return QueuedLoss(tuple(losses), sum(counts))
+        figures, self._figures = tuple(self._figures), []
+        return QueuedLoss(tuple(losses), sum(counts), figures)
 
     def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> SummedLoss:
         """Run the forward of all micro-batches in eval mode, each unit for all of them before the next.
@@ -425,6 +455,44 @@ class LayerRunner:
         hidden: Tensor = output["last_hidden_state"]
         return hidden
 
+    def log_probs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
+        """Run the forward as `evaluate` does; return the log-probability of each row's labels, by micro-batch.
+
+        Args:
+            micro_batches: As in `forward_backward`; what only a loss over preferences reads is not looked at.
+
+        Raises:
+            VisitOrderError: as in `forward_backward`.
+            UnsupportedModelError: as in `forward_backward`.
+        """
+        model, random_state = self._graph.model, self._random.get()
+        shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
+        counts = [[count_labels(row) for row in labels] for labels in shifted]
+        # The ticks are planned, so one micro-batch has to run even if none has a label.
+        chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
+        model.eval()
+        try:
+            with torch.no_grad(), without_auxiliary_loss(model), self._trunk.prepared(), self._loss():
+                batches, rows = self._micro_batches.place(
+                    {number: without_examples(micro_batches[number]) for number in chosen},
+                    {number: shifted[number].reshape(-1) for number in chosen},
+                )
+                outputs = self._trunk.run(batches, None, 0)
+                self._trunk.check_visit_count()
+                with self._head_on(batches, rows, outputs) as (head, items):
+                    found = head.log_probs(items)
+            sums = [
+                part.sum()
+                for number, each in zip(chosen, found, strict=True)
+                for part in torch.split(each, counts[number])
+            ]
+        finally:
+            model.train()
+            self._end_pass(random_state)
+        numbers = iter(read_numbers(sums))
+        by_number = {number: [next(numbers) for _ in counts[number]] for number in chosen}
+        return [by_number.get(number, [0.0] * len(own)) for number, own in enumerate(counts)]
+
     # -- one pass over a group of micro-batches ----------------------------------------------------------------
 
     def run_pass(
@@ -434,6 +502,7 @@ class LayerRunner:
         num_items: int,
         seed: int,
         first_number: int = 0,
+        examples: Mapping[int, Examples] = MappingProxyType({}),
     ) -> list[Tensor]:
         """Run forward and backward over one group of micro-batches and return their loss terms.
 
@@ -443,6 +512,7 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
+            examples: By number, those of micro-batches of preferences.
         """
         with (
             torch.enable_grad(),
@@ -452,7 +522,7 @@ class LayerRunner:
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
             outputs = self._trunk.run(batches, num_items, seed, first_number)
-            losses, roots, grads = self._run_heads(outputs, batches, rows, num_items)
+            losses, roots, grads = self._run_heads(outputs, batches, rows, num_items, examples)
             del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
             self.visits.start_backward()
@@ -488,6 +558,7 @@ class LayerRunner:
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
         num_items: int,
+        examples: Mapping[int, Examples],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return loss terms, and the roots of the backward with their gradients."""
         losses: list[Tensor] = []
@@ -499,11 +570,12 @@ class LayerRunner:
                 roots.append(output["loss"])
                 grads.append(torch.ones_like(output["loss"]))
             return losses, roots, grads
-        with self._head_on(batches, rows, outputs) as (head, items):
+        with self._head_on(batches, rows, outputs, examples) as (head, items):
             for _, terms, crossing, gradients in head.run(items, num_items):
                 losses += terms
                 roots += crossing
                 grads += gradients
+            self._figures += head.figures
         return losses, roots, grads
 
     @contextmanager
@@ -512,6 +584,7 @@ class LayerRunner:
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
         outputs: Sequence[SuspendedOutput],
+        examples: Mapping[int, Examples] = MappingProxyType({}),
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
         """Yield the head and its inputs, with the trunk's stubs out of its units."""
         assert self._plan is not None
@@ -531,10 +604,18 @@ class LayerRunner:
             self._parts_in_turn,
             self._activity,
             self._objective.distillation,
+            self._objective.preference,
+            self._size,
         )
         items = [
             TrunkOutput(
-                number, output, without_labels(batches[number]), *rows[number][:2], random_state, rows[number][2]
+                number,
+                output,
+                without_labels(batches[number]),
+                *rows[number][:2],
+                random_state,
+                rows[number][2],
+                examples.get(number),
             )
             for number, output, random_state in outputs
         ]
@@ -545,6 +626,26 @@ class LayerRunner:
         self._random.set(random_state)
         self.visits.clear()
         self._micro_batches.forget()
+
+
+#: What comes before the names of tensors that describe examples, while they travel with a micro-batch to the device.
+_MARK = "examples."
+
+
+def _marked(described: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_MARK + name: value for name, value in described.items()}
+
+
+def _unmarked(batch: dict[str, Any], described: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Take the tensors that describe examples out of a micro-batch on the device."""
+    return {name: batch.pop(_MARK + name) for name in described}
+
+
+def _step_size(described: Sequence[Mapping[str, Tensor]]) -> StepSize:
+    return StepSize(
+        max(1, sum(each["rows"].shape[1] for each in described)),
+        max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
+    )
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import has_differentiable, tree_map
 from megatrain.engine.objective import IGNORED_LABEL, Distillation, TeacherRows, replaced_loss
+from megatrain.engine.preferences import Examples, Figure, PreferenceLoss, StepSize
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
 from megatrain.engine.vocabulary import (
@@ -340,6 +341,7 @@ class TrunkOutput:
         labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
         teacher: What a teacher says of these rows, in distillation.
+        examples: Of preferences; None: the loss is cross entropy.
     """
 
     micro_batch: int
@@ -349,6 +351,7 @@ class TrunkOutput:
     labels: Tensor
     random_state: tuple[Tensor, ...]
     teacher: TeacherRows | None = None
+    examples: Examples | None = None
 
 
 #: Loss terms of a micro-batch, tensors that cross the cut, and their gradients.
@@ -365,7 +368,7 @@ class _Piece:
         rows: Their positions.
         labels: Their labels.
         leaf: Their hidden states [1, rows, H].
-        softmax: Their loss, where the vocabulary comes in parts, and in distillation.
+        softmax: Their loss, where the vocabulary comes in parts, in distillation, or of preferences.
         kept: Logits that the second pass need not make again, by part.
         gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
     """
@@ -441,6 +444,11 @@ class ChunkedHead:
             nothing is kept then. It changes no bits.
         activity: Progress within the step, for status.
         distillation: Loss of rows that a teacher says something of.
+        preference: The loss of micro-batches of preferences.
+        size: Of the step, for that loss.
+
+    Attributes:
+        figures: What that loss tells of the micro-batches that were run.
     """
 
     def __init__(
@@ -458,9 +466,13 @@ class ChunkedHead:
         in_turn: bool = False,
         activity: Activity | None = None,
         distillation: Distillation | None = None,
+        preference: PreferenceLoss | None = None,
+        size: StepSize | None = None,
     ) -> None:
         self._distillation = distillation
         assert columns == 0 or stand_in is not None, columns
+        self._preference, self._size = preference, size
+        self.figures: list[Figure] = []
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts, self._smoothing = kept_parts, smoothing
         self._in_turn = in_turn and columns > 0
@@ -605,10 +617,78 @@ class ChunkedHead:
         leaves.at(item)
         hidden_grad = self._hidden_grad(item)
         with without_auxiliary_loss(self._model):
+            if item.examples is not None:
+                losses.append(self._run_examples(item, item.examples, leaves, hidden_grad))
+                return self._result(item, num_items, losses, hidden_grad)
             for piece in self._pieces(item, num_items):
                 losses.append(self._run_piece(piece, num_items, leaves))
                 piece.note_gradient(hidden_grad)
         return self._result(item, num_items, losses, hidden_grad)
+
+    def _run_examples(
+        self, item: TrunkOutput, examples: Examples, leaves: Leaves, hidden_grad: Tensor | None
+    ) -> Tensor:
+        """Return the loss of a micro-batch of preferences, and add its gradients to those of its weights and rows.
+
+        All of its rows are looked at before the gradient of any: an answer is spread over pieces, and is compared with
+        another one.
+        """
+        softmaxes = self._look_at_all(item)
+        loss = self._weigh(examples, softmaxes)
+        for piece, softmax in zip(self._pieces(item, 1), softmaxes, strict=True):
+            piece.softmax = softmax
+            for part in reversed(self._whole_or_parts()):
+                self._add_gradients(piece, part, leaves)
+            piece.note_gradient(hidden_grad)
+        return loss
+
+    def _look_at_all(self, item: TrunkOutput) -> list[RunningSoftmax]:
+        """Have all pieces of a micro-batch pass all parts of the vocabulary; copies of their rows are not kept."""
+        softmaxes: list[RunningSoftmax] = []
+        for piece in self._pieces(item, 1, with_softmax=True):
+            assert isinstance(piece.softmax, RunningSoftmax)
+            for part in self._whole_or_parts():
+                self._take_in(piece, part, is_kept=False)
+            softmaxes.append(piece.softmax)
+        return softmaxes
+
+    def _weigh(self, examples: Examples, softmaxes: Sequence[RunningSoftmax]) -> Tensor:
+        """Return the loss of a micro-batch of preferences whose rows were looked at, and weigh their gradients."""
+        assert self._preference is not None
+        assert self._size is not None
+        if not softmaxes:
+            return torch.zeros((), device=examples.repeats.device)
+        logps = [softmax.log_probs() for softmax in softmaxes]
+        loss, gradient, figures = self._preference.gradient(torch.cat(logps), examples, self._size)
+        self.figures += figures
+        for softmax, own in zip(softmaxes, torch.split(gradient, [len(each) for each in logps]), strict=True):
+            softmax.weigh(-own)
+        return loss
+
+    def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
+        """Return the parts of the vocabulary; None, for all of it, where logits are whole."""
+        return self._parts if self._columns else [None]
+
+    def log_probs(self, outputs: Sequence[TrunkOutput]) -> list[Tensor]:
+        """Return the log-probabilities of all labels, in order, for each output. To be called in `no_grad`.
+
+        Weights are leased once for all of them.
+        """
+        with ExitStack() as stack:
+            self._bound_weights(stack)
+            if self._passing is not None:
+                by_item = [list(self._pieces(item, 1, with_softmax=True)) for item in outputs]
+                self._take_in_all([piece for pieces in by_item for piece in pieces])
+                found = [
+                    [piece.softmax for piece in own if isinstance(piece.softmax, RunningSoftmax)] for own in by_item
+                ]
+            else:
+                found = []
+                for item in outputs:
+                    self._resume(item)
+                    found.append(self._look_at_all(item))
+        empty = torch.zeros(0)
+        return [torch.cat([each.log_probs() for each in softmaxes]) if softmaxes else empty for softmaxes in found]
 
     def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
         """Run all pieces of all micro-batches, part by part of the vocabulary.
@@ -624,6 +704,10 @@ class ChunkedHead:
                 stack.close()
                 units = self._bound_weights(stack)
             leaves = self._leaves(stack, units)
+            weighed: list[Tensor | None] = []
+            for item, own in zip(outputs, pieces, strict=True):
+                softmaxes = [piece.softmax for piece in own if isinstance(piece.softmax, RunningSoftmax)]
+                weighed.append(None if item.examples is None else self._weigh(item.examples, softmaxes))
             for place in self._places(leaves):
                 with place as parts:
                     for part in reversed(parts):
@@ -632,11 +716,11 @@ class ChunkedHead:
                                 leaves.at(piece.item)
                                 self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
-        for item, own in zip(outputs, pieces, strict=True):
+        for item, own, loss in zip(outputs, pieces, weighed, strict=True):
             hidden_grad = self._hidden_grad(item)
             for piece in own:
                 piece.note_gradient(hidden_grad)
-            losses = [piece.softmax.loss() for piece in own if piece.softmax is not None]
+            losses = [loss] if loss is not None else [each.softmax.loss() for each in own if each.softmax is not None]
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results
 
@@ -694,7 +778,7 @@ class ChunkedHead:
         has_gradient = hidden.requires_grad and len(item.rows)
         return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
 
-    def _pieces(self, item: TrunkOutput, num_items: int) -> Iterator[_Piece]:
+    def _pieces(self, item: TrunkOutput, num_items: int, *, with_softmax: bool = False) -> Iterator[_Piece]:
         """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves."""
         hidden: Tensor = item.output["last_hidden_state"]
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
@@ -708,7 +792,7 @@ class ChunkedHead:
             if item.teacher is not None and self._distillation is not None and torch.is_grad_enabled():
                 teacher = item.teacher.between(start, start + self._rows)
                 softmax = RunningDistillation(labels, teacher, self._plan.vocab_size, num_items, self._distillation)
-            elif self._columns:
+            elif self._columns or with_softmax:
                 smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # an evaluation knows none
                 softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
             yield _Piece(item, output, rows, labels, leaf, softmax)

@@ -1,4 +1,4 @@
-"""The training objective: cross entropy, label smoothing, and noise on the embeddings (NEFTune)."""
+"""The training objective: cross entropy or a loss over preferences, label smoothing, noise on the embeddings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from transformers import PreTrainedModel
+
+    from megatrain.engine.preferences import PreferenceLoss
 
 __all__ = [
     "IGNORED_LABEL",
@@ -110,12 +112,15 @@ class Objective:
             x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
         distillation: trains on what micro-batches have of a teacher; None: on their labels alone. Needs a chunked head.
         teacher_k: words of a teacher for each token, in distillation.
+        preference: in place of cross entropy, for micro-batches of preferences; nothing is dropped out then. Needs a
+            chunked head.
     """
 
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float = 0.0
     distillation: Distillation | None = None
     teacher_k: int = 0
+    preference: PreferenceLoss | None = None
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:
@@ -123,11 +128,26 @@ class Objective:
         with ExitStack() as stack:
             if self.label_smoothing_factor:
                 stack.enter_context(replaced_loss(model, _smoothed(self.label_smoothing_factor)))
+            if self.preference is not None:
+                stack.enter_context(_without_dropout(model))
             if self.neftune_noise_alpha:
                 embedding = model.get_input_embeddings()
                 handle = embedding.register_forward_hook(_noise(self.neftune_noise_alpha))
                 stack.callback(handle.remove)
             yield
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, as TRL does: what the model says is compared with what its reference says."""
+    layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
+    try:
+        for module, _ in layers:
+            module.p = 0.0
+        yield
+    finally:
+        for module, p in layers:
+            module.p = p
 
 
 def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:

@@ -28,7 +28,7 @@ from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.lanes import total
 from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.step import StepEngine, StoreAccess, zero_gaps
+from megatrain.engine.step import StepEngine, StepResult, StoreAccess, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import views
 from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
@@ -448,11 +448,11 @@ class RankedStepEngine(StepEngine):
         )
         return replace(queued, num_trained_tokens=sum(counts))
 
-    def _read(self, queued: QueuedLoss) -> tuple[float, float]:
+    def _read(self, queued: QueuedLoss) -> StepResult:
         layouts = [layout for layout, _ in self._updater.trained.values()]
         terms = self._access.agree(layouts if self._defers else (), queued.terms)
         squares = [float(self._access.squared_norms[layout.name]) for layout in layouts]
-        return float(sum(terms)), global_norm(squares)
+        return StepResult(float(sum(terms)), global_norm(squares), queued.num_trained_tokens)
 
 
 def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
 from megatrain.engine.host_io import ArrivingNumbers, read_numbers
+from megatrain.engine.preferences import mean_figures
 from megatrain.engine.program import (
     Stays,
     StepProgram,
@@ -79,6 +80,7 @@ class StepResult:
         num_trained_tokens: tokens with a label.
         skipped: the gradient was not finite and is not used.
         left_out: layers whose gradients alone were not finite and are not used.
+        preferences: means of a loss over preferences, by TRL's names.
     """
 
     loss: float
@@ -86,6 +88,7 @@ class StepResult:
     num_trained_tokens: int
     skipped: bool = False
     left_out: tuple[str, ...] = ()
+    preferences: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepEngine:
@@ -196,9 +199,10 @@ class StepEngine:
         queued = self._queue(micro_batches, seed=self._seed + number)
         self._access.end_step()
         self._pending = None  # its last group was updated on the way
-        loss, norm = self._read(queued)
+        result = self._read(queued)
+        loss, norm = result.loss, result.grad_norm
         if scales is not None:
-            return self._judged(scales, StepResult(loss, norm, queued.num_trained_tokens), number)
+            return self._judged(scales, result, number)
         scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
         if scale is not None:
             update = self._next_update(lr, scale=scale)
@@ -208,9 +212,9 @@ class StepEngine:
                 f"{_ADVICE}"
             )
         else:
-            return StepResult(loss, norm, queued.num_trained_tokens, skipped=True)
+            return replace(result, skipped=True)
         self._pending = PendingUpdate(number, update, self._access.with_gradient)
-        return StepResult(loss, norm, queued.num_trained_tokens)
+        return result
 
     def _judged(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
         """Return the result of a step whose layers were updated, or not, in its backward."""
@@ -238,12 +242,18 @@ class StepEngine:
         """Queue forward and backward of a step."""
         return self._runner.queue(micro_batches, seed=seed)
 
-    def _read(self, queued: QueuedLoss) -> tuple[float, float]:
-        """Return loss and global norm: the only host sync of a step."""
+    def _read(self, queued: QueuedLoss) -> StepResult:
+        """Return loss, global norm and figures: the only host sync of a step."""
         squares = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
-        numbers = read_numbers([*queued.terms, *squares])
-        num_terms = len(queued.terms)
-        return float(sum(numbers[:num_terms])), global_norm(numbers[num_terms:])
+        totals = [figure.total for figure in queued.figures]
+        numbers = read_numbers([*queued.terms, *totals, *squares])
+        num_terms, num_read = len(queued.terms), len(queued.terms) + len(totals)
+        return StepResult(
+            float(sum(numbers[:num_terms])),
+            global_norm(numbers[num_read:]),
+            queued.num_trained_tokens,
+            preferences=mean_figures(queued.figures, numbers[num_terms:num_read]),
+        )
 
     def _next_update(self, lr: float, *, scale: float) -> Update:
         self.num_updates += 1
@@ -350,6 +360,18 @@ class EvaluationEngine:
     def finish(self) -> None:
         """Evict the copies that stayed for another pass."""
         self._access.finish()
+
+    def log_probs(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int) -> list[list[float]]:
+        """Run pass ``number`` as ``run_pass``; return the log-probability of each row's labels, by micro-batch.
+
+        Raises:
+            VisitOrderError: in eval mode the model calls its units in another order.
+            UnsupportedModelError: the model has its own loss function.
+        """
+        self._access.start_step(number)
+        found = self._runner.log_probs(micro_batches)
+        self._access.end_step()
+        return found
 
 
 class LayerScales:

@@ -61,6 +61,7 @@ _TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add
 _IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
 _ANY_NBYTES = 1 << 50  # of a fake tensor
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
+_ROW_NBYTES = 32  # what a loss over preferences knows of each row, all rows of a micro-batch at once
 
 
 def trace_visits(
@@ -131,7 +132,8 @@ def trace_visits(
     trace = tracer.trace()
     if top_k is not None:
         trace = replace(trace, logits_flops=0)  # nothing makes them a second time
-    trace = _with_all_pieces(trace, num_rows, num_tokens)
+    has_preference = objective is not None and objective.preference is not None
+    trace = _with_all_pieces(trace, num_rows, num_tokens, _ROW_NBYTES if has_preference else 0)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
 
@@ -253,13 +255,13 @@ def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"
         ) from error
 
 
-def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int) -> VisitTrace:
+def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
     """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``.
 
     All parts of the vocabulary but the last were computed a second time, which is no work of the model.
     """
     again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
-    nbytes = _LOSS_NBYTES * -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
+    nbytes = _LOSS_NBYTES * -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens)) + row_nbytes * num_tokens
     visits = tuple(
         replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
         if visit.is_head
@@ -899,7 +901,7 @@ def step_flops(
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.
         kept: visits whose graphs are kept: they are not recomputed.
-        kept_parts: parts of the vocabulary whose logits are kept, likewise.
+        kept_parts: parts of the vocabulary whose logits are kept, likewise; 0 with a loss over preferences.
         saved_attention: visits whose recompute leaves attention out.
     """
     if not trace.exact or trace.uncounted or not trace.num_tokens:

@@ -77,6 +77,7 @@ class RunningSoftmax:
         self._sum = zeros  # of exponentials, less the largest logit so far
         self._of_label = torch.zeros_like(zeros)
         self._total = torch.zeros_like(zeros) if smoothing else None  # of the logits
+        self._weights: Tensor | None = None
 
     def add(self, logits: Tensor, start: int) -> None:
         """Take in the logits [rows, columns] of the words from ``start`` on."""
@@ -89,6 +90,14 @@ class RunningSoftmax:
         here = (values - largest.unsqueeze(1)).exp_().sum(1)
         self._sum = self._sum * torch.exp(self._largest - largest) + here
         self._largest = largest
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probability of each row's label [rows], after all parts."""
+        return self._of_label - self._log_sum()
+
+    def weigh(self, weights: Tensor) -> None:
+        """Have each row's gradient be that of ``-log softmax(logits)[label]`` times a weight [rows]."""
+        self._weights = weights
 
     def loss(self) -> Tensor:
         """Return the loss, after all parts."""
@@ -107,6 +116,8 @@ class RunningSoftmax:
         at, is_here = _column_of(self._labels, start, found.shape[1])
         # Scattered, not added: each row has one place, so the order of writes does not matter on any device.
         found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
+        if self._weights is not None:
+            return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
         return found.div_(self._num_items).to(logits.dtype)
 
     def _log_sum(self) -> Tensor:

@@ -69,6 +69,7 @@ class BatchSpec:
     order: Literal["layer", "micro_batch"]
     aimed_tokens: int = MICRO_BATCH_TOKENS["cpu"]
     num_lanes: int | None = None
+    rows_per_example: int = 1
 
     @property
     def micro_batch_rows(self) -> int:
@@ -77,8 +78,9 @@ class BatchSpec:
             return self.given_rows
         if self.single_rows:
             return 1
-        rows, length = self.num_rows, self.max_length
-        return max((n for n in range(1, rows + 1) if rows % n == 0 and n * length <= self.aimed_tokens), default=1)
+        rows, length, together = self.num_rows, self.max_length, self.rows_per_example
+        fitting = (n for n in range(together, rows + 1, together) if rows % n == 0 and n * length <= self.aimed_tokens)
+        return max(fitting, default=together)
 
     @property
     def num_micro_batches(self) -> int:

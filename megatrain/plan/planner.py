@@ -212,6 +212,9 @@ def check_ranks(run: RunSpec) -> None:
             f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
         )
         problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
+    if run.objective.preference is not None:
+        message = f'task = "dpo": {several} no rank sees all examples of a step, of which the loss is the mean'
+        problems.append(Problem("task", message, "Start one process"))
     if run.keep_graphs not in ("auto", 0):
         message = (
             f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "
@@ -382,10 +385,12 @@ def _place(
 
     def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
         held = _build_program(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
-        held = replace(held, kept_parts=trace.head_parts)
+        # A loss over preferences looks at all rows before it makes the logits of any again: none are kept.
+        keeps_parts = run.objective.preference is None
+        held = replace(held, kept_parts=trace.head_parts if keeps_parts else 1)
         if _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
-        held = replace(held, kept_parts=parts_without_room(trace))
+        held = replace(held, kept_parts=parts_without_room(trace) if keeps_parts else 1)
         if not run.world.is_single:  # full copies and sums are whole
             return solved(held)
         passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)

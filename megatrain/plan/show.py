@@ -27,6 +27,8 @@ def headline(plan: Plan) -> str:
     dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
     if run.objective.distillation is not None:
         task = "distill"
+    if run.objective.preference is not None:
+        task = "dpo"
     if not run.model.is_trained:
         task = "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"

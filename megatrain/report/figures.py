@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from megatrain.checkpoint.state import NUM_LOSSES
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, format_value, leaf_schema, plain
 from megatrain.config.resolved import resolved_values
 from megatrain.report.history import RunHistory
@@ -92,6 +93,8 @@ class Figures:
         first_loss: Of the first step known.
         last_loss: Of the last step.
         evaluations: Name of a set -> (step, loss), in order.
+        judged: Name of a set of preferences -> step -> figures, by TRL's names.
+        preferences: Means of such figures over the last steps.
         num_real_tokens: Of all steps, without padding.
         num_trained_tokens: Those of them that have a loss.
         padding_share: Of packed rows; None for others.
@@ -131,6 +134,8 @@ class Figures:
     first_loss: float | None
     last_loss: float | None
     evaluations: Mapping[str, Sequence[tuple[int, float]]]
+    judged: Mapping[str, Mapping[int, Mapping[str, float]]]
+    preferences: Mapping[str, float]
     num_real_tokens: int
     num_trained_tokens: int
     padding_share: float | None
@@ -183,6 +188,8 @@ def compute_figures(history: RunHistory) -> Figures:
         first_loss=steps[0]["loss"] if steps else None,
         last_loss=steps[-1]["loss"] if steps else None,
         evaluations=_evaluations(history),
+        judged=_judged(history),
+        preferences=_mean_preferences(steps[-NUM_LOSSES:]),
         num_real_tokens=real,
         num_trained_tokens=trained,
         padding_share=_padding_share(history, real),
@@ -239,6 +246,21 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
         for name, last in end.get("evaluations", {}).items():
             sets.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
     return {name: sorted(losses.items()) for name, losses in sets.items()}
+
+
+def _judged(history: RunHistory) -> dict[str, dict[int, dict[str, float]]]:
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    ends = [(name, last) for end in history.ends for name, last in end.get("evaluations", {}).items()]
+    for name, line in (*ends, *((str(line.get("name", "eval")), line) for line in history.evaluations)):
+        if line.get("preferences"):
+            found.setdefault(name, {})[line["step"]] = {key: float(x) for key, x in line["preferences"].items()}
+    return found
+
+
+def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    lines = [line["preferences"] for line in steps if line.get("preferences")]
+    names = {name: None for line in lines for name in line}
+    return {name: math.fsum(own) / len(own) for name in names if (own := [float(x[name]) for x in lines if name in x])}
 
 
 def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:

@@ -16,7 +16,7 @@ from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, laid_over,
 from megatrain.report.compare import compare, names_of, setting_differences
 from megatrain.report.figures import Compared, Drive, Figures
 from megatrain.report.history import RunHistory
-from megatrain.report.text import cause_name, format_flops, perplexity
+from megatrain.report.text import cause_name, format_flops, quality
 from tiered.units import format_decimal_size, format_duration, format_size
 
 __all__ = ["render_page"]
@@ -82,7 +82,7 @@ def _tiles(figures: Figures) -> Iterator[tuple[str, str, str]]:
     for name, evaluated in list(figures.evaluations.items())[:3]:
         losses = [loss for _, loss in evaluated]
         last, best = losses[-1], min(losses)
-        note = f"perplexity {perplexity(last):.2f}" if len(losses) == 1 else f"from {losses[0]:.4f}"
+        note = quality(figures, name, evaluated[-1][0], last) if len(losses) == 1 else f"from {losses[0]:.4f}"
         yield f"{name} loss", f"{last:.4f}", f"{note}, best {best:.4f}" if best < last else note
     if figures.tokens_per_s is not None:
         yield "tokens/s", f"{figures.tokens_per_s:,.0f}", f"trained {figures.trained_tokens_per_s or 0:,.0f}"
@@ -151,10 +151,11 @@ def _wear(drive: Drive) -> str:
 
 def _evaluations(figures: Figures) -> Iterator[Sequence[str]]:
     """Yield a row for each step with an evaluation: the step, then loss and perplexity of each set."""
-    sets = [dict(losses) for losses in figures.evaluations.values()]
-    for step in sorted({step for losses in sets for step in losses}):
+    sets = {name: dict(losses) for name, losses in figures.evaluations.items()}
+    for step in sorted({step for losses in sets.values() for step in losses}):
         row = [f"{step:,}"]
-        for losses in sets:
+        for name, losses in sets.items():
             loss = losses.get(step)
-            row += ["-", "-"] if loss is None else [f"{loss:.4f}", f"{perplexity(loss):.2f}"]
+            said = "" if loss is None else quality(figures, name, step, loss).removeprefix("perplexity ")
+            row += ["-", "-"] if loss is None else [f"{loss:.4f}", said]
         yield row

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
+from megatrain.run.metrics import format_preferences
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
-__all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "perplexity", "report_lines"]
+__all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
 _SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
@@ -108,6 +109,12 @@ def perplexity(loss: float) -> float:
     return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
 
 
+def quality(figures: Figures, name: str, step: int, loss: float) -> str:
+    """Return what is said of an evaluation beside its loss."""
+    judged = figures.judged.get(name, {}).get(step)
+    return format_preferences(judged) if judged else f"perplexity {perplexity(loss):.2f}"
+
+
 def format_flops(flops_per_s: float) -> str:
     """Return a rate of floating-point operations."""
     for unit, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
@@ -127,7 +134,9 @@ def _rest(figures: Figures) -> Iterator[str]:
         step, loss = losses[-1]
         best_step, best = min(losses, key=lambda each: each[1])
         note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
-        yield f"eval    {name}: loss {loss:.4f}, perplexity {perplexity(loss):.2f} at step {step:,}{note}"
+        yield f"eval    {name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
+    if figures.preferences:
+        yield f"prefer  {format_preferences(figures.preferences)}, means of the last steps"
     if figures.num_real_tokens:
         padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
         yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"

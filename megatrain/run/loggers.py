@@ -480,6 +480,7 @@ def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
         values["speed/model_TFLOPs"] = metrics.model_flops_per_s / 1e12
         values["speed/hardware_TFLOPs"] = metrics.hardware_flops_per_s / 1e12
     values |= {f"memory/{tier}_GiB": nbytes / GiB for tier, nbytes in metrics.tier_used_bytes.items()}
+    values |= {f"train/{name}": value for name, value in metrics.preferences.items()}
     values |= {f"wait/{cause}_s": seconds for cause, seconds in metrics.stall_s.items()}
     if metrics.written_bytes:
         values["drives/written_GB"] = sum(metrics.written_bytes.values()) / GB
@@ -488,7 +489,10 @@ def scalars_of_step(metrics: StepMetrics) -> dict[str, float]:
 
 def scalars_of_evaluation(metrics: EvaluationMetrics) -> dict[str, float]:
     """Return the figures of an evaluation by the name of their curve."""
-    return {f"eval/{metrics.name}_loss": metrics.loss, f"eval/{metrics.name}_perplexity": metrics.perplexity}
+    name = f"eval/{metrics.name}"
+    if metrics.preferences:
+        return {f"{name}_loss": metrics.loss} | {f"{name}_{key}": each for key, each in metrics.preferences.items()}
+    return {f"{name}_loss": metrics.loss, f"{name}_perplexity": metrics.perplexity}
 
 
 def scalars_of_checkpoint(metrics: CheckpointMetrics) -> dict[str, float]:

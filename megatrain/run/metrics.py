@@ -23,7 +23,7 @@ class RunInfo:
 
     Attributes:
         run_name: as in the config.
-        task: ``sft`` or ``pretrain``.
+        task: ``sft``, ``pretrain`` or ``dpo``.
         device: of the computation, ``cpu`` or ``cuda:0``.
         output_dir: of the run.
         max_steps: optimizer steps of the run.
@@ -67,6 +67,7 @@ class StepMetrics:
         rss_bytes: resident memory of the process.
         model_flops: floating-point operations without recomputation and padding; 0: unknown.
         hardware_flops: all floating-point operations, see ``megatrain.engine.trace.step_flops``; 0: unknown.
+        preferences: means of a loss over preferences, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
     """
 
     step: int
@@ -91,6 +92,7 @@ class StepMetrics:
     warmup_steps: int = 0
     link_busy_s: Mapping[str, float] = field(default_factory=dict)
     ranks: Sequence[Mapping[str, Any]] = ()
+    preferences: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def real_tokens_per_s(self) -> float:
@@ -133,6 +135,7 @@ class StepMetrics:
         finite: dict[str, Any] = {
             name: float(value) if isinstance(value, str) else value for name, value in known.items()
         }
+        finite["preferences"] = _numbers(values.get("preferences", {}))
         return cls(**finite)
 
 
@@ -144,9 +147,11 @@ class EvaluationMetrics:
         step: steps done; the weights are those after them.
         max_steps: steps of the run.
         name: of the set.
-        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms.
+        loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms; of
+            preferences their loss, mean over all examples.
         num_tokens: tokens with a label.
         seconds: that training was paused for it.
+        preferences: as of steps.
     """
 
     step: int
@@ -155,14 +160,20 @@ class EvaluationMetrics:
     loss: float
     num_tokens: int
     seconds: float
+    preferences: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``."""
+        """``exp(loss)``, which says nothing of preferences."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
+
+    @property
+    def quality(self) -> str:
+        """What lines say beside the loss."""
+        return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; floats that are not finite become text."""
@@ -184,6 +195,7 @@ class EvaluationMetrics:
             float(values["loss"]),
             int(values["num_tokens"]),
             float(values["seconds"]),
+            _numbers(values.get("preferences", {})),
         )
 
 
@@ -191,7 +203,13 @@ def _finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in values.items()}
 
 
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
+
+
 def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -344,7 +362,7 @@ def format_checkpoint(metrics: CheckpointMetrics) -> str:
 def format_evaluation(metrics: EvaluationMetrics) -> str:
     """Return the console line of an evaluation."""
     return (
-        f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, perplexity {metrics.perplexity:.2f} "
+        f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, {metrics.quality} "
         f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
     )
 
@@ -355,6 +373,7 @@ def format_step(metrics: StepMetrics) -> str:
     parts = [
         f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
         f"loss {metrics.loss:.4f}",
+        *([format_preferences(metrics.preferences)] if metrics.preferences else []),
         f"gnorm {metrics.grad_norm:.2f}",
         f"lr {format_lr(metrics)}",
         f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})",
@@ -364,6 +383,12 @@ def format_step(metrics: StepMetrics) -> str:
     parts.append(format_stalls(metrics.stall_s))
     parts.append(f"eta {format_eta(metrics.eta_s)}")
     return " | ".join(parts)
+
+
+def format_preferences(figures: Mapping[str, float]) -> str:
+    """Return what a line says of preferences; "" where there are none."""
+    names = {"rewards/accuracies": "accuracy {:.2f}", "rewards/margins": "margin {:.3f}", "kl": "kl {:.3f}"}
+    return ", ".join(text.format(figures[name]) for name, text in names.items() if name in figures)
 
 
 def format_lr(metrics: StepMetrics) -> str:

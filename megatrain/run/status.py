@@ -49,7 +49,8 @@ class RunStatus:
         metrics: of the last step; None before the first.
         checkpoint_step: step of the newest checkpoint; None if there is none.
         checkpoint_at: when that checkpoint was done.
-        evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``.
+        evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
+            where the set is one.
         activity: what the run was doing, see ``Moment``.
         exit_code: of the process; None while it runs.
         updated_at: when this was written.
@@ -258,4 +259,4 @@ def _exit_code_of(ending: BaseException | RunSummary) -> int:
 
 def _shown(metrics: EvaluationMetrics) -> dict[str, Any]:
     values = metrics.to_json()
-    return {name: values[name] for name in ("step", "loss", "perplexity")}
+    return {name: values[name] for name in ("step", "loss", "perplexity", "preferences") if values[name] != {}}

@@ -97,7 +97,7 @@ def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:
         return None, []
-    first = next((line for line in found if line.task in ("", "sft")), found[0])
+    first = next((line for line in found if line.task in ("", "sft", "dpo", "kto", "orpo", "cpo")), found[0])
     return first, [" ".join(line.words[:4]) for line in found if line is not first]
 
 

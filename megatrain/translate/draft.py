@@ -24,6 +24,8 @@ _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "s
 _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
         "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+#: Commands of TRL that train what is trained here.
+TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 _COMMAND_LINE = Path("command line")  # where a file's name stands otherwise
 
@@ -46,6 +48,7 @@ class Source:
         num_processes: How many processes, each on a device, the command line starts; None: it does not say.
         unneeded: What of the command line nothing is needed for here.
         lost: What of it has no equivalent.
+        task: What TRL's command trains; "" where that is not said.
     """
 
     path: Path
@@ -54,6 +57,7 @@ class Source:
     num_processes: int | None = 1
     unneeded: tuple[Left, ...] = ()
     lost: tuple[Left, ...] = ()
+    task: str = ""
 
     @property
     def title(self) -> str:
@@ -104,8 +108,8 @@ def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
 
 
 def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
-    if line.task not in ("", "sft"):
-        raise TranslationError(path, f"`{line.task}` is not supported here", "sft and pretrain are")
+    if line.task not in ("", *TRL_TASKS):
+        raise TranslationError(path, f"`{line.task}` is not supported here", "sft, pretrain, dpo, kto and orpo are")
     values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
     known: dict[str, Tool] = {"trl": "trl", "llamafactory": "llamafactory", "axolotl": "axolotl"}
     if tool is None and line.tool:
@@ -122,7 +126,7 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
     lost = [Left(f"${{...}} in --{name}", None, "only a shell knows its value") for name in line.unknown]
     lost += [Left(other, None, "another training of the same script: import it by itself") for other in others]
     unneeded = tuple(Left(f"{line.launcher or 'trl'} --{name}", value, ONE_DEVICE) for name, value in launch.items())
-    return Source(path, values, tool, number, unneeded, tuple(lost))
+    return Source(path, values, tool, number, unneeded, tuple(lost), line.task)
 
 
 def _read_text(path: Path) -> str:

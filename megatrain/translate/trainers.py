@@ -311,12 +311,63 @@ def _refuse_quantized(draft: Draft, *names: str) -> None:
             raise draft.refuse(f"{name}: quantized weights cannot be trained in full precision", "Remove it")
 
 
-_OUR_TASKS = 'There are "sft" and "pretrain"'
+_OUR_TASKS = 'There are "sft", "pretrain" and "dpo"'
+
+# Preferences, whose losses have nearly the same names everywhere.
+
+_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo")
+_PREFERENCE_DEFAULTS: dict[str, Any] = {"preference.beta": 0.1}
+
+
+def _put_preference(draft: Draft, loss: Any, theirs: str, names: Mapping[str, str]) -> None:
+    """Fill ``task`` and ``[preference]``.
+
+    Args:
+        draft: Of the translation.
+        loss: Their name of the loss.
+        theirs: The key that says it.
+        names: Their key -> ours in ``[preference]``; the first of several that is there counts.
+    """
+    values = draft.source.values
+    if loss not in _LOSSES:
+        raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(_LOSSES)}")
+    draft.put("task", "dpo", theirs)
+    draft.put("preference.loss_type", loss, theirs)
+    for name, ours in names.items():
+        if values.get(name) is not None and f"preference.{ours}" not in draft.entries:
+            used = _LOSSES_WITH.get(ours, _LOSSES)
+            if loss in used:
+                draft.put(f"preference.{ours}", values[name], name)
+            else:
+                draft.drop(name, f"the loss {loss} has no such term", values[name])
+    draft.entries.pop("data.packing", None)  # each answer has a row of its own
+    draft.entries.pop("data.train_on", None)
+    draft.entries.pop("lora.lora_dropout", None)
+    draft.default(_PREFERENCE_DEFAULTS)
+
+
+#: Keys of ``[preference]`` that not all losses have.
+_LOSSES_WITH = {
+    "label_smoothing": ("sigmoid", "robust", "simpo"),
+    "simpo_gamma": ("simpo",),
+    "rpo_alpha": ("sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"),
+    "desirable_weight": ("kto",),
+    "undesirable_weight": ("kto",),
+}
 
 # LLaMA-Factory: data sets by their names in dataset_info.json.
 
-_STAGES = {"sft": "sft", "pt": "pretrain"}
-_OTHER_STAGES = {"dpo": "DPO", "kto": "KTO", "ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
+_STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "dpo"}
+_OTHER_STAGES = {"ppo": "PPO", "rm": "reward model training", "orpo": "ORPO"}
+_PREFERENCE_NAMES = {
+    "pref_beta": "beta",
+    "pref_ftx": "rpo_alpha",
+    "dpo_label_smoothing": "label_smoothing",
+    "simpo_gamma": "simpo_gamma",
+    "kto_chosen_weight": "desirable_weight",
+    "kto_rejected_weight": "undesirable_weight",
+}
+_PREFERRED = {"chosen": "chosen", "rejected": "rejected", "kto_tag": "kto_tag"}
 #: Columns of dataset_info.json -> ours.
 _ALPACA = {
     "prompt": "instruction",
@@ -326,8 +377,9 @@ _ALPACA = {
     "system": "system",
     "tools": "tools",
     "images": "images",
+    **_PREFERRED,
 }
-_CHAT = {"system": "system", "tools": "tools", "images": "images"}
+_CHAT = {"system": "system", "tools": "tools", "images": "images", **_PREFERRED}
 
 _LLAMA_FACTORY_RULES: dict[str, Rule] = {
     **_SHARED_RULES,
@@ -347,8 +399,9 @@ def translate_llama_factory(draft: Draft) -> None:
     """
     values = draft.source.values
     _refuse_stages(draft)
-    is_pretraining = values.get("stage") == "pt"
-    draft.put("task", "pretrain" if is_pretraining else "sft", "stage")
+    is_pretraining, is_preference = values.get("stage") == "pt", _STAGES[values.get("stage", "sft")] == "dpo"
+    if not is_preference:
+        draft.put("task", "pretrain" if is_pretraining else "sft", "stage")
     has_lora = values.get("finetuning_type", "lora") == "lora"
     trained = {
         name: value
@@ -359,8 +412,17 @@ def translate_llama_factory(draft: Draft) -> None:
     if has_lora:
         _llama_factory_lora(draft)
     draft.fill_in_model()
-    _packing(draft, is_pretraining)
-    if not is_pretraining:
+    if not is_preference:
+        _packing(draft, is_pretraining)
+    if is_preference:
+        is_kto = values.get("stage") == "kto"
+        _put_preference(
+            draft,
+            "kto" if is_kto else values.get("pref_loss", "sigmoid"),
+            "stage" if is_kto else "pref_loss",
+            _PREFERENCE_NAMES,
+        )
+    elif not is_pretraining:
         _train_on(draft)
     info, folder = _dataset_info(draft)
     _named_datasets(draft, "data.train", values.get("dataset"), info, folder)
@@ -494,8 +556,9 @@ def _named_datasets(draft: Draft, ours: str, names: Any, info: Mapping[str, Any]
 
 def _from_info(draft: Draft, key: str, name: str, entry: Mapping[str, Any], folder: Path, theirs: str) -> None:
     where = f"{theirs} {name}"
-    if entry.get("ranking"):
-        raise draft.refuse(f"the data set `{name}` holds preferences, which are not trained on here")
+    is_preference = "preference.loss_type" in draft.entries
+    if entry.get("ranking") and not is_preference:
+        raise draft.refuse(f"the data set `{name}` holds preferences, which stage: sft does not train on")
     if isinstance(entry.get("file_name"), str):
         file = folder / entry["file_name"]
         draft.put(f"{key}.path", os.path.relpath(file, draft.base), where, is_path=True)
@@ -515,9 +578,8 @@ def _from_info(draft: Draft, key: str, name: str, entry: Mapping[str, Any], fold
     columns, tags = mapping(entry.get("columns")), mapping(entry.get("tags"))
     is_chat = entry.get("formatting", "alpaca") != "alpaca"
     is_messages = is_chat and tags.get("role_tag", "from") == "role"
-    draft.put(
-        f"{key}.format", ("messages" if is_messages else "sharegpt") if is_chat else "alpaca", f"{where}: formatting"
-    )
+    ours_format = ("messages" if is_messages else "sharegpt") if is_chat else "alpaca"
+    draft.put(f"{key}.format", "preference" if is_preference else ours_format, f"{where}: formatting")
     known = {**_CHAT, "messages": "messages" if is_messages else "conversations"} if is_chat else _ALPACA
     for theirs_column, column in columns.items():
         if theirs_column not in known:
@@ -568,6 +630,27 @@ _AXOLOTL_DEFAULTS: dict[str, Any] = {
     "optimizer.lr_scheduler_type": "cosine",
     "optimizer.warmup_steps": 0.03,
 }
+_AXOLOTL_RL = (None, "dpo", "ipo", "kto", "orpo", "simpo")
+_AXOLOTL_PREFERENCES = {
+    "rl_beta": "beta",
+    "dpo_beta": "beta",
+    "orpo_alpha": "beta",
+    "dpo_label_smoothing": "label_smoothing",
+    "rpo_alpha": "rpo_alpha",
+    "cpo_alpha": "rpo_alpha",
+    "simpo_gamma": "simpo_gamma",
+    "kto_desirable_weight": "desirable_weight",
+    "kto_undesirable_weight": "undesirable_weight",
+}
+_PREFERENCE_FIELDS = {
+    "field_prompt": "prompt",
+    "field_messages": "messages",
+    "field_chosen": "chosen",
+    "field_rejected": "rejected",
+    "field_completion": "completion",
+    "field_label": "label",
+    "field_system": "system",
+}
 #: First part of a data set's type -> our format.
 _FORMATS = {
     "alpaca": "alpaca",
@@ -599,14 +682,21 @@ def translate_axolotl(draft: Draft) -> None:
         source for source in listed(values.get("pretraining_dataset")) if isinstance(source, str | Mapping) and source
     ]
     is_pretraining = bool(plain) or (bool(sources) and all(_format(source) == "text" for source in sources))
-    draft.put("task", "pretrain" if is_pretraining else "sft", "pretraining_dataset" if plain else "")
+    is_preference = bool(values.get("rl"))
+    if is_preference:
+        is_pretraining = False
+    else:
+        draft.put("task", "pretrain" if is_pretraining else "sft", "pretraining_dataset" if plain else "")
     draft.translate_keys(_AXOLOTL_RULES, values)
     if values.get("adapter"):
         _axolotl_lora(draft)
     _axolotl_combinations(draft)
     if values.get("processor_type"):
         put_images(draft, "trained", "processor_type")
-    if not is_pretraining:
+    if is_preference:
+        kind = str(values["rl"])
+        _put_preference(draft, "sigmoid" if kind == "dpo" else kind, "rl", _AXOLOTL_PREFERENCES)
+    elif not is_pretraining:
         theirs = "train_on_inputs" if "train_on_inputs" in values else ""
         draft.put("data.train_on", "all" if values.get("train_on_inputs") else "assistant", theirs)
     for number, source in enumerate(plain or sources):
@@ -648,7 +738,8 @@ def _refuse_adapters(draft: Draft) -> None:
     if not adapter:
         _refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
     _refuse_quantized(draft, "gptq")
-    if kind := values.get("rl") or values.get("reward_model") or values.get("process_reward_model"):
+    rl = values.get("rl")
+    if kind := (rl not in _AXOLOTL_RL and rl) or values.get("reward_model") or values.get("process_reward_model"):
         name = str(kind).upper() if isinstance(kind, str) else "reward model training"
         raise draft.refuse(f"{name} is not supported here", _OUR_TASKS)
 
@@ -711,6 +802,16 @@ def _axolotl_dataset(draft: Draft, key: str, source: Any, theirs: str) -> None:
         if bracket:
             draft.lose(f"{theirs}.split", "a part of a split: see data.train.N.max_samples", f"[{part}")
     kind = fields.get("type")
+    if "preference.loss_type" in draft.entries:
+        draft.put(f"{key}.format", "preference", f"{theirs}.type")
+        inner = {**fields, **mapping(kind)}
+        for name, ours_column in _PREFERENCE_FIELDS.items():
+            if inner.get(name) and inner[name] != ours_column:
+                draft.put(f"{key}.columns.{ours_column}", str(inner[name]), theirs)
+        for name, value in mapping(kind).items():
+            if name not in _PREFERENCE_FIELDS and value:
+                draft.lose(f"{theirs}.type.{name}", "the model's chat template is used", value)
+        return
     ours = _format(fields) if "text_column" not in fields else "text"
     if ours is None:
         draft.lose(f"{theirs}.type", "the format is seen from the rows; see data.train.N.format and columns", kind)
@@ -778,12 +879,30 @@ def _columns(draft: Draft, key: str, fields: Mapping[str, Any], theirs: str, our
 
 #: Keys that only other trainers of TRL have -> what they train.
 _OTHER_TRAINERS = {
-    "beta": "preference training (DPO, KTO, ORPO)",
-    "max_prompt_length": "preference training (DPO, KTO, ORPO)",
     "num_generations": "GRPO",
     "reward_funcs": "GRPO",
     "reward_model_path": "PPO",
-    "max_completion_length": "preference training or GRPO",
+}
+#: Keys of preference training, by what it is.
+_TRL_PREFERENCES = {
+    "desirable_weight": "kto",
+    "undesirable_weight": "kto",
+    "simpo_gamma": "cpo",
+    "cpo_alpha": "cpo",
+    "beta": "dpo",
+    "max_prompt_length": "dpo",
+    "max_completion_length": "dpo",
+    "rpo_alpha": "dpo",
+    "precompute_ref_log_probs": "dpo",
+}
+_TRL_PREFERENCE_NAMES = {
+    "beta": "beta",
+    "label_smoothing": "label_smoothing",
+    "rpo_alpha": "rpo_alpha",
+    "cpo_alpha": "rpo_alpha",
+    "simpo_gamma": "simpo_gamma",
+    "desirable_weight": "desirable_weight",
+    "undesirable_weight": "undesirable_weight",
 }
 _COLUMNS = ("messages", "prompt", "completion", "text")
 _TRL_DEFAULTS: dict[str, Any] = {
@@ -802,7 +921,11 @@ def translate_trl(draft: Draft) -> None:
     """
     values = draft.source.values
     _refuse_other_trainers(draft)
-    draft.put("task", "sft")
+    kind = draft.source.task or next((kind for name, kind in _TRL_PREFERENCES.items() if name in values), "sft")
+    if kind == "sft":
+        draft.put("task", "sft")
+        if values.get("loss_type") is not None:
+            draft.lose("loss_type", "the loss is the cross-entropy of the trained tokens", values["loss_type"])
     draft.translate_keys(_SHARED_RULES, values)
     if values.get("use_peft"):
         names = {name: name for name in ("lora_alpha", "lora_dropout", "use_rslora", "use_dora")}
@@ -813,7 +936,9 @@ def translate_trl(draft: Draft) -> None:
     draft.fill_in_model()
     if "output_dir" not in draft.entries:
         draft.put_path("output_dir", "trainer_output", note="TRL's default")
-    if values.get("assistant_only_loss"):
+    if kind != "sft":
+        _trl_preference(draft, kind)
+    elif values.get("assistant_only_loss"):
         draft.put("data.train_on", "assistant", "assistant_only_loss")
     elif values.get("completion_only_loss"):
         draft.put("data.train_on", "completion", "completion_only_loss")
@@ -821,7 +946,27 @@ def translate_trl(draft: Draft) -> None:
         note = 'TRL\'s default for messages; "assistant" trains on the answers only'
         draft.put("data.train_on", "all", "completion_only_loss" if "completion_only_loss" in values else "", note)
     _trl_datasets(draft)
-    fill_defaults(draft, _TRL_DEFAULTS)
+    changed = {} if kind == "sft" else {"optimizer.learning_rate": 1e-6}
+    fill_defaults(draft, {**_TRL_DEFAULTS, **changed})
+
+
+def _trl_preference(draft: Draft, kind: str) -> None:
+    """Fill ``[preference]`` from keys of DPOTrainer, KTOTrainer, ORPOTrainer or CPOTrainer."""
+    values = draft.source.values
+    default = {"kto": "kto", "orpo": "orpo"}.get(kind, "sigmoid")
+    named = [str(each) for each in listed(values.get("loss_type"))] or [default]
+    weights = listed(values.get("loss_weights")) or [1.0] * len(named)
+    main = [each for each in named if each != "sft"]
+    if len(main) != 1 or len(weights) != len(named):
+        raise draft.refuse(f"several losses at once ({', '.join(named)}) are not supported here", "Keep one, and sft")
+    if kind == "cpo" and main[0] != "simpo":
+        raise draft.refuse("CPO is not supported here", 'There is loss_type: "simpo" of it')
+    _put_preference(draft, main[0], "loss_type" if "loss_type" in values else draft.source.task, _TRL_PREFERENCE_NAMES)
+    by_name = dict(zip(named, weights, strict=True))
+    if "sft" in by_name:
+        draft.put("preference.rpo_alpha", float(by_name["sft"]) / float(by_name[main[0]]), "loss_weights")
+    if kind == "cpo" and "cpo_alpha" not in values:
+        draft.put("preference.rpo_alpha", 1.0, note="TRL's default of cpo_alpha")
 
 
 def _refuse_other_trainers(draft: Draft) -> None:
@@ -831,6 +976,8 @@ def _refuse_other_trainers(draft: Draft) -> None:
     for name, kind in _OTHER_TRAINERS.items():
         if values.get(name) is not None:
             raise draft.refuse(f"`{name}` is of {kind}, which is not supported here", _OUR_TASKS)
+    if draft.source.task == "sft" and "beta" in values:
+        raise draft.refuse("`beta` is of preference training, and trl sft is none", "Write trl dpo")
 
 
 def _trl_datasets(draft: Draft) -> None:

@@ -71,7 +71,7 @@ def test_what_is_to_be_filled_in(tmp_path: Path) -> None:
     [
         ("x: [", (), "this is not YAML"),
         ("x: 1", (), "whose config is this"),
-        ("base_model: a\nrl: dpo\n", (), "DPO is not supported"),
+        ("base_model: a\nrl: grpo\n", (), "GRPO is not supported"),
         (TEXT, ("--from", "nemo"), "'nemo' is not one of"),
         (TEXT, ("-o", "nowhere/ours.toml"), "there is no such folder"),
     ],
@@ -159,7 +159,7 @@ def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("-- trl dpo --model_name_or_path org/m", "`dpo` is not supported here"),
+        ("-- trl grpo --model_name_or_path org/m", "`grpo` is not supported here"),
         ("-- trl sft --model_name_or_path org/m --beta 0.1", "preference training"),
         ("-- make all", "starts no training with options"),
         ("-- python train.py --lr 3", "whose config is this?"),

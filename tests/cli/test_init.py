@@ -150,12 +150,27 @@ def test_columns_of_the_data_are_seen(here: Path, row: dict[str, object], format
 
 def test_data_that_cannot_be_used_is_said_at_once(here: Path) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    result = call("init", "--data", "rows.jsonl")
+    result = call("init", "--task", "sft", "--data", "rows.jsonl")
     assert result.exit_code == 0 and "this is preference data" in result.stdout
     assert "# FILL IN:" in Path("run.toml").read_text()
     assert load_config("run.toml").config.data.train[0].path == str(here / "rows.jsonl")
     missing = call("init", "b.toml", "--data", "./nowhere.jsonl")
     assert missing.exit_code == 0 and "there is no such file or folder" in missing.stdout
+
+
+@pytest.mark.parametrize(
+    ("row", "loss"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "sigmoid"),
+        ({"prompt": "a", "completion": "b", "label": True}, "kto"),
+    ],
+)
+def test_preferences_are_seen(here: Path, row: dict[str, object], loss: str) -> None:
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    result = call("init", "--data", "rows.jsonl")
+    assert result.exit_code == 0 and "data   rows are read as preference" in result.stdout
+    config = load_config("run.toml").config
+    assert config.task == "dpo" and config.preference.loss_type == loss
 
 
 def test_home_in_the_paths_of_init(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
 #: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, ours rounds each.
 TOLERANCE = 2e-5
-NAMES = ("hf_trainer", "trl_sft", "trl_dpo")
+NAMES = ("hf_trainer", "trl_sft", "trl_dpo", pytest.param("trl_grpo", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module", params=NAMES)

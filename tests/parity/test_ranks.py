@@ -240,3 +240,15 @@ def test_what_several_ranks_cannot_do(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=key) as raised:
         check_ranks(replace(run, world=World.local(0, size)))
     assert f"with {size} processes" in str(raised.value)
+
+
+def test_preferences_are_of_one_process(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'task = "dpo"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
+        '[[data.train]]\npath = "x.jsonl"\n'
+        "[training]\ngradient_accumulation_steps = 4\n"
+    )
+    run = resolve(load_config(tmp_path / "run.toml").config)
+    check_ranks(run)
+    with pytest.raises(ConfigError, match='task = "dpo": with 2 processes'):
+        check_ranks(replace(run, world=World.local(0, 2)))

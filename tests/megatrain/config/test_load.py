@@ -334,7 +334,7 @@ def test_problems_behind_others_are_found(tmp_path: Path) -> None:
     assert [(problem.key, problem.line) for problem in further] == [("training.train_batch_tokens", 10)]
 
 
-@pytest.mark.parametrize("text", ['task = "sft"\n', "x = = 1", GOOD.replace('"sft"', '"dpo"')])
+@pytest.mark.parametrize("text", ['task = "sft"\n', "x = = 1", GOOD.replace('"sft"', '"kto"')])
 def test_too_little_is_left(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.toml"
     path.write_text(text)

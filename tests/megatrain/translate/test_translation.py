@@ -407,13 +407,15 @@ def test_lora(tmp_path: Path, case: str) -> None:
 
 REFUSED = {
     "freeze": ("model_name_or_path: a\nfinetuning_type: freeze\n", "finetuning_type: freeze is not supported"),
-    "DPO": ("model_name_or_path: a\nstage: dpo\nfinetuning_type: full\n", "DPO is not supported"),
+    "PPO": ("model_name_or_path: a\nstage: ppo\nfinetuning_type: full\n", "PPO is not supported"),
+    "a loss": ("model_name_or_path: a\nstage: dpo\nfinetuning_type: full\npref_loss: kto_pair\n", "`kto_pair`"),
     "quantized": ("stage: sft\nfinetuning_type: full\nquantization_bit: 4\n", "quantized weights"),
     "adapter": ("base_model: a\nadapter: llama-adapter\n", "adapter: llama-adapter is not supported"),
     "4 bit": ("base_model: a\nload_in_4bit: true\n", "load_in_4bit"),
-    "rl": ("base_model: a\nrl: dpo\n", "DPO is not supported"),
+    "rl": ("base_model: a\nrl: grpo\n", "GRPO is not supported"),
     "reward model": ("base_model: a\nreward_model: true\n", "reward model training is not supported"),
-    "TRL DPO": ("model_name_or_path: a\ndataset_name: b\nbeta: 0.1\n", "preference training"),
+    "TRL, two losses": ("model_name_or_path: a\ndataset_name: b\nbeta: 0.1\nloss_type: [ipo, hinge]\n", "several"),
+    "TRL CPO": ("model_name_or_path: a\ndataset_name: b\ncpo_alpha: 0.1\n", "CPO is not supported"),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
     "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),
 }  # fmt: skip
@@ -432,6 +434,48 @@ def test_preferences_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
     with pytest.raises(TranslationError, match="`better` holds preferences"):
         translate(tmp_path, "model_name_or_path: a\nstage: sft\nfinetuning_type: full\ndataset: better\n")
+
+
+PREFERENCES = {
+    "LLaMA-Factory": (
+        "model_name_or_path: a\nstage: dpo\nfinetuning_type: full\ndataset: better\noutput_dir: o\n"
+        "pref_loss: simpo\npref_beta: 2.0\nsimpo_gamma: 0.7\npref_ftx: 0.1\n",
+        {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.7, "rpo_alpha": 0.1},
+    ),
+    "LLaMA-Factory, KTO": (
+        "model_name_or_path: a\nstage: kto\nfinetuning_type: full\ndataset: better\noutput_dir: o\n"
+        "kto_chosen_weight: 1.5\n",
+        {"loss_type": "kto", "desirable_weight": 1.5},
+    ),
+    "Axolotl": (
+        "base_model: a\nrl: ipo\nrl_beta: 0.3\nsequence_len: 64\ndatasets:\n  - path: b.jsonl\n"
+        "    type: chat_template.default\n    field_messages: talk\n    field_chosen: good\n",
+        {"loss_type": "ipo", "beta": 0.3},
+    ),
+    "TRL": (
+        "model_name_or_path: a\ndataset_name: b/c\nbeta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [2.0, 1.0]\n"
+        "precompute_ref_log_probs: true\n",
+        {"loss_type": "sigmoid", "beta": 0.2, "rpo_alpha": 0.5},
+    ),
+    "TRL, KTO": (
+        "model_name_or_path: a\ndataset_name: b/c\nundesirable_weight: 0.5\n",
+        {"loss_type": "kto", "undesirable_weight": 0.5},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(PREFERENCES))
+def test_preferences(tmp_path: Path, case: str) -> None:
+    text, expected = PREFERENCES[case]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(INFO))
+    translation, config = translate(tmp_path, yaml.safe_load(text))
+    assert config.task == "dpo" and config.data.packing is False and lost(translation) == set()
+    assert config.preference.model_dump() == config.preference.model_copy(update=expected).model_dump()
+    (source,) = config.data.train
+    assert source.format in ("auto", "preference")
+    if case == "Axolotl":
+        assert source.columns == {"messages": "talk", "chosen": "good"}
 
 
 def test_values_that_cannot_be_here_are_taken_out_and_named(tmp_path: Path) -> None:

@@ -1,0 +1,326 @@
+"""Losses over preferences: functions of the log-probabilities of whole answers, and their gradients per answer.
+
+An example is two rows of a micro-batch: rows 0 to P - 1 hold the first answers of P examples, rows P to 2P - 1 the
+second ones. Of a pair these are the chosen and the rejected answer. An unpaired example (KTO) has its one answer first,
+and then its prompt with the answer of another example, from which KTO estimates how far the model has moved.
+
+Every loss here depends on a row of logits through the sum of an answer's log-probabilities alone. So its gradient is
+that of cross entropy times one weight per answer, which is known once all rows of an example have been looked at: the
+head runs twice over the rows of a micro-batch, for the sums and for the gradients (`head.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import fsum
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.data.formats import IGNORED
+
+__all__ = [
+    "DESIRABLE",
+    "REFERENCE",
+    "Examples",
+    "Figure",
+    "LossType",
+    "PreferenceLoss",
+    "StepSize",
+    "describe_examples",
+    "examples_from",
+    "mean_figures",
+    "without_examples",
+]
+
+#: Key of a micro-batch: log-probability of each row's answer by the reference model [2 P], fp32.
+REFERENCE = "reference_logps"
+#: Key of a micro-batch: whether the first answer of each example is a good one [P], bool.
+DESIRABLE = "desirable"
+_KEYS = (REFERENCE, DESIRABLE)
+
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo"]
+_WITHOUT_REFERENCE = ("orpo", "simpo")
+_BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Figure:
+    """A part of a mean: ``total`` over ``count`` examples."""
+
+    name: str
+    total: Tensor | float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """What the terms of a step are divided by.
+
+    Attributes:
+        num_examples: Examples of the step.
+        num_chosen_tokens: Tokens of their first answers.
+    """
+
+    num_examples: int
+    num_chosen_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Examples:
+    """The examples of a micro-batch, empty places left out.
+
+    Attributes:
+        counts: Labelled tokens of every row of the micro-batch, empty rows included.
+        rows: The rows of first and second answers [2, P].
+        lengths: Tokens of the answers [2, P], fp32.
+        reference: Their log-probabilities by the reference model [2, P], fp32.
+        desirable: Whether the first answer is a good one [P], bool.
+        num_desirable: How many are.
+        repeats: ``counts`` as a tensor, where the gradients are made.
+    """
+
+    counts: tuple[int, ...]
+    rows: Tensor
+    lengths: Tensor
+    reference: Tensor
+    desirable: Tensor
+    num_desirable: int
+    repeats: Tensor
+
+    @property
+    def num_examples(self) -> int:
+        return self.rows.shape[1]
+
+    def sums(self, row_logps: Tensor) -> Tensor:
+        """Return the log-probability of each row's answer [2 P], given those of all labelled tokens in order."""
+        # Not `index_add_`, whose order of additions a GPU does not keep.
+        return torch.stack([part.sum() for part in torch.split(row_logps, list(self.counts))])
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceLoss:
+    """A loss over preferences, with the names and the meaning that TRL gives its settings.
+
+    Attributes:
+        loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair with the reference model; kto judges one answer
+            against it; orpo and simpo need none.
+        beta: How closely the reference is kept to; of orpo the weight of the odds ratio.
+        label_smoothing: Probability that the two answers of a pair were mistaken for each other.
+        simpo_gamma: simpo: margin that is asked for.
+        rpo_alpha: Weight of the chosen answer's negative log-likelihood, a mean over its tokens.
+        desirable_weight: kto: weight of good answers.
+        undesirable_weight: kto: weight of bad answers.
+    """
+
+    loss_type: LossType = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    simpo_gamma: float = 0.5
+    rpo_alpha: float = 0.0
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether it compares with a reference model."""
+        return self.loss_type not in _WITHOUT_REFERENCE
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether an example has a chosen and a rejected answer."""
+        return self.loss_type != "kto"
+
+    def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[Figure]]:
+        """Return the loss of a micro-batch's examples, a part of the step's mean, and what is told of them.
+
+        Args:
+            logps: Log-probabilities of the answers of all rows [2 P], empty ones included.
+            examples: At least one.
+            size: Of the step.
+        """
+        first, second = logps[examples.rows[0]], logps[examples.rows[1]]
+        if not self.is_paired:
+            return self._kto(first, second, examples, size)
+        if self.loss_type in _BY_LENGTH:
+            first, second = first / examples.lengths[0], second / examples.lengths[1]
+        own, other = first, second
+        if self.needs_reference:
+            own, other = own - examples.reference[0], other - examples.reference[1]
+        loss = self._of_pairs(own, other, examples).sum() / size.num_examples
+        figures = self._pair_figures(own, other, first, second)
+        weight = self.rpo_alpha + (self.loss_type == "orpo")
+        if weight:
+            likelihood = -logps[examples.rows[0]].sum()
+            loss = loss + weight * likelihood / size.num_chosen_tokens
+            num_tokens = sum(examples.counts[: len(examples.counts) // 2])
+            figures.append(Figure("nll_loss", likelihood.detach(), num_tokens))
+        return loss, figures
+
+    def gradient(self, row_logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, Tensor, list[Figure]]:
+        """Return the loss of a micro-batch, its gradient by each token's log-probability [N], and figures.
+
+        Args:
+            row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order [N].
+            examples: Of the micro-batch.
+            size: Of the step.
+        """
+        if not examples.num_examples:
+            return torch.zeros((), device=row_logps.device), torch.zeros_like(row_logps), []
+        with torch.enable_grad():
+            leaf = examples.sums(row_logps.detach()).requires_grad_()
+            loss, figures = self.loss(leaf, examples, size)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        of_rows = torch.repeat_interleave(gradient, examples.repeats, output_size=len(row_logps))
+        return loss.detach(), of_rows, figures
+
+    def _of_pairs(self, own: Tensor, other: Tensor, examples: Examples) -> Tensor:
+        """Return the loss of each pair, given the scores of its two answers."""
+        beta, smoothing, margin = self.beta, self.label_smoothing, own - other
+        if self.loss_type == "ipo":
+            # By tokens, so that beta means the same for answers of all lengths, as TRL does.
+            difference = own / examples.lengths[0] - other / examples.lengths[1]
+            return (difference - 1 / (2 * beta)) ** 2
+        if self.loss_type == "hinge":
+            return functional.relu(1 - beta * margin)
+        if self.loss_type == "orpo":
+            log_odds = margin - (_log_one_minus_exp(own) - _log_one_minus_exp(other))
+            return -beta * functional.logsigmoid(log_odds)
+        if self.loss_type == "simpo":
+            margin = margin - self.simpo_gamma / beta
+        right, wrong = -functional.logsigmoid(beta * margin), -functional.logsigmoid(-beta * margin)
+        if self.loss_type == "robust":
+            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+        return (1 - smoothing) * right + smoothing * wrong
+
+    def _pair_figures(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[Figure]:
+        chosen, rejected = self.beta * own.detach(), self.beta * other.detach()
+        values = {
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "rewards/margins": chosen - rejected,
+            "logps/chosen": first.detach(),
+            "logps/rejected": second.detach(),
+        }
+        return [Figure(name, each.sum(), len(each)) for name, each in values.items()]
+
+    def _kto(
+        self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
+    ) -> tuple[Tensor, list[Figure]]:
+        ratios = logps - examples.reference[0]
+        # Never negative, and no gradient flows through it.
+        moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
+        good = examples.desirable
+        weights = torch.where(good, self.desirable_weight, self.undesirable_weight)
+        towards = torch.where(good, ratios - moved, moved - ratios)
+        loss = (weights * (1 - torch.sigmoid(self.beta * towards))).sum() / size.num_examples
+        num_good, num_bad = examples.num_desirable, examples.num_examples - examples.num_desirable
+        rewards, of_answers = self.beta * ratios.detach(), logps.detach()
+        figures = [Figure("kl", moved * examples.num_examples, examples.num_examples)]
+        for name, mask, count in (("chosen", good, num_good), ("rejected", ~good, num_bad)):
+            if count:
+                figures.append(Figure(f"rewards/{name}", (rewards * mask).sum(), count))
+                figures.append(Figure(f"logps/{name}", (of_answers * mask).sum(), count))
+        return loss, figures
+
+
+def _log_one_minus_exp(values: Tensor) -> Tensor:
+    """Return ``log(1 - exp(x))`` of negative numbers, exact near 0 and far from it."""
+    is_near = values > -0.693
+    near = torch.log(-torch.expm1(torch.where(is_near, values, -1.0)))
+    far = torch.log1p(-torch.exp(torch.where(is_near, -1.0, values)))
+    return torch.where(is_near, near, far)
+
+
+def mean_figures(figures: Iterable[Figure], numbers: Sequence[float]) -> dict[str, float]:
+    """Return the means of a step by name, given the totals of its figures as numbers."""
+    totals: dict[str, list[float]] = {}
+    counts: dict[str, int] = {}
+    for figure, number in zip(figures, numbers, strict=True):
+        totals.setdefault(figure.name, []).append(number)
+        counts[figure.name] = counts.get(figure.name, 0) + figure.count
+    means = {name: fsum(values) / max(1, counts[name]) for name, values in totals.items()}
+    if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means
+
+
+class CollectedExamples:
+    """The examples of an evaluation, a few numbers of each, on the host."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float]) -> None:
+        """Take in a micro-batch, its shifted labels, and the log-probabilities of its answers."""
+        described = describe_examples(batch, shifted)
+        self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))
+
+    def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
+        """Return the loss, the number of tokens of all answers, and the figures of all examples."""
+        logps, lengths, reference = (
+            torch.cat(parts, dim=1)
+            for parts in (
+                [own for own, _ in self._batches],
+                [each["lengths"] for _, each in self._batches],
+                [each["reference"] for _, each in self._batches],
+            )
+        )
+        desirable = torch.cat([each["desirable"] for _, each in self._batches])
+        count = len(desirable)
+        counts = tuple(lengths.reshape(-1).long().tolist())
+        rows = torch.arange(2 * count).view(2, count)
+        good = int(desirable.sum())
+        examples = Examples(counts, rows, lengths, reference, desirable, good, torch.tensor(counts))
+        size = StepSize(max(1, count), max(1, sum(counts[:count])))
+        if not count:
+            return float("nan"), 0, {}
+        loss, figures = preference.loss(logps.reshape(-1), examples, size)
+        return float(loss), sum(counts), mean_figures(figures, [float(figure.total) for figure in figures])
+
+
+# -- from micro-batches --------------------------------------------------------------------------------------------
+
+
+def without_examples(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch without what only the loss reads."""
+    return {key: value for key, value in batch.items() if key not in _KEYS}
+
+
+def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
+    """Return what the loss needs to know of a micro-batch, on the host.
+
+    Args:
+        batch: With ``REFERENCE`` and ``DESIRABLE``.
+        shifted: Labels for the next token [2 P * S].
+    """
+    num_rows = len(batch["input_ids"])
+    counts = (shifted.reshape(num_rows, -1).numpy() != IGNORED).sum(axis=1)
+    half = num_rows // 2
+    present = np.flatnonzero((counts[:half] > 0) & (counts[half:] > 0))
+    rows = np.stack([present, present + half])
+    return {
+        "counts": torch.from_numpy(counts.astype(np.int64)),
+        "rows": torch.from_numpy(rows),
+        "lengths": torch.from_numpy(counts[rows].astype(np.float32)),
+        "reference": batch[REFERENCE][torch.from_numpy(rows)].float(),
+        "desirable": batch[DESIRABLE][torch.from_numpy(present)],
+    }
+
+
+def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
+    """Return the examples that `describe_examples` described, with their tensors where the loss is computed."""
+    return Examples(
+        tuple(host["counts"].numpy().tolist()),
+        placed["rows"],
+        placed["lengths"],
+        placed["reference"],
+        placed["desirable"],
+        int(np.count_nonzero(host["desirable"].numpy())),
+        placed["counts"],
+    )

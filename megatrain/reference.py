@@ -1,0 +1,300 @@
+"""The reference of a loss over preferences: what the model that a run starts from says of every answer.
+
+The engine that trains computes these log-probabilities once, before the first step, by evaluation passes over all rows:
+there is no second model in memory at any time. They are kept in two places: in the folder of the run, where a run that
+is continued finds them, as it no longer has the weights that they came from; and beside the token cache, where another
+run of the same model over the same rows does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.data.cache import TokenCache, cache_folder
+from megatrain.data.rows_report import DataError
+from megatrain.engine.program import evaluation_program
+from megatrain.engine.step import EvaluationEngine
+from megatrain.models.adapters import ADAPTER_WEIGHTS
+from megatrain.models.liger import LigerCrossEntropy
+from megatrain.tiers import set_schedule
+from tiered import checksum
+from tiered.units import format_duration
+
+if TYPE_CHECKING:
+    from megatrain.data.loader import BatchLoader
+    from megatrain.plan.plan import Plan
+    from megatrain.run.activity import Activity
+    from megatrain.run.timeline import Timeline
+    from tiered import TieredStore
+
+__all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
+
+#: Inside ``output_dir``, and inside the folder of the token cache.
+FOLDER_NAME = "reference"
+#: Key of ``RunState.model``: checksum of rows -> checksum of what the reference says of them.
+RECORD = "reference_xxh3_64"
+_FORMAT = 1
+_ENDING = ".logps"
+
+Logps = npt.NDArray[np.float32]
+
+
+class ReferenceFileError(Exception):
+    """A file of log-probabilities is not whole, or is another one's."""
+
+
+def num_reference_passes(plan: Plan, loader: BatchLoader) -> int:
+    """Return how often the weights are streamed to look at all answers of a loader's data."""
+    num_micro_batches = -(-len(loader.dataset) // loader.rows_in_order)
+    return -(-num_micro_batches // plan.run.batch.together(plan.num_micro_batches))
+
+
+class Reference:
+    """Gives loaders of preferences what the reference says of their answers: found, or computed by the store's weights.
+
+    Args:
+        plan: of the run.
+        store: of the run, with the weights.
+        timeline: of the run.
+        activity: of the run.
+        on_message: called with what was done.
+        known: ``RECORD`` of the checkpoint that the run continues; None: it starts, with the reference's weights in the
+            store.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: TieredStore,
+        *,
+        timeline: Timeline,
+        activity: Activity,
+        on_message: Callable[[str], None],
+        known: Mapping[str, str] | None,
+    ) -> None:
+        self._plan, self._store = plan, store
+        self._timeline, self._activity, self._on_message = timeline, activity, on_message
+        self._known = known
+        self._own = plan.run.output_dir / FOLDER_NAME
+        resume_from = plan.run.checkpoint.resume_from
+        self._folders = [self._own]
+        if resume_from not in ("auto", "no"):
+            self._folders.append(Path(resume_from) / FOLDER_NAME)
+        self._cache = cache_folder(plan.run.data.cache_dir, lambda text: None)
+        self._digest: str | None = None
+        self.record: dict[str, str] = dict(known or {})
+
+    def give(self, loaders: Sequence[BatchLoader]) -> None:
+        """Set ``reference`` of each loader.
+
+        Raises:
+            DataError: the run is continued, and what its reference said is gone, or is not what it began with.
+            OSError: it cannot be written.
+        """
+        found: dict[str, Logps] = {}
+        for loader in loaders:
+            content = loader.dataset.content_of_all
+            if content not in found:
+                found[content] = self._found(loader) if self._known is None else self._found_again(loader, self._known)
+                self.record[content] = checksum(found[content].view(np.uint8))
+            loader.reference = found[content]
+
+    # -- at the start of a run -----------------------------------------------------------------------------------
+
+    def _found(self, loader: BatchLoader) -> Logps:
+        key = self._key(loader)
+        cached = None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
+        count = len(loader.dataset)
+        if cached is not None and cached.exists():
+            try:
+                values = _read(cached, key, count)
+            except ReferenceFileError as error:
+                self._on_message(f"{cached}: {error}; it is made again")
+            else:
+                self._on_message(f"reference: what the model says of {count:,} answers was known ({cached})")
+                _write(self._own / _name_of(loader), key, values)
+                return values
+        start_s = time.perf_counter()
+        values = self._compute(loader)
+        seconds = format_duration(time.perf_counter() - start_s)
+        path = self._own / _name_of(loader)
+        _write(path, key, values)
+        if cached is not None:
+            # A cache is dispensable: the run has its own copy.
+            with suppress(OSError):
+                _write(cached, key, values)
+        self._on_message(f"reference: log-probabilities of {count:,} answers computed in {seconds}, kept in {path}")
+        return values
+
+    def _compute(self, loader: BatchLoader) -> Logps:
+        plan = self._plan
+        engine = EvaluationEngine(
+            self._store,
+            plan.graph,
+            plan.trace,
+            plan.program,
+            plan.placement.homes,
+            device=plan.device,
+            timeline=self._timeline,
+            cross_entropy=LigerCrossEntropy() if plan.run.model.use_liger_kernel else None,
+            activity=self._activity,
+        )
+        num_passes = num_reference_passes(plan, loader)
+        together = plan.run.batch.together(plan.num_micro_batches)
+        schedule = evaluation_program(plan.program).schedule(plan.placement.homes, num_passes)
+        set_schedule(self._store, schedule, plan.run.prefetch_bytes)
+        found: list[float] = []
+        self._activity.begin("asking the reference", num_parts=len(engine.program.ticks))
+        for number in range(num_passes):
+            first = number * together * loader.rows_in_order
+            starts = range(first, first + together * loader.rows_in_order, loader.rows_in_order)
+            batches = [batch for start in starts if (batch := loader.in_order(start)) is not None]
+            for logps in engine.log_probs(batches, number=number):
+                found += logps
+        self._store.wait_idle()
+        loader.dataset.release_pages()
+        values = np.array(found[: len(loader.dataset)], dtype=np.float32)
+        if not np.isfinite(values).all():
+            document = int(np.flatnonzero(~np.isfinite(values))[0])
+            raise DataError(
+                "data",
+                f"the model that the run starts from gives answer {document + 1} a log-probability of "
+                f"{values[document]}",
+                "Take an undamaged model",
+            )
+        return values
+
+    def _key(self, loader: BatchLoader) -> str:
+        """Return what decides about the values, as 32 hex digits: weights, rows, kernels, rows of a micro-batch."""
+        run = self._plan.run
+        self._digest = self._digest or self._model_digest()
+        parts = {
+            "format": _FORMAT,
+            "model": self._digest,
+            "rows": loader.dataset.content_of_all,
+            "micro_batch_rows": loader.rows_in_order,
+            "dtype": str(run.dtype),
+            "device": self._plan.device.type,
+            "attention": self._plan.graph.model.config._attn_implementation,
+            "kernels": [run.model.compile_backend, run.model.use_liger_kernel, run.model.mlp_rows],
+            "libraries": {name: version(name) for name in ("torch", "transformers")},
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+    def _model_digest(self) -> str:
+        """Return a checksum of all that the weights in the store came from."""
+        model, seed = self._plan.run.model, self._plan.run.seed
+        folder = Path(model.folder)
+        parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
+        files = [] if model.from_scratch else sorted(folder.glob("*.safetensors"))
+        if model.lora is not None:
+            # New adapters change nothing before the first step, but for DoRA's rounding.
+            parts["dora"] = model.lora.use_dora
+            if model.lora.folder is not None:
+                files.append(Path(model.lora.folder) / ADAPTER_WEIGHTS)
+        memory = None if self._cache is None else TokenCache(self._cache)
+        self._activity.begin("reading the model for its checksum")
+        parts["files"] = [_file_checksum(file) if memory is None else memory.file_checksum(file) for file in files]
+        if model.from_scratch:
+            parts["seed"] = seed
+        return checksum(json.dumps(parts, sort_keys=True).encode())
+
+    # -- when a run is continued -----------------------------------------------------------------------------------
+
+    def _found_again(self, loader: BatchLoader, known: Mapping[str, str]) -> Logps:
+        wanted = known.get(loader.dataset.content_of_all)
+        if wanted is None:
+            raise DataError(
+                "data.eval",
+                "these rows are new, and a run that is continued no longer has the model that it started from, which "
+                "they would be compared with",
+                "Leave them out, or start anew with another output_dir",
+            )
+        reasons = []
+        for path in (folder / _name_of(loader) for folder in self._folders):
+            if not path.exists():
+                continue
+            try:
+                values = _read(path, None, len(loader.dataset))
+            except ReferenceFileError as error:
+                reasons.append(f"{path}: {error}")
+                continue
+            if checksum(values.view(np.uint8)) == wanted:
+                if path.parent != self._own:
+                    _write(self._own / path.name, "", values)
+                return values
+            reasons.append(f"{path}: it is of another model than the one that this run started from")
+        cached = self._from_cache(loader, wanted)
+        if cached is not None:
+            return cached
+        raise DataError(
+            str(self._own),
+            "; ".join(reasons) or "what the reference said of the answers is gone",
+            "Bring the folder back, or start anew with another output_dir",
+        )
+
+    def _from_cache(self, loader: BatchLoader, wanted: str) -> Logps | None:
+        """Return a file of the cache with the contents that are wanted, whoever wrote it."""
+        if self._cache is None:
+            return None
+        for path in sorted((self._cache / FOLDER_NAME).glob(f"*{_ENDING}")):
+            with suppress(ReferenceFileError, OSError):
+                values = _read(path, None, len(loader.dataset))
+                if checksum(values.view(np.uint8)) == wanted:
+                    _write(self._own / _name_of(loader), "", values)
+                    return values
+        return None
+
+
+def _name_of(loader: BatchLoader) -> str:
+    return checksum(loader.dataset.content_of_all.encode()) + _ENDING
+
+
+def _file_checksum(path: Path) -> str:
+    return checksum(np.memmap(path, dtype=np.uint8, mode="r"))  # mapped: RAM does not hold it
+
+
+def _read(path: Path, key: str | None, count: int) -> Logps:
+    """Return the values of a file.
+
+    Raises:
+        ReferenceFileError: it is damaged, or another one's.
+    """
+    try:
+        head, _, body = path.read_bytes().partition(b"\n")
+        header = json.loads(head)
+        values = np.frombuffer(body, dtype=np.float32)
+        is_whole = (
+            header["format"] == _FORMAT and header["checksum"] == checksum(body) and header["count"] == len(values)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ReferenceFileError("it cannot be read") from error
+    if not is_whole:
+        raise ReferenceFileError("it is damaged")
+    if len(values) != count or (key is not None and header["key"] != key):
+        raise ReferenceFileError("it is of another model or of other rows")
+    return values
+
+
+def _write(path: Path, key: str, values: Logps) -> None:
+    """Write a file so that readers see all of it or nothing."""
+    body = values.tobytes()
+    header = {"format": _FORMAT, "key": key, "count": len(values), "checksum": checksum(body)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with partial.open("wb") as file:
+        file.write(json.dumps(header).encode() + b"\n" + body)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,163 @@
+"""Rows of preferences: every way of writing them, what is wrong with some, and what becomes of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatrain.data.chat import RowEncoder
+from megatrain.data.dataset import TokenDataset, encode_rows, hold_out
+from megatrain.data.encoding import CHOSEN, MISMATCHED, REJECTED, load_tokenizer
+from megatrain.data.formats import Completion, Conversation, Preference, to_row
+from megatrain.data.loader import BatchLoader
+from megatrain.data.rows_report import DataError, RowError
+from megatrain.engine.preferences import DESIRABLE, REFERENCE
+from oracles.tiered_run import QUICKSTART
+
+ASKED = {"role": "user", "content": "Who?"}
+GOOD, BAD = {"role": "assistant", "content": "Ahab."}, {"role": "assistant", "content": "Bob."}
+THEIRS = [{"from": "human", "value": "Who?"}]
+GPT = {"from": "gpt", "value": "Ahab."}, {"from": "gpt", "value": "Bob."}
+
+#: Rows of two answers "Ahab." and "Bob." to "Who?".
+CHATS: dict[str, dict[str, Any]] = {
+    "TRL": {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]},
+    "TRL, implicit": {"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "the prompt twice": {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "text beside conversations": {"prompt": "Who?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+    "text before messages": {"prompt": "Who?", "chosen": [GOOD], "rejected": [BAD]},
+    "LLaMA-Factory, Alpaca": {"instruction": "Who?", "input": "", "chosen": "Ahab.", "rejected": "Bob."},
+    "LLaMA-Factory, ShareGPT": {"conversations": THEIRS, "chosen": GPT[0], "rejected": GPT[1]},
+}
+JUDGED: dict[str, dict[str, Any]] = {
+    "TRL": {"prompt": [ASKED], "completion": [BAD], "label": False},
+    "LLaMA-Factory, Alpaca": {"instruction": "Who?", "output": "Bob.", "kto_tag": False},
+    "LLaMA-Factory, ShareGPT": {"conversations": [*THEIRS, GPT[1]], "kto_tag": False},
+    "messages": {"messages": [ASKED, BAD], "label": False},
+}
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_pairs_of_conversations(name: str) -> None:
+    row = to_row(CHATS[name], "here", "preference", {})
+    assert row == Preference(
+        Conversation((ASKED, GOOD), "here", trained_from=1),
+        Conversation((ASKED, BAD), "here", trained_from=1),
+        True,
+        "here",
+    )
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_answers_with_a_label(name: str) -> None:
+    row = to_row(JUDGED[name], "here", "preference", {})
+    assert row == Preference(Conversation((ASKED, BAD), "here", trained_from=1), None, False, "here")
+
+
+def test_texts() -> None:
+    plain = to_row({"prompt": "a ", "chosen": "b", "rejected": "c"}, "", "preference", {})
+    assert plain == Preference(Completion("a ", "b", ""), Completion("a ", "c", ""), True, "")
+    named = to_row(
+        {"q": "a", "better": "b", "worse": "c"},
+        "",
+        "preference",
+        {"prompt": "q", "chosen": "better", "rejected": "worse"},
+    )
+    assert named == Preference(Completion("a", "b", ""), Completion("a", "c", ""), True, "")
+    implicit = to_row({"chosen": "the whale is big", "rejected": "the whale sings"}, "", "preference", {})
+    assert implicit == Preference(
+        Completion("the whale", " is big", ""), Completion("the whale", " sings", ""), True, ""
+    )
+    judged = to_row({"prompt": "a", "completion": "b", "label": True}, "", "preference", {})
+    assert judged == Preference(Completion("a", "b", ""), None, True, "")
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[DataError], str]] = {
+    "no rejected": ({"prompt": "a", "chosen": "b"}, DataError, "no field `rejected`"),
+    "nothing of it": ({"text": "a"}, DataError, "no preferences: they have the fields"),
+    "the same": ({"prompt": "a", "chosen": "b", "rejected": "b"}, RowError, "`chosen` and `rejected` are the same"),
+    "a number": ({"prompt": "a", "completion": "b", "label": 1}, DataError, "must be true or false; this is a number"),
+    "text as label": ({"prompt": "a", "completion": "b", "label": "good"}, DataError, "Write true or false"),
+    "no completion": ({"prompt": "a", "label": True}, DataError, "no field `completion`"),
+    "another prompt": ({**CHATS["text beside conversations"], "prompt": "Why?"}, RowError, "`prompt` is not what"),
+    "another conversation": ({**CHATS["the prompt twice"], "prompt": [BAD]}, RowError, "is not what"),
+    "nothing shared": ({"chosen": [GOOD], "rejected": [BAD]}, RowError, "so there is no prompt"),
+    "no answer": ({"prompt": [ASKED], "chosen": [ASKED], "rejected": [BAD]}, RowError, "no turn of the assistant"),
+    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, RowError, "`chosen` has no answer"),
+    "text and messages": ({"prompt": "a", "chosen": "b", "rejected": [BAD]}, RowError, "one is text and the other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rows(name: str) -> None:
+    row, kind, message = WRONG[name]
+    with pytest.raises(kind, match=message) as raised:
+        to_row(row, "rows.jsonl line 1", "preference", {})
+    assert type(raised.value) is kind and "rows.jsonl line 1" in str(raised.value)
+
+
+def encoded(rows: list[dict[str, Any]], preferences: Any = "pairs", max_length: int = 64) -> TokenDataset:
+    encoder = RowEncoder(load_tokenizer(str(QUICKSTART)), train_on="completion")
+    read = [to_row(row, f"row {number}", "preference", {}) for number, row in enumerate(rows)]
+    return encode_rows(read, encoder, max_length=max_length, preferences=preferences)
+
+
+def text_of(dataset: TokenDataset, document: int, *, trained: bool) -> str:
+    part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+    tokens = dataset.tokens[part][dataset.trained[part]] if trained else dataset.tokens[part]
+    return str(load_tokenizer(str(QUICKSTART)).decode(tokens.tolist(), skip_special_tokens=True))
+
+
+PAIRS = [{"prompt": f"{n}:", "chosen": f" good {n}", "rejected": f" bad {n}"} for n in range(5)]
+ANSWERS = [{"prompt": f"{n}:", "completion": f" answer {n}", "label": n > 2} for n in range(4)]
+
+
+def test_a_pair_is_two_documents_of_one_row() -> None:
+    dataset = encoded(PAIRS)
+    assert dataset.is_preferences and dataset.roles.tolist() == [CHOSEN, REJECTED] * 5
+    assert dataset.begins_row.tolist() == [True, False] * 5
+    assert [text_of(dataset, n, trained=True).strip() for n in (2, 3)] == ["good 1", "bad 1"]
+    kept = hold_out(dataset, 2, data_seed=0)
+    assert len(kept.epoch_documents(0)) == 3 and set(kept.epoch_documents(0) % 2) == {0}
+    assert dataset.fingerprint() != encoded(PAIRS, "answers").fingerprint()
+
+
+def test_an_answer_gets_the_one_before_it_with_its_own_prompt() -> None:
+    dataset = encoded(ANSWERS, "answers")
+    assert dataset.roles[::2].tolist() == [REJECTED, REJECTED, REJECTED, CHOSEN]
+    assert set(dataset.roles[1::2].tolist()) == {MISMATCHED}
+    assert [text_of(dataset, n, trained=False) for n in (0, 1, 3)] == ["0: answer 0", "0: answer 3", "1: answer 0"]
+    from_pairs = encoded(PAIRS[:1], "answers")
+    assert from_pairs.roles.tolist() == [CHOSEN, MISMATCHED, REJECTED, MISMATCHED]
+
+
+def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
+    dataset = encoded(PAIRS)
+    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
+    loader.reference = -np.arange(len(dataset), dtype=np.float32)
+    assert loader.num_rows == 5 and loader.steps_per_epoch == 2
+    seen: list[float] = []
+    for _ in range(2):
+        for batch in next(loader).micro_batches:
+            assert batch["input_ids"].shape[0] == 4
+            first, second = batch[REFERENCE].view(2, 2)
+            present = batch["labels"].view(2, 2, -1).ne(-100).any(-1)
+            assert (present[0] == present[1]).all() and (batch[DESIRABLE] == present[0]).all()
+            assert (second[present[1]] == first[present[0]] - 1).all()
+            seen += first[present[0]].tolist()
+    assert sorted(seen) == [-8.0, -6.0, -4.0, -2.0, 0.0]
+
+
+def test_rows_that_are_dropped_are_dropped_whole(tmp_path: Path) -> None:
+    longer = {"prompt": "x", "chosen": " the same start and then a", "rejected": " the same start and then b"}
+    dataset = encoded([*PAIRS, longer], max_length=7)
+    assert len(dataset) == 10
+    (dropped,) = dataset.report.dropped
+    assert "the two answers are the same where data.max_length cuts them" in dropped.reason
+    with pytest.raises(DataError, match=r'one answer with a label, and the loss compares two. Write loss_type = "kto"'):
+        encoded(ANSWERS)
+    assert json.loads(json.dumps(dataset.report.to_json()))["num_rows"] == 6

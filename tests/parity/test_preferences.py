@@ -1,0 +1,309 @@
+"""Losses over preferences: losses, figures and every gradient are TRL's, and the same bits wherever blocks live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.data.chat import RowEncoder
+from megatrain.data.dataset import encode_rows
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.formats import to_row
+from megatrain.data.loader import BatchLoader
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.head import shifted_labels
+from megatrain.engine.host_io import read_numbers
+from megatrain.engine.objective import Objective
+from megatrain.engine.preferences import CollectedExamples, PreferenceLoss, mean_figures
+from megatrain.models.graph import build_graph
+from oracles.families import tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+from oracles.tiered_run import EXAMPLES
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+TOKENIZER = EXAMPLES / "quickstart/model"
+WORDS = ("whale", "ship", "sea", "a long grey voyage", "harpoon", "the captain Ahab", "Nantucket")
+#: Answers of several lengths, so that rows have padding and answers are spread over pieces of the head.
+PAIRS = [
+    {
+        "prompt": f"Question {n}:\n",
+        "chosen": f"{WORDS[n]} and {WORDS[n + 1]}.",
+        "rejected": f"no {WORDS[n + 2]}" * (n + 1),
+    }
+    for n in range(4)
+]
+JUDGED = [
+    {"prompt": row["prompt"], "completion": row["chosen" if n % 2 else "rejected"], "label": bool(n % 2)}
+    for n, row in enumerate(PAIRS)
+]
+#: Micro-batches of preferences that the engine runs with two parts of the head's rows and many of the vocabulary.
+ROWS, COLUMNS = 5, 300
+
+
+def config_of(**changes: Any) -> Any:
+    return tiny_config("llama", vocab_size=1024, **changes)
+
+
+def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, preferences: str) -> BatchLoader:
+    encoder = RowEncoder(load_tokenizer(str(TOKENIZER)), train_on="completion")
+    read = [to_row(row, f"row {n}", "preference", {}) for n, row in enumerate(rows)]
+    dataset = encode_rows(read, encoder, max_length=48, preferences=preferences)
+    return BatchLoader(
+        dataset,
+        micro_batch_size=2 * len(rows) // num_micro_batches,
+        num_micro_batches=num_micro_batches,
+        max_length=48,
+        packing=False,
+        data_seed=0,
+    )
+
+
+def make_runner(
+    config: Any, model: Any, objective: Objective | None, **options: Any
+) -> tuple[LayerRunner, MemoryAccess]:
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, objective=objective, **options)
+    return runner, access
+
+
+class Setup:
+    """A policy and a reference that differ, and rows."""
+
+    def __init__(
+        self,
+        loss: PreferenceLoss,
+        num_micro_batches: int = 1,
+        rows: list[dict[str, Any]] | None = None,
+        **changes: Any,
+    ) -> None:
+        self.loss, self.config = loss, config_of(**changes)
+        self.policy = build_model(self.config)
+        self.reference = build_model(self.config)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in self.reference.parameters():
+                weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
+        rows = rows or (PAIRS if loss.is_paired else JUDGED)
+        self.loader = loader_of(rows, num_micro_batches, "pairs" if loss.is_paired else "answers")
+        runner, _ = make_runner(self.config, self.reference, None)
+        batch = self.loader.in_order(0)
+        found = runner.log_probs([batch])[0]
+        for first in range(len(found), len(self.loader.dataset), len(found)):
+            found += runner.log_probs([self.loader.in_order(first)])[0]
+        self.loader.reference = torch.tensor(found).numpy()
+        self.batches = next(self.loader).micro_batches
+
+    def step(self, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+        runner, access = make_runner(self.config, self.policy, Objective(preference=self.loss), **options)
+        queued = runner.queue(self.batches)
+        figures = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+        return sum(read_numbers(queued.terms)), figures, access.finish()
+
+
+def answers(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return log-probability and length of each row's answer, by whole logits."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    labels = batch["labels"][:, 1:]
+    logps = functional.log_softmax(logits.float(), -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return (logps * (labels != -100)).sum(1), (labels != -100).sum(1).float()
+
+
+def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: Any, reference: Any) -> Tensor:
+    """Return the loss as its papers write it, over all examples of a step."""
+    terms, likelihood, tokens = [], [], 0.0
+    for batch in batches:
+        half = len(batch["input_ids"]) // 2
+        logps, lengths = answers(policy, batch)
+        with torch.no_grad():
+            by_reference, _ = answers(reference, batch)
+        chosen, rejected = logps[:half], logps[half:]
+        long, short = lengths[:half], lengths[half:]
+        ratios = logps - by_reference
+        margin = ratios[:half] - ratios[half:]
+        beta, eps = loss.beta, loss.label_smoothing
+        likelihood.append(-chosen.sum())
+        tokens += float(long.sum())
+        if loss.loss_type == "kto":
+            kl = ratios[half:].mean().detach().clamp(min=0)
+            good = batch["desirable"]
+            values = torch.where(
+                good, torch.sigmoid(beta * (ratios[:half] - kl)), torch.sigmoid(beta * (kl - ratios[:half]))
+            )
+            weights = torch.where(good, loss.desirable_weight, loss.undesirable_weight)
+            terms.append(weights * (1 - values))
+            continue
+        if loss.loss_type == "sigmoid":
+            terms.append(
+                -(1 - eps) * functional.logsigmoid(beta * margin) - eps * functional.logsigmoid(-beta * margin)
+            )
+        elif loss.loss_type == "hinge":
+            terms.append(torch.relu(1 - beta * margin))
+        elif loss.loss_type == "robust":
+            right, wrong = (-functional.logsigmoid(sign * beta * margin) for sign in (1, -1))
+            terms.append(((1 - eps) * right - eps * wrong) / (1 - 2 * eps))
+        elif loss.loss_type == "ipo":
+            terms.append((ratios[:half] / long - ratios[half:] / short - 1 / (2 * beta)) ** 2)
+        elif loss.loss_type == "simpo":
+            terms.append(-functional.logsigmoid(beta * (chosen / long - rejected / short) - loss.simpo_gamma))
+        else:
+            odds = [mean - torch.log(1 - torch.exp(mean)) for mean in (chosen / long, rejected / short)]
+            terms.append(-beta * functional.logsigmoid(odds[0] - odds[1]))
+    weight = loss.rpo_alpha + (loss.loss_type == "orpo")
+    return torch.cat(terms).mean() + (0 if loss.loss_type == "kto" else weight * sum(likelihood) / tokens)
+
+
+LOSSES = {
+    "sigmoid": PreferenceLoss(),
+    "smoothed": PreferenceLoss(label_smoothing=0.2, rpo_alpha=0.5, beta=0.3),
+    "hinge": PreferenceLoss("hinge", beta=0.5),
+    "robust": PreferenceLoss("robust", label_smoothing=0.1),
+    "ipo": PreferenceLoss("ipo", beta=0.5),
+    "kto": PreferenceLoss("kto", desirable_weight=1.5, undesirable_weight=0.5),
+    "orpo": PreferenceLoss("orpo", beta=0.3),
+    "simpo": PreferenceLoss("simpo", beta=2.0, simpo_gamma=0.7),
+}
+
+
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 2e-6) -> None:
+    assert set(found) == set(expected)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 1e-5
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, rtol=1e-4, atol=tolerance * largest), name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in ("smoothed", "kto", "orpo") else [pytest.mark.slow]) for name in LOSSES],
+)
+def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
+    setup = Setup(LOSSES[name], num_micro_batches=2, tie_word_embeddings=name == "ipo")
+    expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
+    expected.backward()
+    gradients = {name: weight.grad for name, weight in setup.policy.named_parameters()}
+    loss, figures, found = setup.step()
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_close(found, gradients)
+    assert figures["rewards/chosen"] != 0.0
+
+    # Neither the order of the loops nor what is leased in turn changes a bit; whole logits are others.
+    for options in ({"order": "micro_batch"}, {"parts_in_turn": True}):
+        again, same, gradients = setup.step(**options)
+        assert again == loss and same == figures
+        assert all(torch.equal(gradient, found[name]) for name, gradient in gradients.items())
+    whole, _, gradients = setup.step(head_columns=0)
+    assert whole == pytest.approx(loss, rel=1e-5)
+    assert_close(gradients, found)
+
+    collected = CollectedExamples()
+    runner, _ = make_runner(setup.config, setup.policy, None)
+    for batch, logps in zip(setup.batches, runner.log_probs(setup.batches), strict=True):
+        collected.add(batch, shifted_labels(batch["labels"]), logps)
+    if setup.loss.is_paired:  # KTO's estimate is of all examples together there
+        evaluated, _, means = collected.judge(setup.loss)
+        assert evaluated == pytest.approx(loss, rel=1e-5)
+        assert means == pytest.approx(figures, rel=1e-4, abs=1e-6)
+
+
+def trl_trainer(setup: Setup, tmp_path: Path) -> Any:
+    """Return TRL's trainer of the same loss, model and rows."""
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    loss = setup.loss
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    tokenizer.pad_token = tokenizer.eos_token
+    common = {
+        "output_dir": str(tmp_path),
+        "per_device_train_batch_size": 4,
+        "max_length": 48,
+        "beta": loss.beta,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "activation_checkpointing": False,
+    }
+    rows = Dataset.from_list(PAIRS if loss.is_paired else JUDGED)
+    given = {"model": setup.policy, "train_dataset": rows, "processing_class": tokenizer}
+    if loss.loss_type == "kto":
+        from trl import KTOConfig, KTOTrainer
+
+        weights = {"desirable_weight": loss.desirable_weight, "undesirable_weight": loss.undesirable_weight}
+        args = KTOConfig(**common, **weights, train_sampling_strategy="sequential")
+        return KTOTrainer(**given, ref_model=setup.reference, args=args)
+    if loss.loss_type == "simpo":
+        from trl.experimental.cpo import CPOConfig, CPOTrainer
+
+        args = CPOConfig(**common, loss_type="simpo", cpo_alpha=loss.rpo_alpha, simpo_gamma=loss.simpo_gamma)
+        return CPOTrainer(**given, args=args)
+    if loss.loss_type == "orpo":
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+        return ORPOTrainer(**given, args=ORPOConfig(**common))
+    from trl import DPOConfig, DPOTrainer
+
+    types = [loss.loss_type] + (["sft"] if loss.rpo_alpha else [])
+    args = DPOConfig(
+        **common,
+        loss_type=types,
+        loss_weights=[1.0, loss.rpo_alpha][: len(types)],
+        label_smoothing=loss.label_smoothing,
+    )
+    return DPOTrainer(**given, ref_model=setup.reference, args=args)
+
+
+TRL = {
+    "sigmoid": LOSSES["sigmoid"],
+    "with_likelihood": PreferenceLoss(rpo_alpha=0.5, beta=0.3),
+    **{name: LOSSES[name] for name in ("hinge", "robust", "ipo", "kto", "orpo", "simpo")},
+}
+
+
+def trl_inputs(setup: Setup, trainer: Any) -> Any:
+    """Return a micro-batch as TRL's trainer takes it."""
+    if setup.loss.loss_type not in ("orpo", "simpo"):
+        return trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    # These tokenize prompts in a way of their own: they get our rows.
+    (batch,) = setup.batches
+    half = len(batch["input_ids"]) // 2
+    return {
+        f"{name}_{field}": batch[field][part]
+        for name, part in (("chosen", slice(None, half)), ("rejected", slice(half, None)))
+        for field in ("input_ids", "attention_mask", "labels")
+    }
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "sigmoid" else [pytest.mark.slow]) for name in TRL]
+)
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_one_step_is_trls(name: str, tmp_path: Path) -> None:
+    """The same rows through TRL's own tokenization, collator and loss."""
+    # ORPO's likelihood is that of the prompt as well in TRL, where papers have the answer's: here no token has both.
+    setup = Setup(TRL[name], rows=[{**row, "prompt": "Q"} for row in PAIRS] if name == "orpo" else None)
+    trainer = trl_trainer(setup, tmp_path)
+    inputs = trl_inputs(setup, trainer)
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward()
+    expected = {name: weight.grad for name, weight in setup.policy.named_parameters()}
+    found, figures, gradients = setup.step()
+    assert found == pytest.approx(loss.item(), rel=1e-5)
+    assert_close(gradients, expected)
+    told = getattr(trainer, "_metrics", None) or trainer._stored_metrics
+    compared = 0
+    for key, values in told["train"].items():
+        if key in figures and key not in ("nll_loss",):
+            assert figures[key] == pytest.approx(float(torch.tensor(values).float().mean()), rel=1e-4, abs=1e-6), key
+            compared += 1
+    assert compared >= 5, (sorted(told["train"]), sorted(figures))
