@@ -26,6 +26,7 @@ from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
 from megatrain.config.resolve import (
     resolve,
+    resolve_best,
     resolve_checkpoint,
     resolve_data,
     resolve_evaluation,
@@ -421,10 +422,14 @@ class _Checkup:
         drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
         yield from (Finding("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
         notices: list[str] = []
+        rule = resolve_best(self._config)
         try:
             candidates = find_candidates(spec, notices.append)
         except LostCheckpointsError as lost:
-            if self._num_steps is None or already_done(lost.newest, self._num_steps, spec.output_dir, dtype) is None:
+            if (
+                self._num_steps is None
+                or already_done(lost.newest, self._num_steps, spec.output_dir, dtype, rule) is None
+            ):
                 raise
             yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
             return
@@ -447,7 +452,7 @@ class _Checkup:
         yield from (Finding("checkpoints", "note", text) for text in changes)
         if (
             self._num_steps is not None
-            and already_done(candidates[0], self._num_steps, spec.output_dir, dtype) is not None
+            and already_done(candidates[0], self._num_steps, spec.output_dir, dtype, rule) is not None
         ):
             yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")

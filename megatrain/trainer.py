@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, Self
 import psutil
 
 from megatrain.advice import model_warnings, schedule_warnings
+from megatrain.best import Best, MetricError
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.ranks import RankSaves
 from megatrain.checkpoint.resume import (
     Checkpoint,
@@ -33,6 +35,7 @@ from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolve import (
     resolve,
+    resolve_best,
     resolve_evaluation,
     resolve_logging,
     with_commit,
@@ -84,6 +87,7 @@ from tiered.units import GiB, format_duration, format_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from megatrain.best import BestSpec
     from megatrain.config.schema import RunConfig
     from megatrain.evaluation import EvaluationSet
     from megatrain.models.export import WeightSource as ExportSource
@@ -183,6 +187,7 @@ class Trainer:
         self._allow_config_change = allow_config_change
         self._exit_code_of = exit_code_of
         self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
+        self._best = resolve_best(self.config)
         self._engine: StepEngine | None = None
         self._saver: Saver | None = None
         self._agreed = Agreed()
@@ -238,7 +243,7 @@ class Trainer:
         with self.signals:
             self.evaluate()
             self._begin_steps()
-            while self.state.step < self.state.max_steps and not self._stops:
+            while self._has_steps_left and not self._stops:
                 self.train_step()
                 self.saver.poll()
                 if self.state.step < self.state.max_steps:
@@ -263,6 +268,10 @@ class Trainer:
             return self._summary(moved, export_dir=folder)
 
     @property
+    def _has_steps_left(self) -> bool:
+        return self.state.step < self.state.max_steps and not self._best.is_over(Best.of_state(self.state.best))
+
+    @property
     def _stops(self) -> bool:
         """Whether the run ends after its step. With several ranks, as they agreed at the end of the last one."""
         return self.signals.stop_requested if self.group.world.is_single else self._agreed.stops
@@ -281,6 +290,10 @@ class Trainer:
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
+        if self._best.is_kept and not self.group.world.is_single:
+            key = "checkpoint.load_best_model_at_end"
+            problem = Problem(key, f"{key} = true, but several processes keep checkpoints by their age", "Write false")
+            raise ConfigError("the config", [problem])
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program, and ask for nothing that is not there yet.
@@ -330,6 +343,10 @@ class Trainer:
                 self._warn,
             )
         )
+        try:
+            self._best.check(each.name for each in self._evaluation_sets)
+        except MetricError as error:
+            raise _unknown_metric(self._best, error) from error
         warnings = [plan.packing_warning] if plan.packing_warning else []
         for text in (
             *warnings,
@@ -395,7 +412,7 @@ class Trainer:
             candidates = find_candidates(run.checkpoint, self.observer.on_message)
         except LostCheckpointsError as lost:
             # The user may have deleted them once there was the model.
-            if already_done(lost.newest, self._num_steps, run.output_dir, run.export.dtype) is None:
+            if already_done(lost.newest, self._num_steps, run.output_dir, run.export.dtype, self._best) is None:
                 raise
             candidates, are_lost = [lost.newest], True
         else:
@@ -403,7 +420,7 @@ class Trainer:
                 self._check_changes(candidates[0], allow=self._allow_config_change)
         summary = None
         if candidates:
-            summary = already_done(candidates[0], self._num_steps, run.output_dir, run.export.dtype)
+            summary = already_done(candidates[0], self._num_steps, run.output_dir, run.export.dtype, self._best)
         if summary is None:
             return candidates, None
         self.observer.on_message(
@@ -587,8 +604,23 @@ class Trainer:
                 saved_step=step if in_store else None,
                 saved_generation=checkpoint.generation if checkpoint is not None and in_store else None,
                 ranks=self._rank_saves(),
+                best_generation=self._find_best(candidates),
             )
             yield
+
+    def _find_best(self, candidates: Sequence[Checkpoint]) -> int | None:
+        """Return the generation of the best evaluation so far. Where it is gone, the next one is compared with none."""
+        best = Best.of_state(self.state.best)
+        if best is None or not self._best.is_kept:
+            return None
+        for each in candidates:
+            if each.is_own and not each.is_copy and each.state.step == best.step:
+                return each.generation
+        self._warn(
+            f"the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the best"
+        )
+        self.state = replace(self.state, best=None)
+        return None
 
     def _rank_saves(self) -> RankSaves | None:
         """Return what the ranks of a run do together to save it; None: it is one process."""
@@ -671,6 +703,7 @@ class Trainer:
             last_loss=before.last_loss,
             first_losses=before.first_losses,
             last_losses=before.last_losses,
+            best=before.best if self._best.is_on else None,
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -890,6 +923,25 @@ class Trainer:
             self.finish_updates()
             self.evaluator.run(self.state.step)
             self._schedule_to_next_evaluation()
+            self._compare()
+
+    def _compare(self) -> None:
+        """Note whether the evaluation of this step is the best one. Before the first step there is nothing to keep."""
+        step = self.state.step
+        found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
+        if not self._best.is_on or step == 0 or len(found) < len(self._evaluation_sets):
+            return
+        try:
+            value = self._best.value_of(found)
+        except MetricError as error:
+            raise _unknown_metric(self._best, error) from error
+        best = self._best.after(Best.of_state(self.state.best), step, value)
+        self.state = replace(self.state, best=best.to_state())
+        if self._best.is_over(best):
+            self._observers.on_message(
+                f"stopping early: {best.num_worse} evaluations in a row were not better than that of step {best.step}, "
+                f"{best.metric} {best.value:.4f}"
+            )
 
     def save_if_due(self) -> None:
         """Save if the config, or a signal, asks for it after this step; training goes on while it is written."""
@@ -897,13 +949,19 @@ class Trainer:
             return  # ``save_last`` does
         step = self.state.step
         if self.group.world.is_single:
-            saves = (self.saver.is_due(step) and step < self.state.max_steps) or self.signals.save_requested
+            is_due = self.saver.is_due(step) or self._is_best_at(step)
+            saves = (is_due and self._has_steps_left) or self.signals.save_requested
         else:
             saves = self._agreed.saves and step < self.state.max_steps
         if saves:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self._state_now())
+
+    def _is_best_at(self, step: int) -> bool:
+        """Whether the checkpoint of this step is to be kept as the best one."""
+        best = Best.of_state(self.state.best)
+        return self._best.is_kept and best is not None and best.step == step
 
     def save_last(self) -> None:
         """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
@@ -943,6 +1001,9 @@ class Trainer:
         """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
         self.activity.begin("exporting the model")
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
+        best = Best.of_state(self.state.best)
+        if self._best.is_kept and best is not None and best.step != self.state.step:
+            return self._export_saved(best)
         if self.group.world.is_single:
             return self._export(self.weights.exported)
         gathered = GatheredWeights(self.weights, self.plan, self.group)
@@ -951,6 +1012,22 @@ class Trainer:
                 return self._export(gathered.exported)
         gathered.serve()
         return self.run.output_dir / FINAL_NAME
+
+    def _export_saved(self, best: Best) -> Path:
+        """Write the model of the best evaluation, from its checkpoint."""
+        run = self.run
+        self._observers.on_message(
+            f"exporting the model of step {best.step}, the best one: {best.metric} {best.value:.4f}"
+        )
+        return export_checkpoint(
+            run.output_dir,
+            run.output_dir / FINAL_NAME,
+            step=best.step,
+            dtype=run.export.dtype or run.dtype,
+            max_shard_size=run.export.max_shard_bytes,
+            merge=run.export.merge,
+            on_progress=lambda unit, done, total: self.activity.moved_in_all(done, total),
+        )
 
     def _export(self, exported: ExportSource) -> Path:
         run = self.run
@@ -1000,6 +1077,11 @@ class Trainer:
             saved_step=self.saver.saved_step,
             evaluations=dict(self.evaluator.latest),
         )
+
+
+def _unknown_metric(spec: BestSpec, error: MetricError) -> ConfigError:
+    key = "evaluation.metric_for_best_model"
+    return ConfigError("the config", [Problem(key, f'{key} = "{spec.metric}", but {error}', "Write one of them")])
 
 
 # -- parts of a run that a checkup looks at too --------------------------------------------------------------------

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.best import Best
 from megatrain.checkpoint.ranks import RanksCheckpoint, read_checkpoints
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.checkpoint.whereabouts import (
@@ -30,6 +31,8 @@ from tiered.errors import GenerationError, NewerFormatError
 
 if TYPE_CHECKING:
     import torch
+
+    from megatrain.best import BestSpec
 
 
 __all__ = [
@@ -336,7 +339,7 @@ def continued_position(
 
 
 def already_done(
-    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: torch.dtype | None, rule: BestSpec
 ) -> RunSummary | None:
     """Return the summary of a run that has nothing left to do: all steps are done and their model is written.
 
@@ -345,16 +348,19 @@ def already_done(
         num_steps: of the run.
         output_dir: of the run.
         dtype: of an export; None: the one that layers compute in.
+        rule: which evaluation is the best, and whether it is the model of the run or ends it.
     """
     state, folder = checkpoint.state, output_dir / FINAL_NAME
-    if not checkpoint.is_own or state.step < num_steps:
+    best = Best.of_state(state.best)
+    if not checkpoint.is_own or (state.step < num_steps and not rule.is_over(best)):
         return None
     try:
         record = json.loads((folder / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None
     wanted = state.model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
-    if record.get("step") != state.step or record.get("dtype") != wanted:
+    step = best.step if best is not None and rule.is_kept else state.step
+    if record.get("step") != step or record.get("dtype") != wanted:
         return None
     means = state.mean_losses
     return RunSummary(

@@ -44,6 +44,7 @@ class Saver:
     Attributes:
         saved_step: as above, kept current.
         is_waiting: paused until disk space is freed.
+        best_generation: as above, kept current.
     """
 
     def __init__(
@@ -61,7 +62,11 @@ class Saver:
         saved_step: int | None = None,
         saved_generation: int | None = None,
         ranks: RankSaves | None = None,
+        best_generation: int | None = None,
     ) -> None:
+        self.best_generation = best_generation
+        if ranks is None:
+            store.keep_also(self._best_one)
         self._ranks = ranks
         self.saved_step, self._saved_generation = saved_step, saved_generation
         self.is_waiting = False
@@ -143,6 +148,8 @@ class Saver:
         stall_s += time.perf_counter() - wait_start_s
         self._in_flight = None
         self.saved_step, self._saved_generation = step, commit.generation
+        if state.best is not None and state.best["step"] == step:
+            self.best_generation = commit.generation
         figures = commit.figures
         self._observer.on_checkpoint(
             CheckpointMetrics(
@@ -157,6 +164,9 @@ class Saver:
         )
         if self._ranks is None:
             self._copier.offer(commit.generation, step)
+
+    def _best_one(self) -> list[int]:
+        return [] if self.best_generation is None else [self.best_generation]
 
     def _prune_of_ranks(self) -> None:
         """Remove checkpoints of several ranks that are older than those to be kept: an earlier start wrote them."""
@@ -203,7 +213,7 @@ class Saver:
 
     def _outgoing(self, keep: int) -> list[int]:
         """Return the generations that a commit removes of which the newest ``keep`` stay."""
-        known = sorted(newest_first(self._path))
+        known = sorted(set(newest_first(self._path)) - set(self._best_one()))
         return known[: max(0, len(known) - keep)]
 
     def _outgoing_bytes(self) -> int:

@@ -30,7 +30,7 @@ ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
-_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic")
+_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best")
 
 
 class CheckpointError(Exception):
@@ -117,6 +117,7 @@ class RunState:
         saved_at: date and time, ISO 8601.
         versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
+        best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
     """
 
     step: int
@@ -141,6 +142,7 @@ class RunState:
     first_losses: tuple[float, ...] = ()
     last_losses: tuple[float, ...] = ()
     arithmetic: int = 1
+    best: Mapping[str, Any] | None = None
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""

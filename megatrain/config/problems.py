@@ -593,6 +593,23 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
             'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
         )
+    wants_best = {
+        "checkpoint.load_best_model_at_end = true": config.checkpoint.load_best_model_at_end,
+        f"evaluation.early_stopping_patience = {table.early_stopping_patience}": table.early_stopping_patience > 0,
+    }
+    for said, is_wanted in wants_best.items():
+        if is_wanted and table.eval_strategy == "no":
+            yield Problem(
+                said.split()[0],
+                f"{said} compares evaluations, and there are none",
+                'Write eval_strategy = "steps" in [evaluation], and rows to evaluate on',
+            )
+    if config.checkpoint.load_best_model_at_end and config.checkpoint.save_strategy == "no":
+        yield Problem(
+            "checkpoint.load_best_model_at_end",
+            'checkpoint.load_best_model_at_end = true needs checkpoints, and save_strategy is "no"',
+            'Write save_strategy = "steps"',
+        )
     names = [source.shown_name for source in sets]
     for index, name in enumerate(names):
         if name in names[:index]:

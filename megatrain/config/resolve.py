@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.best import BestSpec
 from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.config.problems import ConfigError, Problem, find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
@@ -411,7 +412,7 @@ def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
         every_steps=table.save_steps,
         interval_s=table.save_interval,
         keep=table.save_total_limit,
-        num_generations=num_kept if table.is_on else 0,
+        num_generations=num_kept + table.load_best_model_at_end if table.is_on else 0,
         save_copy=table.save_copy,
         num_copies=num_kept if table.is_on and table.save_copy is not False else 0,
         on_signal=table.save_on_signal,
@@ -458,6 +459,19 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
         rows=table.per_device_eval_batch_size and table.per_device_eval_batch_size * config.rows_per_example,
         max_samples=table.eval_max_samples,
         sources=tuple(sources),
+    )
+
+
+def resolve_best(config: RunConfig) -> BestSpec:
+    """Return which evaluation is the best, and what follows from it."""
+    table = config.evaluation
+    metric, greater = table.metric_for_best_model, table.greater_is_better
+    return BestSpec(
+        metric,
+        is_greater_better=not metric.endswith(("loss", "perplexity")) if greater is None else greater,
+        is_kept=config.checkpoint.load_best_model_at_end,
+        patience=table.early_stopping_patience,
+        threshold=table.early_stopping_threshold,
     )
 
 

@@ -767,6 +767,23 @@ class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
         ge=1,
         same_name=_HF,
     )
+    metric_for_best_model: str = key(
+        'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '
+        'sets; of preferences "rewards/accuracies" and the others too.',
+        "loss",
+        same_name=_HF,
+    )
+    greater_is_better: bool | None = key(
+        "Whether more of it is better. Default: not of a loss or a perplexity.", None, same_name=_HF
+    )
+    early_stopping_patience: int = key(
+        "End the run after so many evaluations in a row that were not better than the best one by more than "
+        "early_stopping_threshold. 0: never.",
+        0,
+        ge=0,
+        same_name=_HF_AXOLOTL,
+    )
+    early_stopping_threshold: float = key("What an improvement has to exceed.", 0.0, ge=0, same_name=_HF)
 
 
 class CheckpointConfig(Table, json_schema_extra=_all_alter("no")):
@@ -788,6 +805,12 @@ class CheckpointConfig(Table, json_schema_extra=_all_alter("no")):
         'time: between two saves, e.g. "45min".', None, used_if={"save_strategy": ["time"]}
     )
     save_total_limit: int = key("Checkpoints that are kept, the newest ones.", 2, ge=1, same_name=_HF_AXOLOTL)
+    load_best_model_at_end: bool = key(
+        "Save after each evaluation that is the best so far, keep that checkpoint beside the newest ones, and write it "
+        "to output_dir/final in place of the last one.",
+        False,
+        same_name=_HF,
+    )
     save_copy: CopyRule = key(
         "Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
         'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '

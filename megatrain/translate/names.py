@@ -97,7 +97,6 @@ PLANNER = "where bytes live, and when they move, the planner decides from [tiers
 ONE_DEVICE = "one device trains here"
 RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
-_BY_AGE = "checkpoints are kept by their age"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
 _OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
@@ -119,9 +118,10 @@ _SHARED = _of(_TRANSFORMERS, {
         label_smoothing_factor neftune_noise_alpha"""),
     **_in_table("optimizer.", """learning_rate weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm
         lr_scheduler_type lr_scheduler_kwargs"""),
-    **_in_table("evaluation.", "eval_steps per_device_eval_batch_size eval_on_start"),
+    **_in_table("evaluation.", """eval_steps per_device_eval_batch_size eval_on_start metric_for_best_model
+        greater_is_better early_stopping_patience early_stopping_threshold"""),
     **_in_table("logging.", "logging_steps project"),
-    **_in_table("checkpoint.", "save_steps save_total_limit"),
+    **_in_table("checkpoint.", "save_steps save_total_limit load_best_model_at_end"),
     "use_liger_kernel": _same("model.use_liger_kernel"),
     "enable_liger_kernel": _same("model.use_liger_kernel", tool=_LLAMA_FACTORY),
     "torch_compile": _same("model.compile"),
@@ -154,8 +154,6 @@ _SHARED = _of(_TRANSFORMERS, {
     "chat_template_path": _rule("model.chat_template", tool=_TRL),
     # Without an equivalent.
     "trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
-    "load_best_model_at_end": _lost(_BY_AGE),
-    **_each("metric_for_best_model greater_is_better", _rule()),
     **_each("push_to_hub hub_model_id", _lost(_NOT_UPLOADED)),
     **_each("hub_strategy hub_token hub_private_repo", _rule()),
     # Not needed.
@@ -313,7 +311,6 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "saves_per_epoch": _rule("checkpoint.save_strategy", '1 is "epoch"; else count steps in save_steps'),
     "save_first_step": _unneeded("checkpoints are always whole"),
     "auto_resume_from_checkpoints": _rule(_RESUME, 'true is "auto"'),
-    "early_stopping_patience": _lost("a run ends after its steps"),
     "loss_watchdog_threshold": _lost("a NaN ends the run: optimizer.nonfinite"),
     "loss_watchdog_patience": _rule(),
     "wandb_project": _rule("logging.project"),
