@@ -426,6 +426,8 @@ def _check_distillation(config: RunConfig) -> Iterator[Problem]:
     if config.training.label_smoothing_factor:
         text = f"{said} has no use for training.label_smoothing_factor: the teacher's words take its place"
         yield Problem("training.label_smoothing_factor", text, "Leave the key out")
+    if config.training.z_loss:
+        yield Problem("training.z_loss", f"{said} has no z-loss in this release", "Leave training.z_loss out")
     for is_on, name in ((config.model.use_liger_kernel, "use_liger_kernel"), (config.model.images != "off", "images")):
         if is_on:
             yield Problem(f"model.{name}", f"{said} cannot be used with model.{name} by this release", "Leave it out")
@@ -505,6 +507,9 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
             'training.label_smoothing_factor smooths cross entropy, which task = "dpo" does not train on',
             "Write label_smoothing in [preference] for labels that may be wrong, or leave it out",
         )
+    if training.z_loss:
+        text = 'training.z_loss is a term of cross entropy, which task = "dpo" does not train on'
+        yield Problem("training.z_loss", text, "Leave it out")
     if config.lora.lora_dropout:
         yield Problem(
             "lora.lora_dropout",

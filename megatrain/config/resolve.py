@@ -114,7 +114,10 @@ def _objective(config: RunConfig) -> Objective:
     """
     training, table = config.training, config.distill
     plain = Objective(
-        training.label_smoothing_factor, training.neftune_noise_alpha, preference=resolve_preference(config)
+        training.label_smoothing_factor,
+        training.neftune_noise_alpha,
+        preference=resolve_preference(config),
+        z_loss=training.z_loss,
     )
     if config.task != "distill" or table.scores is None:
         return plain

@@ -534,6 +534,13 @@ class TrainingConfig(Table):
         alters="yes",
         same_name=_HF,
     )
+    z_loss: float = key(
+        "z-loss: this times the square of the log of the sum of the logits' exponentials is added to each token's "
+        "loss, which keeps logits from drifting; PaLM used 1e-4. 0: none. Evaluations have none.",
+        0.0,
+        ge=0,
+        alters="yes",
+    )
     neftune_noise_alpha: float = key(
         "NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). 0: none.",
         0.0,

@@ -194,11 +194,12 @@ class LayerRunner:
         move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
-        if self._objective.label_smoothing_factor and self._plan is None:
-            raise UnsupportedModelError(
-                type(graph.model).__name__,
-                "it has its own loss function, with which training.label_smoothing_factor cannot be used",
-            )
+        for name in ("label_smoothing_factor", "z_loss"):
+            if getattr(self._objective, name) and self._plan is None:
+                raise UnsupportedModelError(
+                    type(graph.model).__name__,
+                    f"it has its own loss function, with which training.{name} cannot be used",
+                )
         if self._objective.distillation is not None and self._plan is None:
             raise UnsupportedModelError(
                 type(graph.model).__name__, 'it has its own loss function, with which task = "distill" cannot be used'
@@ -600,11 +601,9 @@ class LayerRunner:
             self._head_columns,
             self._stand_in,
             self._kept_parts,
-            self._objective.label_smoothing_factor,
+            self._objective,
             self._parts_in_turn,
             self._activity,
-            self._objective.distillation,
-            self._objective.preference,
             self._size,
         )
         items = [

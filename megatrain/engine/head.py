@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.arguments import has_differentiable, tree_map
-from megatrain.engine.objective import IGNORED_LABEL, Distillation, TeacherRows, replaced_loss
-from megatrain.engine.preferences import Examples, Figure, PreferenceLoss, StepSize
+from megatrain.engine.objective import IGNORED_LABEL, Objective, TeacherRows, replaced_loss
+from megatrain.engine.preferences import Examples, Figure, StepSize
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
 from megatrain.engine.vocabulary import (
@@ -439,13 +439,11 @@ class ChunkedHead:
         stand_in: For the weight that makes the logits, if there are parts.
         kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
             no bits.
-        smoothing: Share of every target that is spread evenly over the vocabulary.
+        objective: The terms of the loss.
         in_turn: Have all rows pass a part of the vocabulary before the next one, so that one part is needed at a time;
             nothing is kept then. It changes no bits.
         activity: Progress within the step, for status.
-        distillation: Loss of rows that a teacher says something of.
-        preference: The loss of micro-batches of preferences.
-        size: Of the step, for that loss.
+        size: Of the step, for the loss of preferences.
 
     Attributes:
         figures: What that loss tells of the micro-batches that were run.
@@ -462,19 +460,17 @@ class ChunkedHead:
         columns: int = 0,
         stand_in: PartWeight | None = None,
         kept_parts: int = 1,
-        smoothing: float = 0.0,
+        objective: Objective | None = None,
         in_turn: bool = False,
         activity: Activity | None = None,
-        distillation: Distillation | None = None,
-        preference: PreferenceLoss | None = None,
         size: StepSize | None = None,
     ) -> None:
-        self._distillation = distillation
+        self._objective = objective or Objective()
         assert columns == 0 or stand_in is not None, columns
-        self._preference, self._size = preference, size
+        self._preference, self._size = self._objective.preference, size
         self.figures: list[Figure] = []
         self._columns, self._stand_in = columns, stand_in
-        self._kept_parts, self._smoothing = kept_parts, smoothing
+        self._kept_parts = kept_parts
         self._in_turn = in_turn and columns > 0
         self._parts: list[VocabularyPart] = []  # that are there until the weights go
         self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
@@ -789,12 +785,14 @@ class ChunkedHead:
             output = copy.copy(bare)
             output["last_hidden_state"] = leaf
             softmax: RunningSoftmax | RunningDistillation | None = None
-            if item.teacher is not None and self._distillation is not None and torch.is_grad_enabled():
+            objective, vocab_size = self._objective, self._plan.vocab_size
+            if item.teacher is not None and objective.distillation is not None and torch.is_grad_enabled():
                 teacher = item.teacher.between(start, start + self._rows)
-                softmax = RunningDistillation(labels, teacher, self._plan.vocab_size, num_items, self._distillation)
-            elif self._columns or with_softmax:
-                smoothing = self._smoothing if torch.is_grad_enabled() else 0.0  # an evaluation knows none
-                softmax = RunningSoftmax(labels, self._plan.vocab_size, num_items, smoothing)
+                softmax = RunningDistillation(labels, teacher, vocab_size, num_items, objective.distillation)
+            elif self._columns or with_softmax or (objective.z_loss and torch.is_grad_enabled()):
+                # An evaluation is plain cross entropy.
+                terms = (objective.label_smoothing_factor, objective.z_loss) if torch.is_grad_enabled() else ()
+                softmax = RunningSoftmax(labels, vocab_size, num_items, *terms)
             yield _Piece(item, output, rows, labels, leaf, softmax)
 
     def _result(

@@ -108,6 +108,8 @@ class Objective:
     Attributes:
         label_smoothing_factor: share of every target that is spread evenly over the vocabulary; 0: none. Needs a
             chunked head.
+        z_loss: ``z_loss * log(sum of the exponentials of the logits)**2``, mean over the tokens with a label, is added
+            to the loss, which keeps logits from drifting (PaLM, arXiv 2204.02311); 0: none. Needs a chunked head.
         neftune_noise_alpha: uniform noise on the output of the input embedding, of at most alpha / sqrt(tokens in a row
             x width); 0: none. It comes from the micro-batch's random stream, as dropout does.
         distillation: trains on what micro-batches have of a teacher; None: on their labels alone. Needs a chunked head.
@@ -121,6 +123,7 @@ class Objective:
     distillation: Distillation | None = None
     teacher_k: int = 0
     preference: PreferenceLoss | None = None
+    z_loss: float = 0.0
 
     @contextmanager
     def applied(self, model: PreTrainedModel) -> Iterator[None]:

@@ -61,17 +61,22 @@ class RunningSoftmax:
     """Cross entropy of some rows whose logits come part by part: their loss after all parts, then each part's gradient.
 
     Everything is computed in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``;
-    with smoothing, ``smoothing`` of each target is spread evenly over the vocabulary.
+    with smoothing, ``smoothing`` of each target is spread evenly over the vocabulary; with a z-loss,
+    ``z_loss * logsumexp(logits)**2`` is added for each row.
 
     Args:
         labels: [rows], each a word.
         vocab_size: words of all parts.
         num_items: what the sum is divided by.
         smoothing: 0: none.
+        z_loss: 0: none.
     """
 
-    def __init__(self, labels: Tensor, vocab_size: int, num_items: int, smoothing: float = 0.0) -> None:
-        self._labels, self._vocab_size, self._num_items, self._smoothing = labels, vocab_size, num_items, smoothing
+    def __init__(
+        self, labels: Tensor, vocab_size: int, num_items: int, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
+        self._labels, self._vocab_size, self._num_items = labels, vocab_size, num_items
+        self._smoothing, self._z_loss = smoothing, z_loss
         zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
         self._largest = torch.full_like(zeros, -torch.inf)
         self._sum = zeros  # of exponentials, less the largest logit so far
@@ -106,11 +111,16 @@ class RunningSoftmax:
         if self._total is not None:
             even = log_sum - self._total / self._vocab_size
             losses = (1 - self._smoothing) * losses + self._smoothing * even
+        if self._z_loss:
+            losses = losses + self._z_loss * log_sum.square()
         return losses.sum() / self._num_items
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
         """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
-        found = (logits.float() - self._log_sum().unsqueeze(1)).exp_()
+        log_sum = self._log_sum().unsqueeze(1)
+        found = (logits.float() - log_sum).exp_()
+        if self._z_loss:
+            found.mul_(1 + 2 * self._z_loss * log_sum)
         if self._smoothing:
             found.sub_(self._smoothing / self._vocab_size)
         at, is_here = _column_of(self._labels, start, found.shape[1])

@@ -29,7 +29,9 @@ FACTOR, ALPHA = 0.2, 5.0
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
-def streamed(config: Any, model: Any, objective: Objective, order: Any = "layer") -> tuple[float, dict[str, Any]]:
+def streamed(
+    config: Any, model: Any, objective: Objective, order: Any = "layer", columns: int = 0
+) -> tuple[float, dict[str, Any]]:
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
     runner = LayerRunner(
@@ -39,14 +41,15 @@ def streamed(config: Any, model: Any, objective: Objective, order: Any = "layer"
         compute_dtype=torch.float32,
         order=order,
         head_rows=4,
+        head_columns=columns,
         objective=objective,
-        trace=trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4),
+        trace=trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4, head_columns=columns),
     )
     loss, gradients = runner.forward_backward(padded_batches(), seed=SEED).loss, access.finish()
     assert runner.forward_backward(padded_batches(), seed=SEED).loss == loss
     assert runner.forward_backward(padded_batches(), seed=SEED + 1).loss != loss or not objective.neftune_noise_alpha
     assert not model.get_input_embeddings()._forward_hooks and "_loss_function" not in vars(graph.model)
-    plain = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=4)
+    plain = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=4, head_columns=columns)
     assert runner.evaluate(padded_batches()) == plain.evaluate(padded_batches())
     return loss, gradients
 
@@ -113,6 +116,24 @@ def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
             assert loss > expected + 0.1
         else:
             assert loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("family", "smoothing"), [("llama", 0.0), ("gemma2", FACTOR)])
+@pytest.mark.parametrize("columns", [0, 20])
+def test_z_loss(family: str, smoothing: float, columns: int) -> None:
+    config = tiny_config(family, tied=False)
+    found = streamed(config, build_model(config), Objective(smoothing, z_loss=0.1), columns=columns)
+    model, batches, total = build_model(config), padded_batches(), 0.0
+    num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        rows, words = model(**inputs, use_cache=False).logits[:, :-1].float(), batch["labels"][:, 1:]
+        rows, words = rows[words != -100], words[words != -100]
+        loss = torch.nn.functional.cross_entropy(rows, words, reduction="sum", label_smoothing=smoothing)
+        loss = (loss + 0.1 * rows.logsumexp(1).square().sum()) / num_items
+        loss.backward()
+        total += float(loss.detach())
+    assert_close((total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}), found)
 
 
 def test_a_loss_of_a_models_own_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
