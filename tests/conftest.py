@@ -43,9 +43,16 @@ LONG_MATRICES = (
     "tests/gpu/",
     "tests/megatrain/engine/",
     "tests/megatrain/embed/",
+    "tests/megatrain/models/test_liger_interpreted.py",
+    "tests/megatrain/models/test_quantized.py",
     "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted",
+    "tests/megatrain/ranks/test_failures.py",
+    "tests/megatrain/test_lora.py",
+    "tests/megatrain/verify/",
+    "tests/cli/test_ranks.py",
+    "tests/docs/test_sizing.py",
 )
-SHARE, FEWEST = 7, 6  # a prime: of two parameters, one would else have the same value in all cases that are left
+SHARE, FEWEST = 13, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one.
 SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
 #: Benches that other tests of test_benches.py run as well, or whose parts do.

@@ -399,8 +399,8 @@ def _open(folder: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 def _for_images_alone(tokenizer: PreTrainedTokenizerFast) -> Iterator[None]:
     """Have processors made of the tokenizer and what reads images, by Pillow: the same pixels on every machine."""
     from transformers import AutoImageProcessor, ProcessorMixin
-    from transformers.models.auto import processing_auto
 
+    processing_auto: Any = importlib.import_module("transformers.models.auto.processing_auto")
     mixin: Any = ProcessorMixin
     class_of = processing_auto.processor_class_from_name
     before = {

@@ -22,7 +22,13 @@ from oracles.code_blocks import LANGUAGES, NAMES, ROOT, SHELLS, Block, Command, 
 from processes.saved_run import SavedRun, command_group, make_run
 
 #: Blocks that say, in a comment before them, that they are not executed: how many each page has.
-NOT_EXECUTED = {"bench/README.md": 6, "docs/containers.md": 2, "docs/gpu.md": 3, "docs/quickstart.md": 1}
+NOT_EXECUTED = {
+    "bench/README.md": 6,
+    "docs/containers.md": 2,
+    "docs/distributed.md": 1,
+    "docs/gpu.md": 3,
+    "docs/quickstart.md": 1,
+}
 
 #: Commands that are parsed with all their options, but not carried out: why, and which test does carry them out.
 ONLY_PARSED = {

@@ -107,6 +107,7 @@ def test_resident_memory_stays_within_the_plan(folder: Path) -> None:
     assert run["peak"] - libraries["peak"] <= run["ram_total"] + ALLOCATOR_SLACK_BYTES, (libraries, run)
 
 
+@pytest.mark.slow
 def test_graphs_that_are_kept_stay_within_the_plan(folder: Path) -> None:
     write_config(folder, "1800MiB")
     libraries, run = measure(folder, "plan"), measure(folder, "train")

@@ -145,6 +145,7 @@ def mistral_large(tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
+@pytest.mark.slow  # test_headline_plans has a plan of that kind
 def test_123b_fit_with_12_bytes_per_parameter(mistral_large: Path) -> None:
     plan = planned(mistral_large, "optimizer.max_grad_norm=0")
     num_parameters = plan.graph.num_parameters
