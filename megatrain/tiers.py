@@ -208,7 +208,9 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if spec.is_on:
-        in_output_dir = spec.num_generations * plan.checkpoint_bytes_in_output_dir + spec.min_free_bytes
+        # Where all ranks write their parts of a checkpoint.
+        of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
+        in_output_dir = spec.num_generations * of_all + spec.min_free_bytes
         in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives
         needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs
