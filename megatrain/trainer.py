@@ -80,7 +80,15 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
-from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
+from megatrain.tiers import (
+    check_drives,
+    claim_folders,
+    keep_buffers,
+    open_store,
+    register_blocks,
+    reserve,
+    set_schedule,
+)
 from megatrain.weights import (
     AdaptedWeights,
     ExportStopped,
@@ -475,6 +483,8 @@ class Trainer:
         source = self._weight_source(loader)
         if run.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
+        if run.world.size == self.group.world.size:  # else one rank is looked at, alone
+            self.group.one_after_the_other(self._claim_folders)
         check_drives(plan)
         self.timeline = Timeline()
         notice, model_type = self.tell, type(plan.graph.model).__name__
@@ -488,6 +498,10 @@ class Trainer:
             self.timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
             self.weights = Weights(self.store, plan, source, self.activity, self.observer.on_message, self.group)
             yield self
+
+    def _claim_folders(self) -> None:
+        if self.group.world.local_rank == 0:
+            claim_folders(self.plan)
 
     def _weight_source(self, loader: WeightLoader | None) -> WeightSource:
         graph, spec = self.plan.graph, self.run.model

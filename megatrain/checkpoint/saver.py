@@ -12,7 +12,7 @@ from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.run.metrics import CheckpointMetrics, RunObserver
 from tiered import newest_first
 from tiered.errors import TieredError
-from tiered.ext import existing_parent, files_below, generation_folder
+from tiered.ext import files_below, generation_folder
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class Saver:
 
     def _room(self) -> tuple[int, bool]:
         """Return the bytes that a checkpoint may take, and whether a stop was requested; the same on all ranks."""
-        drive = existing_parent(self._path)
+        drive = next(path for path in (self._path, *self._path.parents) if path.exists())
         if self._ranks is not None:
             return self._ranks.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())
         return shutil.disk_usage(drive).free + self._outgoing_bytes(), self._should_stop()

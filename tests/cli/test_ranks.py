@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,15 @@ def wait_until(holds: Callable[[], bool], process: Any) -> None:
         time.sleep(0.01)
 
 
+def has_steps(run: SavedRun) -> bool:
+    metrics = run.out / "metrics.jsonl"
+    return metrics.exists() and b"grad_norm" in metrics.read_bytes()
+
+
+def grows(file: Path, size: int) -> bool:
+    return file.exists() and file.stat().st_size > size
+
+
 def saved_step(run: SavedRun) -> int | None:
     """Return the step of the newest checkpoint, as ``ckpt ls`` lists it."""
     listed = run.call("ckpt", "ls", run.out, "--json")
@@ -166,15 +176,14 @@ def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
 def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(made: SavedRun, tmp_path: Path) -> None:
     """2 -> 1 -> 2 processes, the first stopped by SIGTERM: losses, norms and model of an unbroken run of one."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
-    metrics = run.out / "metrics.jsonl"
     with launched(2, run.write_config(steps=400), *options(*SAVED)) as process:
-        wait_until(lambda: metrics.exists() and b"grad_norm" in metrics.read_bytes(), process)
+        wait_until(partial(has_steps, run), process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=LIMIT_S)
     step = saved_step(run)
     assert process.returncode == 75 and step is not None and f"interrupted at step {step}, saved" in err, err
     status = json.loads((run.out / "status.json").read_text())
-    assert (status["state"], status["exit_code"]) == ("interrupted", 75)
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
     assert run.call("ckpt", "verify", run.out).exit_code == 0
     go_on(run, 1, step + 2)
     go_on(run, 2, step + 4)
@@ -202,10 +211,9 @@ def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> Non
 @pytest.mark.parametrize("stopped", [(0, 1), (1,)], ids=["all, as torchrun does", "one"])
 def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path, stopped: Sequence[int]) -> None:
     run = made.copy(tmp_path / "run")
-    metrics = run.out / "metrics.jsonl"
     ranks = start_ranks([run.write_config(steps=400)] * 2, *options(*SAVED))
     try:
-        wait_until(lambda: metrics.exists() and b"grad_norm" in metrics.read_bytes(), ranks[0])
+        wait_until(partial(has_steps, run), ranks[0])
         for rank in stopped:
             ranks[rank].send_signal(signal.SIGTERM)
         said = [process.communicate(timeout=LIMIT_S)[1] for process in ranks]
@@ -221,14 +229,14 @@ def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_at_any_instant(made: SavedRun, tmp_path: Path) -> None:
-    """Ten kills while every step is saved; each start goes on from a whole checkpoint, to the bits of an unbroken run."""
+    """Ten kills while each step is saved: starts go on from a whole checkpoint, to the bits of an unbroken run."""
     run, steps, draw = made.copy(tmp_path / "run"), 60, random.Random(0)
     keys = (*SAVED, "checkpoint.save_steps=1", *DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
     metrics, before = run.out / "metrics.jsonl", 0
     for _ in range(10):
         with launched(2, run.write_config(steps=steps), *options(*keys)) as process:
             size = metrics.stat().st_size if metrics.exists() else 0
-            wait_until(lambda: metrics.exists() and metrics.stat().st_size > size, process)
+            wait_until(partial(grows, metrics, size), process)
             time.sleep(draw.uniform(0.0, 0.3))
             number = draw.randrange(2)
             ranks = rank_processes(process.pid)
