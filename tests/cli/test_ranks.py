@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatrain.checkpoint.ranks import rank_folder_name
+from megatrain.run.folder import living_owner
 from processes.rank_runs import LIMIT_S, Ended, launch, launched, run_ranks, start_ranks
 from processes.saved_run import SavedRun, make_run
 
@@ -239,12 +241,12 @@ def test_a_rank_that_is_killed_at_any_instant(made: SavedRun, tmp_path: Path) ->
             wait_until(partial(grows, metrics, size), process)
             time.sleep(draw.uniform(0.0, 0.3))
             number = draw.randrange(2)
-            ranks = rank_processes(process.pid)
+            ranks = rank_processes(run.folder / "drive", 2)
             ranks[number].kill()
             ended = Ended([], *process.communicate(timeout=LIMIT_S))
             assert process.returncode == 1 and len(ended.errors) == 1, ended.err
             assert ended.errors[0].startswith(f"error: rank {number} (on {HOST}): was ended by SIGKILL"), ended.err
-            assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
+            assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
         step = saved_step(run)
         assert step is None or step >= before
         before = step or 0
@@ -254,6 +256,7 @@ def test_a_rank_that_is_killed_at_any_instant(made: SavedRun, tmp_path: Path) ->
     assert_as_unbroken(run, made.copy(tmp_path / "fresh"), steps)
 
 
-def rank_processes(launcher: int) -> dict[int, psutil.Process]:
-    """Return the ranks that a launcher has started, by rank."""
-    return {int(each.environ()["RANK"]): each for each in psutil.Process(launcher).children()}
+def rank_processes(drive: Path, size: int) -> list[psutil.Process]:
+    """Return the ranks of a run, by rank: each has its folder on the drive."""
+    owners = [living_owner(drive / rank_folder_name(rank)) for rank in range(size)]
+    return [psutil.Process(owner.pid) for owner in owners if owner is not None]
