@@ -158,6 +158,26 @@ def has_steps(run: SavedRun) -> bool:
     return metrics.exists() and b"grad_norm" in metrics.read_bytes()
 
 
+@pytest.mark.slow
+def test_what_is_damaged_on_one_rank_is_passed_over_by_all(made: SavedRun, tmp_path: Path) -> None:
+    run = made.copy(tmp_path / "run")
+    go_on(run, 2, 4)
+    folder = max((run.out / "checkpoints" / rank_folder_name(1) / "snap").glob("0*"))
+    file = next(path for path in sorted(folder.rglob("c/0")) if "weight" in str(path))
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.unlink()
+    file.write_bytes(content)
+    verified = run.call("ckpt", "verify", run.out)
+    assert verified.exit_code == 1 and "rank 1" in verified.output
+    ended = launch(2, run.write_config(steps=6), *options(*SAVED))
+    assert ended.codes == [0], ended.err
+    said = ended.out + ended.err
+    assert "the checkpoint of step 4" in said and "cannot be used" in said and "continuing after step 2 of 6" in said
+    assert run.call("ckpt", "verify", run.out).exit_code == 0
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), 6)
+
+
 def grows(file: Path, size: int) -> bool:
     return file.exists() and file.stat().st_size > size
 
