@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -17,7 +18,8 @@ from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
-from tiered.ext import SourceTier, default_links, files_below, plan_chunks
+from tiered.errors import TieredError
+from tiered.ext import SourceTier, claim_directory, default_links, files_below, plan_chunks
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -25,7 +27,16 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import Event, Schedule, Tier
 
-__all__ = ["check_drives", "keep_buffers", "make_tiers", "open_store", "register_blocks", "reserve", "set_schedule"]
+__all__ = [
+    "check_drives",
+    "claim_folders",
+    "keep_buffers",
+    "make_tiers",
+    "open_store",
+    "register_blocks",
+    "reserve",
+    "set_schedule",
+]
 
 
 def open_store(
@@ -72,6 +83,32 @@ def open_store(
     for drive in run.tiers.drives:
         write_readme(run.world.folder_in(drive.path), checkpoints)
     return store
+
+
+def claim_folders(plan: Plan) -> None:
+    """Make the folders of the run ours in which ranks have theirs, and free what ended runs of other numbers left.
+
+    Else one process could not take over a drive, or a folder of checkpoints, that ranks alone have used. The first rank
+    of each host calls it, before any of them opens its store.
+
+    Raises:
+        LockedError: another run uses one of the folders.
+        UnusableDirectoryError: one holds other files.
+    """
+    run = plan.run
+    if not run.world.is_single:
+        folders = [drive.path for drive in run.tiers.drives]
+        if run.world.is_first:
+            folders.append(run.output_dir / CHECKPOINTS_NAME)
+        for folder in folders:
+            claim_directory(folder)
+    first = run.world.host_number * run.world.local_size
+    own = {replace(run.world, rank=first + rank).folder_in(Path()).name for rank in range(run.world.local_size)}
+    for drive in run.tiers.drives:
+        for folder in Path(drive.path).glob("rank?????"):
+            if folder.name not in own:
+                with contextlib.suppress(TieredError):  # another run has it
+                    claim_directory(folder)
 
 
 def make_tiers(
@@ -208,7 +245,9 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
     if spec.is_on:
-        in_output_dir = spec.num_generations * plan.checkpoint_bytes_in_output_dir + spec.min_free_bytes
+        # Where all ranks write their parts of a checkpoint.
+        of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
+        in_output_dir = spec.num_generations * of_all + spec.min_free_bytes
         in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives
         needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

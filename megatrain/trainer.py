@@ -27,6 +27,7 @@ from megatrain.checkpoint.resume import (
     check_changes,
     continued_position,
     find_candidates,
+    is_not_after,
     lanes_of_newest,
 )
 from megatrain.checkpoint.saver import Saver
@@ -79,8 +80,24 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
 from megatrain.run.timeline import Timeline
-from megatrain.tiers import check_drives, keep_buffers, open_store, register_blocks, reserve, set_schedule
-from megatrain.weights import AdaptedWeights, GatheredWeights, RandomWeights, Weights, WeightSource, saved_places
+from megatrain.tiers import (
+    check_drives,
+    claim_folders,
+    keep_buffers,
+    open_store,
+    register_blocks,
+    reserve,
+    set_schedule,
+)
+from megatrain.weights import (
+    AdaptedWeights,
+    ExportStopped,
+    GatheredWeights,
+    RandomWeights,
+    Weights,
+    WeightSource,
+    saved_places,
+)
 from tiered import RamTier, checksum
 from tiered.units import GiB, format_duration, format_size
 
@@ -101,7 +118,6 @@ __all__ = ["Trainer"]
 _MEAN_OF_STEPS = 20
 _WORTH_TELLING_S = 1.0
 _PROCESS_BYTES = GiB
-_NO_CHECKPOINTS = "this version saves no checkpoints of runs with several processes"
 
 
 def planned_alike(run: RunSpec, group: RankGroup) -> RunSpec:
@@ -224,7 +240,9 @@ class Trainer:
         self._load_data()
         with self._in_folder():
             self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
-            candidates, summary = self._find_checkpoints()
+            # Rank 0 looks, and says whether there is anything to do; a problem that it finds ends all.
+            found = self._find_checkpoints() if self.group.world.is_first else ((), None)
+            candidates, summary = self.group.broadcast(found)
             if summary is None:
                 with self.open(), self._resumed(candidates):
                     summary = self._run()
@@ -258,11 +276,14 @@ class Trainer:
                 self._finish_copies()
                 return self._summary(moved, interrupted=True)
             try:
-                self.signals.steps_are_over()
+                if self.group.world.is_single:
+                    self.signals.steps_are_over()
                 folder = self.export()
                 self.copier.finish()
-            except KeyboardInterrupt:
-                if self.saver.saved_step != self.state.step:
+            except KeyboardInterrupt as stop:
+                # Of several ranks the others must know of it, too: they wait for what this one asks them next.
+                is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
+                if self.saver.saved_step != self.state.step or not is_known_to_all:
                     raise
                 return self._summary(moved, interrupted=True)  # the next start exports
             return self._summary(moved, export_dir=folder)
@@ -296,11 +317,10 @@ class Trainer:
             raise ConfigError("the config", [problem])
 
     def _check_ranks(self) -> None:
-        """Make sure that all ranks have the same config, model and program, and ask for nothing that is not there yet.
+        """Make sure that all ranks have the same config, model and program.
 
         Raises:
             WorldError: names what differs.
-            ConfigError: names the keys that several processes do not have yet.
         """
         if self.group.world.is_single:
             return
@@ -315,13 +335,6 @@ class Trainer:
             "the order of its collectives": checksum(repr((order, program.gathers_ahead, program.lanes.count)).encode())
         }
         self.group.check_same("step", told, f"Write sizes in [tiers]. {advice}")
-        spec, problems = self.run.checkpoint, []
-        if spec.strategy != "no":
-            problems.append(Problem("checkpoint.save_strategy", _NO_CHECKPOINTS, 'Write "no"'))
-        if spec.on_signal:
-            problems.append(Problem("checkpoint.save_on_signal", _NO_CHECKPOINTS, "Write false"))
-        if problems:
-            raise ConfigError("the config", problems)
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
@@ -445,7 +458,7 @@ class Trainer:
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
         """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
-        if not checkpoint.is_copy:
+        if not checkpoint.is_copy and checkpoint.ranks is None:
             drive_bytes = self.plan.checkpoint_bytes_on_drives
             with CheckpointCopier(self.run.checkpoint, drive_bytes, self.observer.on_message) as copier:
                 copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
@@ -470,6 +483,8 @@ class Trainer:
         source = self._weight_source(loader)
         if run.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
+        if run.world.size == self.group.world.size:  # else one rank is looked at, alone
+            self.group.one_after_the_other(self._claim_folders)
         check_drives(plan)
         self.timeline = Timeline()
         notice, model_type = self.tell, type(plan.graph.model).__name__
@@ -481,8 +496,12 @@ class Trainer:
         ):
             store = self.store
             self.timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
-            self.weights = Weights(self.store, plan, source, self.activity, notice)
+            self.weights = Weights(self.store, plan, source, self.activity, self.observer.on_message, self.group)
             yield self
+
+    def _claim_folders(self) -> None:
+        if self.group.world.local_rank == 0:
+            claim_folders(self.plan)
 
     def _weight_source(self, loader: WeightLoader | None) -> WeightSource:
         graph, spec = self.plan.graph, self.run.model
@@ -548,7 +567,7 @@ class Trainer:
                 "what that version would have computed"
             )
         drive_bytes = plan.checkpoint_bytes_on_drives
-        for line in describe_drives(run.checkpoint, drive_bytes):
+        for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
             tell(line)
         # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
@@ -564,7 +583,10 @@ class Trainer:
                 write_resolved(self.config)
                 write_plan(plan, self.config, step)
             # Before the loggers: one of them drops what the file has of later steps.
-            evaluations = {} if step is None else last_evaluations(run.output_dir / METRICS_NAME, step)
+            evaluations = {}
+            if step is not None and self.group.world.is_first:
+                evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
+            evaluations = self.group.broadcast(evaluations)
             self._loggers = make_loggers(self._logging, step, tell) if self.group.world.is_first else []
             for logger in self._loggers:
                 stack.enter_context(logger)
@@ -603,7 +625,7 @@ class Trainer:
                 steps_per_epoch=self.loader.steps_per_epoch,
                 saved_step=step if in_store else None,
                 saved_generation=checkpoint.generation if checkpoint is not None and in_store else None,
-                ranks=self._rank_saves(),
+                ranks=self._rank_saves(checkpoint),
                 best_generation=self._find_best(candidates),
             )
             yield
@@ -622,7 +644,7 @@ class Trainer:
         self.state = replace(self.state, best=None)
         return None
 
-    def _rank_saves(self) -> RankSaves | None:
+    def _rank_saves(self, loaded: Checkpoint | None) -> RankSaves | None:
         """Return what the ranks of a run do together to save it; None: it is one process."""
         run = self.run
         if run.world.is_single:
@@ -635,6 +657,7 @@ class Trainer:
             lanes=run.num_lanes,
             elements={key: place.num_elements for key, place in saved_places(self.plan).items()},
             keep=run.checkpoint.keep,
+            is_past=lambda each: loaded is None or not loaded.is_own or is_not_after(each, loaded),
         )
 
     def _ask_reference(self, checkpoint: Checkpoint | None) -> None:
@@ -957,6 +980,10 @@ class Trainer:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self._state_now())
+            if not self.group.world.is_single:
+                # A stop may have come while the ranks waited for room: no step follows, as in a run of one process.
+                stops = any(self.group.gather(self.signals.stop_requested))
+                self._agreed = replace(self._agreed, stops=stops)
 
     def _is_best_at(self, step: int) -> bool:
         """Whether the checkpoint of this step is to be kept as the best one."""
@@ -1006,11 +1033,12 @@ class Trainer:
             return self._export_saved(best)
         if self.group.world.is_single:
             return self._export(self.weights.exported)
-        gathered = GatheredWeights(self.weights, self.plan, self.group)
+        gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
         if self.group.world.is_first:
             with gathered.served():
                 return self._export(gathered.exported)
-        gathered.serve()
+        if not gathered.serve():
+            raise ExportStopped
         return self.run.output_dir / FINAL_NAME
 
     def _export_saved(self, best: Best) -> Path:

@@ -46,10 +46,11 @@ if TYPE_CHECKING:
 _READ_ELEMENTS = 1 << 20
 
 #: What a rank wants to read no more of: layout, first element, and the one after the last.
-_NOTHING = ("", 0, 0)
+_NOTHING, _STOPPED = ("", 0, 0), ("", 0, 1)
 
 __all__ = [
     "AdaptedWeights",
+    "ExportStopped",
     "GatheredWeights",
     "RandomWeights",
     "SavedPlace",
@@ -185,6 +186,7 @@ class Weights:
         store: has the durable blocks of the plan.
         source: of weights for a run that starts anew.
         on_notice: called with why a checkpoint cannot be used.
+        group: ranks that load the same checkpoint, each its own shares of it.
 
     Attributes:
         carried: record of the tensors that stay in the model's folder, for ``RunState.model``; known after ``load``.
@@ -197,8 +199,10 @@ class Weights:
         source: WeightSource,
         activity: Activity,
         on_notice: Callable[[str], None] = lambda text: None,
+        group: RankGroup | None = None,
     ) -> None:
         self.source = source
+        self._group = group
         self.carried: Mapping[str, Any] = {}
         self._store, self._plan, self._activity, self._on_notice = store, plan, activity, on_notice
         self._is_split = weight_is_split(plan.graph)
@@ -232,16 +236,22 @@ class Weights:
         return checkpoint
 
     def _load_first_whole(self, candidates: Sequence[Checkpoint]) -> Checkpoint:
-        problem: Exception | None = None
+        problem: str | None = None
         for checkpoint in candidates:
             self._activity.begin("loading the checkpoint", num_bytes=self._durable_bytes)
+            found: str | None = None
             try:
                 self._load_blocks(checkpoint)
             except (CorruptBlockError, GenerationError) as error:
-                problem = problem or error
-                self._on_notice(f"{checkpoint} cannot be used: {error}")
-            else:
+                found = str(error)
+            # What is damaged on one rank is used by none: all go on from the same step.
+            of_all = [found] if self._group is None else self._group.gather(found)
+            reasons = list(dict.fromkeys(text for text in of_all if text is not None))
+            if not reasons:
                 return checkpoint
+            problem = problem or reasons[0]
+            for text in reasons:
+                self._on_notice(f"{checkpoint} cannot be used: {text}")
         raise CheckpointError(
             f"none of the {len(candidates)} checkpoints in '{candidates[0].path}' can be used; the newest: {problem}"
         )
@@ -499,6 +509,10 @@ class Weights:
             yield read
 
 
+class ExportStopped(KeyboardInterrupt):
+    """A stop was requested while several ranks export; all of them know of it."""
+
+
 class GatheredWeights:
     """The weights of a run of several ranks, each of which has a share of them: rank 0 reads, the others serve.
 
@@ -506,10 +520,11 @@ class GatheredWeights:
         weights: of this rank.
         plan: of this rank.
         group: of the ranks.
+        should_stop: whether a stop was requested; rank 0's counts, and is asked before each read.
     """
 
-    def __init__(self, weights: Weights, plan: Plan, group: RankGroup) -> None:
-        self._weights, self._plan, self._group = weights, plan, group
+    def __init__(self, weights: Weights, plan: Plan, group: RankGroup, should_stop: Callable[[], bool]) -> None:
+        self._weights, self._plan, self._group, self._should_stop = weights, plan, group, should_stop
 
     @contextmanager
     def served(self) -> Iterator[None]:
@@ -517,14 +532,18 @@ class GatheredWeights:
         yield
         self._group.broadcast(_NOTHING)
 
-    def serve(self) -> None:
-        """On the other ranks: send rank 0 what it reads of this rank's shares, until it has read all."""
+    def serve(self) -> bool:
+        """On the other ranks: send rank 0 what it reads of this rank's shares, until it has read all.
+
+        Returns:
+            Whether it has; else a stop was requested.
+        """
         with ExitStack() as stack:
             current, read = "", None
             while True:
                 name, start, stop = self._group.broadcast(_NOTHING)
                 if not name:
-                    return
+                    return (name, start, stop) != _STOPPED
                 if name != current:
                     stack.close()
                     current = name
@@ -535,10 +554,13 @@ class GatheredWeights:
 
     @contextmanager
     def exported(self, layout: UnitLayout) -> Iterator[ReadMaster]:
-        """Yield as ``Weights.exported``, on rank 0."""
+        """Yield as ``Weights.exported``, on rank 0; its reads raise ``ExportStopped`` after a stop."""
         with self._weights.exported(layout) as read_own:
 
             def read(start: int, stop: int) -> Tensor:
+                if self._should_stop():  # here all ranks can still learn of it
+                    self._group.broadcast(_STOPPED)
+                    raise ExportStopped
                 self._group.broadcast((layout.name, start, stop))
                 master = torch.empty(stop - start)
                 for rank in range(self._group.world.size):

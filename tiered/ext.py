@@ -40,7 +40,14 @@ if TYPE_CHECKING:
         remove_leftovers,
         remove_orphan,
     )
-    from tiered.tiers.directory import check_ours, files_below, lock_directory, reusable_bytes, unlock_directory
+    from tiered.tiers.directory import (
+        check_ours,
+        claim_directory,
+        files_below,
+        lock_directory,
+        reusable_bytes,
+        unlock_directory,
+    )
     from tiered.tiers.health import WearCounter
     from tiered.tiers.layout import dtype_from_name
     from tiered.tiers.ram import HostSlab, view_as
@@ -93,6 +100,7 @@ __all__ = [
     "remove_leftovers",
     "remove_orphan",
     "check_ours",
+    "claim_directory",
     "files_below",
     "lock_directory",
     "reusable_bytes",
@@ -149,6 +157,7 @@ _HOMES = {
     "WriteCountingTier": "tiers.base",
     "check_ours": "tiers.directory",
     "check_rates": "tiers.stripe",
+    "claim_directory": "tiers.directory",
     "default_links": "links.route",
     "dtype_from_name": "tiers.layout",
     "drop_cached": "file_io",

@@ -35,7 +35,7 @@ from tiered import (
     remove_generation,
 )
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
-from tiered.ext import dtype_from_name, generation_folder, replace_file
+from tiered.ext import dtype_from_name, files_below, generation_folder, replace_file
 
 if TYPE_CHECKING:
     from tiered import Commit, TieredStore
@@ -338,6 +338,8 @@ class RankSaves:
         lanes: of the run.
         elements: of each block, without what shares have past its end.
         keep: checkpoints that the document names at most.
+        is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
+            loaded: the first save drops them, and not the one that could.
     """
 
     def __init__(
@@ -350,10 +352,11 @@ class RankSaves:
         lanes: int,
         elements: Mapping[str, int],
         keep: int,
+        is_past: Callable[[RanksCheckpoint], bool] = lambda checkpoint: True,
     ) -> None:
         self._folder, self._rank, self._gather, self._store = folder, rank, gather, store
         self._lanes, self._elements, self._keep = lanes, dict(elements), keep
-        self._world = len(gather(None))
+        self._world, self._is_past = len(gather(None)), is_past
         self._name = rank_folder_name(rank)
         self._known: list[RanksCheckpoint] = self._from_first(lambda: read_checkpoints(folder))
         store.keep_only(self._named)
@@ -377,9 +380,40 @@ class RankSaves:
 
     def begin(self) -> None:
         """Make way for one more checkpoint: the document names one less than it may, but never none."""
-        keep = max(1, self._keep - 1)
-        if len(self._known) > keep:
-            self._known = self._from_first(lambda: self._written(self._known[-keep:]))
+        if len(left := self._left()) < len(self._known):
+            self._known = self._from_first(lambda: self._written(left))
+        self._is_past = lambda checkpoint: True  # what is made from now on
+
+    def _left(self) -> list[RanksCheckpoint]:
+        """Return the checkpoints that stay when one more is made."""
+        return [each for each in self._known if self._is_past(each)][-max(1, self._keep - 1) :]
+
+    def agree_on_room(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
+        """Return what rank 0 finds free for the checkpoint of all, and whether any rank is asked to stop.
+
+        Counts what ``begin`` and the commits after it remove: generations of this world that no document will name.
+        """
+        free = 0
+        if self._rank == 0:
+            named = {(rank.path, rank.generation) for each in self._left() for rank in each.ranks}
+            for name in map(rank_folder_name, range(self._world)):
+                for number in list_generations(self._folder / name):
+                    if (name, number) not in named:
+                        files = files_below(generation_folder(self._folder / name, number))
+                        free += sum(found.st_blocks * 512 for file in files if (found := file.lstat()).st_nlink == 1)
+            free += free_bytes()
+        told = self._gather((free, is_stopping))
+        return told[0][0], any(stopping for _, stopping in told)
+
+    def of_all(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the sums of what all ranks give."""
+        first, second, third = (sum(each) for each in zip(*self._gather(sizes), strict=True))
+        return first, second, third
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self._world
 
     def are_whole(self, commit: Commit) -> bool:
         """Return whether the generations of all ranks are whole, or have failed. Does not wait for the drives."""

@@ -44,6 +44,7 @@ __all__ = [
     "check_changes",
     "continued_position",
     "find_candidates",
+    "is_not_after",
     "lanes_of_newest",
 ]
 
@@ -149,6 +150,13 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
         )
     return found
+
+
+def is_not_after(of_ranks: RanksCheckpoint, loaded: Checkpoint) -> bool:
+    """Return whether a checkpoint of several ranks in a run's folder is not newer than the one that was loaded."""
+    if loaded.ranks is not None:
+        return of_ranks.number <= loaded.ranks.number
+    return str(of_ranks.meta.get("saved_at", "")) <= loaded.state.saved_at
 
 
 def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:

@@ -36,7 +36,7 @@ class Saver:
         copier: makes whole copies of what was saved.
         activity: is told what is being written.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
-        written_bytes: what one checkpoint writes to the drive of ``output_dir``.
+        written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
         saved_step: step of the newest checkpoint; None without one.
         saved_generation: its generation; None without one.
         ranks: what this rank does together with the others, whose savers are called in the same order; None: alone.
@@ -73,7 +73,8 @@ class Saver:
         self._spec = spec
         self._store, self._observer, self._begin = store, observer, begin
         self._copier, self._should_stop, self._activity = copier, should_stop, activity
-        self._written_bytes, self._steps_per_epoch = written_bytes, steps_per_epoch
+        self._written_bytes = written_bytes * (1 if ranks is None else ranks.world)
+        self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
         self._in_flight: tuple[Commit, RunState, float] | None = None  # seconds stalled
@@ -150,14 +151,15 @@ class Saver:
         self.saved_step, self._saved_generation = step, commit.generation
         if state.best is not None and state.best["step"] == step:
             self.best_generation = commit.generation
-        figures = commit.figures
+        figures, path = commit.figures, self._path
+        sizes = figures.nbytes, figures.written_bytes, figures.linked_bytes
+        if self._ranks is not None:
+            path, sizes = path.parent, self._ranks.of_all(sizes)
         self._observer.on_checkpoint(
             CheckpointMetrics(
                 step,
-                self._path,
-                figures.nbytes,
-                figures.written_bytes,
-                figures.linked_bytes,
+                path,
+                *sizes,
                 figures.seconds,
                 stall_s,
             )
@@ -179,11 +181,13 @@ class Saver:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
 
         A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than that reserve.
+        All ranks decide by the same figures, so they do the same.
         """
         need = self._written_bytes + self._spec.min_free_bytes
-        drive = self._path if self._path.exists() else self._path.parent
-        while (free := shutil.disk_usage(drive).free + self._outgoing_bytes()) < need:
-            is_stopping = self._should_stop()
+        while True:
+            free, is_stopping = self._room()
+            if free >= need:
+                break
             if is_stopping and free >= self._written_bytes:
                 self.is_waiting = False
                 self._observer.on_message(
@@ -210,6 +214,13 @@ class Saver:
         if self.is_waiting:
             self.is_waiting = False
             self._observer.on_message("there is room for a checkpoint again: the run goes on")
+
+    def _room(self) -> tuple[int, bool]:
+        """Return the bytes that a checkpoint may take, and whether a stop was requested; the same on all ranks."""
+        drive = next(path for path in (self._path, *self._path.parents) if path.exists())
+        if self._ranks is not None:
+            return self._ranks.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())
+        return shutil.disk_usage(drive).free + self._outgoing_bytes(), self._should_stop()
 
     def _outgoing(self, keep: int) -> list[int]:
         """Return the generations that a commit removes of which the newest ``keep`` stay."""

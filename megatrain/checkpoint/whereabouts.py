@@ -11,6 +11,7 @@ import math
 import os
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,15 +167,19 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
         drives: paths to look at besides those that the manifests and the last config of the run name.
     """
     root = Path(os.path.abspath(output_dir))
-    store = _read(root / CHECKPOINTS_NAME / _STORE_NAME).get("id")
-    manifests = _bodies(root / CHECKPOINTS_NAME)
-    named = [Path(path) for body in manifests for paths in body.get("paths", {}).values() for path in paths]
-    found = {}
-    for path in dict.fromkeys([*drives, *_drives_of_config(root), *named]):
-        nbytes = sum(_bytes_of(path / _SNAPSHOT_FOLDER, store).values()) if store is not None else 0
-        if nbytes:
-            found[path] = nbytes
-    return found
+    folder = root / CHECKPOINTS_NAME
+    found = Counter[Path]()
+    for own in [folder, *sorted(folder.glob("rank*"))]:
+        # Of several ranks each has a folder of its own on every drive.
+        inside = "" if own == folder else own.name
+        store = _read(own / _STORE_NAME).get("id")
+        named = [Path(path) for body in _bodies(own) for paths in body.get("paths", {}).values() for path in paths]
+        named = [path.parent if inside and path.name == inside else path for path in named]
+        for path in dict.fromkeys([*drives, *_drives_of_config(root), *named]):
+            nbytes = sum(_bytes_of(path / inside / _SNAPSHOT_FOLDER, store).values()) if store is not None else 0
+            if nbytes:
+                found[path] += nbytes
+    return dict(found)
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:

@@ -42,6 +42,21 @@ def check_ours(path: Path) -> None:
         )
 
 
+def claim_directory(path: str | os.PathLike[str]) -> None:
+    """Make a directory ours that other ones of ours will lie in, and delete the files kept for reuse in it.
+
+    Raises:
+        LockedError: another tier, here or in another process, uses it.
+        UnusableDirectoryError: it holds foreign files, or ours in a newer format.
+    """
+    directory = TierDirectory(path)
+    try:
+        while directory.drop_largest():
+            pass
+    finally:
+        directory.close()
+
+
 class TierDirectory:
     """A directory that this process owns until ``close``. Not thread-safe: guarded by its tier's lock.
 

@@ -189,6 +189,44 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
 
+def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
+    """Not the older one that could: a crash during the save would leave none. And all know the same room and stop."""
+    write(tmp_path, 2, [1, 2])
+    gatherer, found = Gatherer(2), {}
+
+    def run(rank: int) -> None:
+        with rank_store(tmp_path, rank, 2) as store:
+            saves = RankSaves(
+                tmp_path / "checkpoints",
+                rank,
+                lambda item: gatherer.gather(rank, item),
+                store,
+                lanes=4,
+                elements=SIZES,
+                keep=2,
+                is_past=lambda each: each.meta["step"] < 2,
+            )
+            store.load(read_checkpoints(tmp_path / "checkpoints")[0].ranks[rank].generation)
+            free, stops = saves.agree_on_room(lambda: 10, is_stopping=rank == 1)
+            saves.begin()
+            left = [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")]
+            fill(store, rank, 2, 3)
+            saves.finish(store.commit({}), {"step": 3})
+            found[rank] = left, free, stops
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert found[0] == found[1]
+    left, free, stops = found[0]
+    assert left == [1] and stops and free > 10  # the files that go with step 2
+    one, three = read_checkpoints(tmp_path / "checkpoints")
+    assert_is(tmp_path, one)
+    assert_is(tmp_path, three)
+
+
 def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (before,) = write(tmp_path, 2, [1])
     gatherer, raised = Gatherer(2), []
