@@ -975,7 +975,7 @@ class Trainer:
             is_due = self.saver.is_due(step) or self._is_best_at(step)
             saves = (is_due and self._has_steps_left) or self.signals.save_requested
         else:
-            saves = self._agreed.saves and step < self.state.max_steps
+            saves = self._agreed.saves and self._has_steps_left
         if saves:
             self.signals.save_requested = False
             self.activity.begin("saving")
