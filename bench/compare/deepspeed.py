@@ -5,7 +5,8 @@
 
 Claim: with little computing per step (T = 128) ours takes half of DeepSpeed's step with a RAM tier of a quarter above
 the least that works, and a third with one of the size of DeepSpeed's buffers (`same_ram`). `gradients` is the first
-with gradients in bf16 between two visits. Each side has a process of its own; they take turns, a few steps each, from
+with gradients in bf16 between two visits, `unclipped` the first with gradients that are not clipped, on both sides:
+ours are not held then. Each side has a process of its own; they take turns, a few steps each, from
 the same weights, on the same tokens, with the same hyper-parameters, and their losses are compared. `--python` names
 the interpreter that has DeepSpeed; without it the bench says so and ends.
 """
@@ -39,14 +40,21 @@ TARGET_RATIO, TARGET_SAME_RAM = 2.0, 3.0
 LOSS_TOLERANCE = 1e-2
 #: Without a pause between them. The first round is not measured: DeepSpeed learns the order of modules in it.
 STEPS_PER_ROUND = 2
-OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32 = (
+OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED = (
     "ours_bf16",
     "ours_bf16_gradients",
     "ours_bf16_same_ram",
     "ours_fp32",
+    "ours_bf16_unclipped",
 )
 THEIRS = ("deepspeed_pipelined", "deepspeed_plain")
-SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, *THEIRS)
+THEIRS_UNCLIPPED = ("deepspeed_pipelined_unclipped", "deepspeed_plain_unclipped")
+SIDES = (OURS, OURS_GRADIENTS, OURS_SAME_RAM, OURS_FP32, OURS_UNCLIPPED, *THEIRS, *THEIRS_UNCLIPPED)
+#: Best of their sides -> those of ours that it is compared with, and the targets.
+COMPARED: Mapping[tuple[str, ...], Mapping[str, float | None]] = {
+    THEIRS: {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None},
+    THEIRS_UNCLIPPED: {OURS_UNCLIPPED: TARGET_RATIO},
+}
 
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -135,13 +143,17 @@ class Comparison:
             num_threads=default_num_threads(),
             ram=arguments.ram,
         )
+        theirs = replace(common, side="deepspeed")
         jobs = {
             OURS: common,
             OURS_GRADIENTS: replace(common, overrides={"precision": {"grad_dtype": "bfloat16"}}),
             OURS_SAME_RAM: replace(common, ram=f"{state_memory(sizes)}B"),
             OURS_FP32: replace(common, compute_dtype="float32"),
-            THEIRS[0]: replace(common, side="deepspeed"),
-            THEIRS[1]: replace(common, side="deepspeed", is_pipelined=False),
+            OURS_UNCLIPPED: replace(common, max_grad_norm=0.0),
+            THEIRS[0]: theirs,
+            THEIRS[1]: replace(theirs, is_pipelined=False),
+            THEIRS_UNCLIPPED[0]: replace(theirs, max_grad_norm=0.0),
+            THEIRS_UNCLIPPED[1]: replace(theirs, is_pipelined=False, max_grad_norm=0.0),
         }
         self._jobs = {name: jobs[name] for name in arguments.sides}
 
@@ -209,29 +221,31 @@ class Comparison:
         row(f"{name}.losses", [round(one["loss"], 5) for one in rounds], "nats")
 
     def _tell_ratios(self, measured: Rounds) -> None:
-        theirs = [name for name in THEIRS if name in measured]
-        if not theirs:
-            return
-        best = min(theirs, key=lambda name: _median(measured[name][1:], "total_s"))
-        self._report.row("best_deepspeed", best, "side")
-        targets = {OURS: TARGET_RATIO, OURS_GRADIENTS: TARGET_RATIO, OURS_SAME_RAM: TARGET_SAME_RAM, OURS_FP32: None}
-        for name, target in targets.items():
-            if name not in measured:
+        for peers, targets in COMPARED.items():
+            theirs = [name for name in peers if name in measured]
+            if not theirs:
                 continue
-            pairs = zip(measured[best][1:], measured[name][1:], strict=True)
-            ratios = [its["total_s"] / ours["total_s"] for its, ours in pairs]
-            ratio = statistics.median(ratios)
-            ok = None if target is None else ratio >= target
-            self._report.row(f"ratio.best_deepspeed/{name}", ratio, "x", target=target, ok=ok, timing=True)
-            self._report.row(f"ratio.best_deepspeed/{name}.each", [round(each, 4) for each in ratios], "x")
+            best = min(theirs, key=lambda name: _median(measured[name][1:], "total_s"))
+            label = "best_deepspeed" + ("_unclipped" if peers is THEIRS_UNCLIPPED else "")
+            self._report.row(label, best, "side")
+            for name, target in targets.items():
+                if name not in measured:
+                    continue
+                pairs = zip(measured[best][1:], measured[name][1:], strict=True)
+                ratios = [its["total_s"] / ours["total_s"] for its, ours in pairs]
+                ratio = statistics.median(ratios)
+                ok = None if target is None else ratio >= target
+                self._report.row(f"ratio.{label}/{name}", ratio, "x", target=target, ok=ok, timing=True)
+                self._report.row(f"ratio.{label}/{name}.each", [round(each, 4) for each in ratios], "x")
 
     def _tell_losses(self, measured: Rounds) -> None:
         for name in measured:
-            if name == OURS:
+            reference = OURS_UNCLIPPED if name in THEIRS_UNCLIPPED else OURS
+            if name in (OURS, OURS_UNCLIPPED) or reference not in measured:
                 continue
-            pairs = zip(measured[OURS], measured[name], strict=True)
+            pairs = zip(measured[reference], measured[name], strict=True)
             apart = max(abs(ours["loss"] - its["loss"]) / abs(its["loss"]) for ours, its in pairs)
-            row = f"loss.{OURS}_relative_to.{name}"
+            row = f"loss.{reference}_relative_to.{name}"
             if name == OURS_FP32:  # other layers: what bf16 costs, no claim
                 self._report.row(row, apart, "1")
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, Steps
+from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job, Steps
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 
@@ -55,7 +55,7 @@ def _config(job: Job, ram: str) -> RunConfig:
             "adam_beta1": BETAS[0],
             "adam_beta2": BETAS[1],
             "adam_epsilon": EPSILON,
-            "max_grad_norm": MAX_GRAD_NORM,
+            "max_grad_norm": job.max_grad_norm,
         },
         "tiers": {"ram": {"size": ram}, "nvme": [{"path": str(folder / "blocks")}]},
     }

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Both sides: AdamW with these, gradients clipped to norm 1.
-LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
+#: Both sides: AdamW with these.
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.01
 RESULT_FD = 1
 
 
@@ -28,7 +28,8 @@ class Job:
         side: "ours" or "deepspeed". model: Hugging Face folder with weights. nvme: this side's folder on the drive.
         shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or nothing: a
             quarter above the least that works. compute_dtype: of ours. is_pipelined: DeepSpeed's overlap of state
-            reads and writes with the update. overrides: more tables of our config.
+            reads and writes with the update. max_grad_norm: to which gradients are clipped; 0: not at all.
+            overrides: more tables of our config.
     """
 
     side: str
@@ -40,6 +41,7 @@ class Job:
     compute_dtype: str = "bfloat16"
     ram: str = ""
     is_pipelined: bool = True
+    max_grad_norm: float = 1.0
     overrides: Mapping[str, Any] | None = None
 
     def micro_batches(self) -> list[dict[str, Tensor]]:

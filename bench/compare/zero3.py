@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY, Job, Steps
+from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job, Steps
 
 #: Parameters updated at once. Its buffers are whole multiples of this, so the default of 1e9 would take 48 GB.
 SUB_GROUP_ELEMENTS = 20_000_000
@@ -101,7 +101,7 @@ def _config(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": rows,
         "gradient_accumulation_steps": num_micro_batches,
-        "gradient_clipping": MAX_GRAD_NORM,
+        "gradient_clipping": job.max_grad_norm,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": adamw},
         "zero_force_ds_cpu_optimizer": False,
