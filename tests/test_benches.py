@@ -42,6 +42,7 @@ ARGUMENTS = {
     "score": ["--quick", "--rounds", "1"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
     "large": ["--quick", "--only", "moe"],
+    "step_bytes": ["--quick", "--only", "unclipped"],
     "links": ["--blocks", "1", "--total", "2", "--rounds", "1"],
     "overlap": ["--quick", "--tokens", "1x1x32", "--steps", "2", "--rounds", "1"],
     "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
