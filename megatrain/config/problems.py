@@ -641,9 +641,9 @@ def _check_optimizer(config: RunConfig) -> Iterator[Problem]:
         )
     for number, group in enumerate(optimizer.groups):
         key = f"optimizer.groups.{number}"
-        if group.learning_rate is None and group.weight_decay is None and group.lr_mult == 1:
+        if group.learning_rate is None and group.weight_decay is None and group.lr_mult in (None, 1.0):
             yield Problem(key, f"{key} changes nothing for its parameters", "Give it a learning_rate or a weight_decay")
-        if group.learning_rate is not None and group.lr_mult != 1:
+        if group.learning_rate is not None and group.lr_mult is not None:
             message = f"{key} has a learning_rate and an lr_mult, which is a factor on the optimizer's learning_rate"
             yield Problem(f"{key}.lr_mult", message, "Keep one of them")
 

@@ -162,7 +162,7 @@ def optimizer_of(setting: Setting) -> OptimizerConfig:
     table = setting.given.optimizer
     names = list(ModelFolder(setting.model.folder).records)
     groups = [
-        group.model_copy(update={"params": tuple(kept), "learning_rate": None, "lr_mult": 1.0})
+        group.model_copy(update={"params": tuple(kept), "learning_rate": None, "lr_mult": None})
         for group in table.groups
         if (kept := kept_patterns(group.params, names))
     ]

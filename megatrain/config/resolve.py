@@ -286,7 +286,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     groups = tuple(
         ParameterGroup(
             group.params,
-            group.lr_mult if group.learning_rate is None else group.learning_rate / table.learning_rate,
+            (group.lr_mult or 1.0) if group.learning_rate is None else group.learning_rate / table.learning_rate,
             group.weight_decay,
         )
         for group in table.groups
@@ -295,7 +295,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
     for number, group in enumerate(table.groups):
         if group.learning_rate is not None:
             rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
-        elif group.lr_mult != 1:
+        elif group.lr_mult is not None:
             rates[f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"] = group.lr_mult * table.learning_rate
     return OptimizerSpec(
         name=table.optim,

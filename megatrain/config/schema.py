@@ -604,7 +604,7 @@ class ParameterGroupConfig(Table):
         examples=[["*norm*"]],
     )
     learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
-    lr_mult: float = key("Factor on the optimizer's learning rate, instead of a rate of their own.", 1.0, gt=0)
+    lr_mult: float | None = key("Factor on the optimizer's learning rate, instead of a rate of their own.", None, gt=0)
     weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
 

@@ -310,7 +310,8 @@ class ImageProcessor:
         found: list[tuple[Any, list[int]]] = []
         for side in _SIDES:
             image = _blank(side, side)
-            tokens = list(self._call([self._token], [[image]])["input_ids"][0])
+            # Some processors make tensors unless they are told not to, and not always then.
+            tokens = [int(token) for token in self._call([self._token], [[image]])["input_ids"][0]]
             if len(tokens) >= self._max_length:
                 break
             if not found or tokens != found[-1][1]:

@@ -46,12 +46,13 @@ SUMMARY = RunSummary(
 def another_process(path: Path, code: str = "") -> Iterator[subprocess.Popen[str]]:
     """A process that has the folder until its standard input ends."""
     script = f"""
-import signal, sys
+import select, signal, sys
 from megatrain.run.folder import *
 with RunFolder({str(path)!r}) as folder:
     {code or "pass"}
     print("entered", flush=True)
-    sys.stdin.read()
+    while not select.select([sys.stdin], [], [], 0.01)[0]:  # a signal just before a read would wait for its end
+        pass
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", script], stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
