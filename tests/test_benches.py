@@ -133,6 +133,7 @@ def test_kept_graphs_are_compared_with_a_recompute() -> None:
     assert rows["ratio.step.all/none"] > 0 and rows["all/none.blocks_that_differ"] == 0
 
 
+@pytest.mark.slow
 def test_nvme_steps_are_compared_with_both_bounds() -> None:
     rows = {(row["name"], row["T"]): row["value"] for row in run("nvme_step")}
     for tokens in (32, 64):
@@ -455,6 +456,7 @@ def test_weights_freeze_in_bf16_and_not_in_ours() -> None:
     assert rows["lr=1e-06.ours.cosine_to_fp32_update"] > 0.999
 
 
+@pytest.mark.slow
 def test_overlapped_and_serial_updates_give_the_same_bits() -> None:
     rows = {row["name"]: row for row in run("overlap")}
     for placement in ("ram", "nvme"):

@@ -78,9 +78,6 @@ def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None
     assert "config.json" in names and "tokenizer.json" in names
     assert not shards(hub) and not names & {"modeling_evil.py", "pytorch_model.bin"}
 
-    checked = machine.call("check", config)
-    assert checked.returncode == 0 and "`run` fetches" in checked.stdout and "in 3 files" in checked.stdout, checked
-
     second = "model-00002-of-00003.safetensors"
     hub.cut[second] = 40_000
     broken = machine.call("run", config)
@@ -106,14 +103,22 @@ def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None
 
     # And the result goes there.
     out = machine.run.folder / "sent"
-    refused = machine.call("export", machine.run.out, out, "--push-to-hub", "me/result", HF_TOKEN="wrong")
-    assert refused.returncode == 2 and "HF_TOKEN" in refused.stderr and out.is_dir(), refused.stderr
     pushed = machine.call("export", machine.run.out, out, "--push-to-hub", "me/result", "--private", HF_TOKEN=TOKEN)
     assert pushed.returncode == 0 and f"hub    {hub.address}/me/result" in pushed.stdout, pushed
     sent = hub.sent["me/result"]
     assert {name: data for name, data in sent.items() if name != ".gitattributes"} == {
         path.name: path.read_bytes() for path in out.iterdir()
     }
+
+
+@pytest.mark.slow
+def test_what_is_told_before_it_is_fetched_and_when_it_cannot_be_sent(machine: Machine) -> None:
+    config, out = machine.config(), machine.run.folder / "sent"
+    checked = machine.call("check", config)
+    assert checked.returncode == 0 and "`run` fetches" in checked.stdout and "in 3 files" in checked.stdout, checked
+    assert machine.call("run", config).returncode == 0
+    refused = machine.call("export", machine.run.out, out, "--push-to-hub", "me/result", HF_TOKEN="wrong")
+    assert refused.returncode == 2 and "HF_TOKEN" in refused.stderr and out.is_dir(), refused.stderr
 
 
 @pytest.mark.parametrize(

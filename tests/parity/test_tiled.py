@@ -137,6 +137,7 @@ def test_same_bits_at_every_placement(dtype: str, tiny_model: Path, tmp_path: Pa
     assert in_ram.losses == pytest.approx(whole.losses, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
     """What the plan says that is saved, the process saves; twice the tokens need no more memory inside."""
     found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
