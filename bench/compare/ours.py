@@ -57,6 +57,7 @@ def _config(job: Job, ram: str) -> RunConfig:
             "adam_epsilon": EPSILON,
             "max_grad_norm": job.max_grad_norm,
         },
+        "advanced": {"keep_graphs": "auto"},  # the default; DeepSpeed keeps its activations as well
         "tiers": {"ram": {"size": ram}, "nvme": [{"path": str(folder / "blocks")}]},
     }
     for table, values in (job.overrides or {}).items():
