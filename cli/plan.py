@@ -58,9 +58,16 @@ _SHORT = "ram, gpu, nvme, batch, length"
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
+    metavar="N",
+    help="Plan for one of N processes of a host that train together, each with a GPU of its own; none is started. "
+    "Default: distributed.processes of the config.",
+)
+@click.option(
+    "--hosts",
+    type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Plan for one of N processes of one host that train together, each with a GPU of its own; none is started.",
+    help="Plan for N hosts that are like this one, or like --machine, each with as many processes.",
 )
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
 @click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
@@ -72,17 +79,21 @@ def command(
     alternatives: tuple[str, ...],
     measure: bool,
     machine_name: str | None,
-    processes: int,
+    processes: int | None,
+    hosts: int,
     simulate: bool,
     count_steps: bool,
 ) -> int:
     """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
     if measure and machine_name is not None:
         raise click.UsageError("--measure times this machine, --machine plans for another one: use one of them")
-    if processes > 1 and (measure or alternatives):
-        raise click.UsageError("--processes plans for one of several: use it without --measure and --what-if")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
+        size = (processes or loaded.config.distributed.processes) * hosts
+        if size > 1 and (measure or alternatives):
+            raise click.UsageError(
+                "--processes and --hosts plan for one of several: use them without --measure and --what-if"
+            )
         spinner.say("importing torch")
         with without_collector():
             from megatrain.config.resolve import resolve, resolve_evaluation
@@ -97,8 +108,8 @@ def command(
 
         machine = None if machine_name is None else find_machine(machine_name)
         run = resolve(loaded.config, machine)
-        if processes > 1:
-            run = dataclasses.replace(run, world=World.local(0, processes))
+        if size > 1:
+            run = dataclasses.replace(run, world=World.local(0, size, hosts))
         try:
             changes = {text: overrides_of(text, run) for text in alternatives}
         except ValueError as error:
@@ -114,7 +125,7 @@ def command(
         ]
         try:
             with without_collector():
-                planned = None if machine is None and processes == 1 else plan_run(run)
+                planned = None if machine is None and size == 1 else plan_run(run)
                 trainer = Trainer(loaded.config, observer=RunObserver(), plan=planned)
         except DoesNotFitError as error:
             if not others:

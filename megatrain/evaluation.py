@@ -258,7 +258,13 @@ class Evaluator:
             plan = self._plan
             is_alone = plan.run.world.is_single
             # Every rank evaluates all rows; weights are gathered.
-            ranked = None if is_alone else partial(RankedAccess, Collectives(tier=plan.program.compute_tier))
+            ranked = (
+                None
+                if is_alone
+                else partial(
+                    RankedAccess, Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts)
+                )
+            )
             self._engine = EvaluationEngine(
                 self._store,
                 plan.graph,

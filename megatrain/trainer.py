@@ -331,9 +331,7 @@ class Trainer:
         # Collectives are matched by their order, which is that of the ticks. Micro-batches and homes may differ.
         program = self.plan.program
         order = [(tick.phase, tick.visit) for tick in program.ticks]
-        told = {
-            "the order of its collectives": checksum(repr((order, program.gathers_ahead, program.lanes.count)).encode())
-        }
+        told = {"the order of its collectives": checksum(repr((order, program.gathers_ahead, program.lanes)).encode())}
         self.group.check_same("step", told, f"Write sizes in [tiers]. {advice}")
 
     def _load_data(self) -> None:
@@ -742,7 +740,9 @@ class Trainer:
         self._schedule_steps(first_step, num_steps)
         # A rank meets the others in the default group of torch.distributed, which it has joined by now.
         is_alone = run.world.is_single
-        make = StepEngine if is_alone else partial(RankedStepEngine, Collectives(tier=plan.program.compute_tier))
+        make: Any = StepEngine
+        if not is_alone:
+            make = partial(RankedStepEngine, Collectives(tier=plan.program.compute_tier, num_hosts=run.world.num_hosts))
         self._engine = make(
             self.store,
             plan.graph,

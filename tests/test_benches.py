@@ -57,6 +57,7 @@ ARGUMENTS = {
         *["--megatrain", str(ROOT / "tests" / "fakes" / "stand_in_megatrain")],
     ],
     "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
+    "ranks": ["--quick", "--steps", "1", "--tokens", "4x1x32", "--placements", "nvme"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -124,6 +125,14 @@ def test_embedded_optimizer_computes_what_torch_does() -> None:
         assert all(rows[f"{clipping}.loss.{side}"]["ok"] for side in ("tiered", "offload"))
     for peer in ("torchao", "bitsandbytes"):
         assert f"free.{peer}.step" in rows or rows[f"{peer}.step"]["unit"].startswith("skipped: "), peer
+
+
+def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
+    rows = {row["name"]: row["value"] for row in run("ranks")}
+    assert rows["nvme.1x2.steps_that_differ"] == 0
+    for link in ("ram->ranks", "nvme->ram"):
+        assert min(rows[f"nvme.1x2.{link}.planned"]) > 0 == rows[f"nvme.1x2.{link}.moved-planned"]
+    assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x2.4096.gpu->hosts.planned"]
 
 
 def test_kept_graphs_are_compared_with_a_recompute() -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.lanes import Lanes
-from megatrain.ranks.shares import RankLanes, Shares
+from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
 from tiered import Access, Mode, Schedule
 
 if TYPE_CHECKING:
@@ -320,20 +320,36 @@ class StepProgram:
         """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
         return max(self.shares.gathered(part).stop for part in self.parts_of(layout))
 
-    def collective_bytes(self, number: int) -> tuple[int, int]:
-        """Return what a tick, by position, sends to other ranks, and what it receives from them."""
-        tick = self.ticks[number]
+    def collective_bytes(self, number: int) -> dict[str, int]:
+        """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
+        lanes, tick = self.lanes, self.ticks[number]
+        moved = dict.fromkeys(peer_links(self.compute_tier, lanes.size, lanes.num_hosts), 0)
         if tick.phase not in ("gather", "exchange"):
-            return 0, 0
-        rank, size, lanes = self.shares.rank, self.shares.size, self.lanes
+            return moved
         if tick.phase == "gather":
-            nbytes = (size - 1) * sum(self.blocks[key].nbytes for key, _ in tick.held)
-            return nbytes, nbytes
-        # Sums are in fp32, whatever dtype gradients rest in.
-        keys = [key for group in tick.passing for key, mode in group if mode != "r"]
-        fp32 = sum(4 * self.contents(number, key).num_elements for key in keys)
-        own = len(lanes.sums_of_rank(rank))
-        return (size - 1) * own * fp32, (lanes.num_sums - own) * fp32
+            share = sum(self.blocks[key].nbytes for key, _ in tick.held)
+        else:  # sums are in fp32, whatever dtype gradients rest in
+            keys = [key for group in tick.passing for key, mode in group if mode != "r"]
+            share = sum(4 * self.contents(number, key).num_elements for key in keys)
+        rank, num_hosts, per_host = self.shares.rank, lanes.num_hosts, lanes.per_host
+
+        def move(place: str, sent: int, received: int) -> None:
+            moved[f"{self.compute_tier}->{place}"] += sent * share
+            moved[f"{place}->{self.compute_tier}"] += received * share
+
+        is_gather = tick.phase == "gather"
+        own = 1 if is_gather else len(lanes.sums_of_rank(rank))
+        if not lanes.has_two_levels:
+            received = lanes.size - 1 if is_gather else lanes.num_sums - own
+            move(PEER if num_hosts == 1 else NETWORK, (lanes.size - 1) * own, received)
+            return moved
+        host = rank // per_host
+        own_of_host = 1 if is_gather else len(lanes.sums_of_host(host))
+        of_host = sum(1 if is_gather else len(lanes.sums_of_rank(each)) for each in lanes.ranks_of_host(host))
+        of_hosts = sum(1 if is_gather else len(lanes.sums_of_host(each)) for each in range(num_hosts))
+        move(PEER, num_hosts * (per_host - 1) * own, num_hosts * (of_host - own))
+        move(NETWORK, (num_hosts - 1) * own_of_host, of_hosts - own_of_host)
+        return moved
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""

@@ -35,8 +35,7 @@ from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
-    from torch.distributed import Work
-
+    from megatrain.engine.lanes import Subtree
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph, Unit
@@ -57,7 +56,7 @@ class _FullCopies:
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    works: list[Work | None] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
     event: Any = None
 
     def wait(self) -> None:
@@ -102,6 +101,7 @@ class RankedAccess(StoreAccess):
         super().__init__(*arguments, **named)
         program = self._program
         assert (collectives.rank, collectives.size) == (program.shares.rank, program.shares.size), program.shares
+        assert (collectives.on_host is not None) == program.lanes.has_two_levels, program.lanes
         self._collectives = collectives
         self._device = torch.device("cpu")  # of the shares, once one was gathered
         self._layout_of_weight: dict[str, str] = {}
@@ -218,20 +218,23 @@ class RankedAccess(StoreAccess):
                 full.event = self._event()
         self._full[op.serves, op.visit] = full
 
-    def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Work | None:
+    def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
         """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
 
         One after the other: where the shares of a part end in the next one, that is gathered over it. A share is copied
         first and gathered in place, so that its lease need not wait for the others.
         """
-        work: Work | None = None
-        shares = self._program.shares
+        work: Any = None
+        shares, num_beside = self._program.shares, self._program.lanes.shares_gathered_beside()
         goes_on = self._program.gathers_ahead > 0 and self._side is None
         for number, (part, share) in enumerate(zip(parts, own, strict=True)):
             place = _within(copy, shares.gathered(part))
             mine = place.view(shares.size, -1)[shares.rank]
             mine.copy_(share)
-            work = self._collectives.gather(place, mine, is_async=goes_on and number == len(parts) - 1)
+            beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
+            self._note(_nbytes(beside))
+            work = self._collectives.gather(place, mine, beside=beside, is_async=goes_on and number == len(parts) - 1)
+            self._note(-_nbytes(beside))
         return work
 
     def _find_device(self, device: torch.device) -> None:
@@ -336,24 +339,54 @@ class RankedAccess(StoreAccess):
         Args:
             sums: of this rank's ranges of lanes: the shares of all ranks, one after the other.
         """
-        lanes, size, rank = self._program.lanes, self._collectives.size, self._collectives.rank
-        of_ranks = [lanes.sums_of_rank(each) for each in range(size)]
-        length = sums[0].numel() // size
-        received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
+        lanes = self._program.lanes
+        on_host, across_hosts = self._collectives.on_host, self._collectives.across_hosts
+        if on_host is None or across_hosts is None:
+            of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
+            return total(0, lanes.count, self._received(self._collectives, sums, of_ranks), Tensor.add_)
+        # The same tree: whole nodes of it are added up within each host, and the others between hosts.
+        num_hosts, length = across_hosts.size, sums[0].numel() // lanes.size
+        of_ranks = [lanes.sums_of_rank(each) for each in lanes.ranks_of_host(across_hosts.rank)]
+        of_hosts = [lanes.sums_of_host(each) for each in range(num_hosts)]
+        nodes = of_hosts[across_hosts.rank]
+        between = torch.empty((len(nodes), num_hosts, length), dtype=torch.float32, device=sums[0].device)
+        self._note(_nbytes(between))
+        for host in range(num_hosts):  # whose shares are added up, each by this host's rank with the owner's number
+            parts = [each.view(num_hosts, -1)[host] for each in sums]
+            found = self._received(on_host, parts, of_ranks)
+            for number, node in enumerate(nodes):
+                between[number, host].copy_(total(*node, found, Tensor.add_))
+            del found
+        found = self._received(across_hosts, list(between.view(len(nodes), -1)), of_hosts)
+        self._note(-_nbytes(between))
+        return total(0, lanes.count, found, Tensor.add_)
+
+    def _received(
+        self, collectives: Collectives, sums: Sequence[Tensor], of_members: Sequence[Sequence[Subtree]]
+    ) -> dict[Subtree, Tensor]:
+        """Send sums to their owners; return by node of the tree what has come for this rank.
+
+        Args:
+            collectives: of the members.
+            sums: of this one's nodes: what goes to each member, one after the other.
+            of_members: the nodes that each of them has sums of.
+        """
+        length = sums[0].numel() // collectives.size
+        received = torch.empty(sum(map(len, of_members)) * length, dtype=torch.float32, device=sums[0].device)
         self._note(_nbytes(received))
-        found: dict[tuple[int, int], Tensor] = {}
+        found: dict[Subtree, Tensor] = {}
         start = 0
-        for number in range(max(map(len, of_ranks))):
-            lengths = [length * (number < len(ranges)) for ranges in of_ranks]
+        for number in range(max(map(len, of_members))):
+            lengths = [length * (number < len(nodes)) for nodes in of_members]
             stop = start + sum(lengths)
             own = sums[number] if number < len(sums) else received[:0]
-            sent = [length * (number < len(of_ranks[rank]))] * size
-            self._collectives.exchange(received[start:stop], own, lengths, sent)
+            sent = [length * (number < len(sums))] * collectives.size
+            collectives.exchange(received[start:stop], own, lengths, sent)
             rows = iter(received[start:stop].view(-1, length))
-            found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
+            found.update((nodes[number], next(rows)) for nodes in of_members if number < len(nodes))
             start = stop
         self._note(-_nbytes(received))
-        return total(0, lanes.count, found, Tensor.add_)
+        return found
 
     # -- what all ranks have to know ---------------------------------------------------------------------------
 
@@ -470,16 +503,19 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
             found[tick.serves, tick.visit] = sum(_full_bytes(graph, program, number).values())
     # On a GPU sums are sent while the next visit runs.
     is_beside = program.gathers_ahead > 0 and program.compute_tier != "ram"
+    num_exchanged = program.lanes.shares_exchanged_at_once(program.shares.rank)
     live = leaving = most = 0
     for number, tick in enumerate(program.ticks):
         served = tick.phase, tick.visit
         if tick.phase == "gather":
             live += sum(_full_bytes(graph, program, number).values())
+            shares = [program.blocks[key].nbytes for key, _ in tick.held]
+            most = max(most, live + program.lanes.shares_gathered_beside() * max(shares))
         elif tick.phase == "exchange":
             left = _full_bytes(graph, program, number)
             blocks = [program.contents(number, group[0][0]) for group in tick.passing]
             for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-                most = max(most, live + program.lanes.num_sums * 4 * block.num_elements)
+                most = max(most, live + num_exchanged * 4 * block.num_elements)
                 if following is None or following.whole != block.whole:
                     leaving += left[block.whole]
                     live -= 0 if is_beside else left[block.whole]
@@ -500,7 +536,8 @@ def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[s
     Where blocks have their homes may differ: it changes no order. So may how many micro-batches a rank has.
     """
     lines = [
-        f"{program.shares.size} ranks, {program.lanes.count} lanes of {num_micro_batches} micro-batches",
+        f"{program.shares.size} ranks on {program.lanes.num_hosts} hosts, {program.lanes.count} lanes of "
+        f"{num_micro_batches} micro-batches",
         f"graphs kept of visits {sorted(program.kept)}",
         "updates after the norm of a whole step" if program.defers_updates else "updates in the backward",
     ]

@@ -26,7 +26,7 @@ from megatrain.plan.machine import (
 )
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
-from megatrain.ranks.collectives import PEER
+from megatrain.ranks.shares import NETWORK, PEER
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
@@ -332,6 +332,8 @@ class _Costs:
             ("gpu->ram", gpu.d2h_bytes_per_s if gpu else None),
             (f"gpu->{PEER}", gpu.peer_bytes_per_s if gpu else None),
             (f"{PEER}->gpu", gpu.peer_bytes_per_s if gpu else None),
+            (f"gpu->{NETWORK}", gpu.network_bytes_per_s if gpu else None),
+            (f"{NETWORK}->gpu", gpu.network_bytes_per_s if gpu else None),
         ):
             if traffic.get(link):
                 seconds[link] = None if rate is None else traffic[link] / rate

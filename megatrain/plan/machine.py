@@ -85,6 +85,8 @@ class GpuProfile(_Record):
     Attributes:
         update_bytes_per_s: two reads and a write per element in its own memory; None where that was not measured.
         peer_bytes_per_s: each direction, when all GPUs of a host gather or exchange at once; None where nobody knows.
+        network_bytes_per_s: each direction between hosts, for each GPU when all of them use it; None where nobody
+            knows.
     """
 
     name: str
@@ -93,6 +95,7 @@ class GpuProfile(_Record):
     d2h_bytes_per_s: Rate
     update_bytes_per_s: Rate | None = None
     peer_bytes_per_s: Rate | None = None
+    network_bytes_per_s: Rate | None = None
 
 
 class MachineProfile(_Record):

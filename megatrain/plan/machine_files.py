@@ -137,7 +137,7 @@ class Count(Figure):
 
 
 class GpuTable(_Table):
-    """``[gpu]``: one GPU, and the links between it and RAM, and between it and the other GPUs of its host."""
+    """``[gpu]``: one GPU, and the links between it and RAM, the other GPUs of its host, and those of other hosts."""
 
     name: str
     count: int = Field(1, ge=1)
@@ -146,6 +146,7 @@ class GpuTable(_Table):
     to_ram: Bandwidth
     update: Bandwidth | None = None
     peer: Bandwidth | None = None
+    network: Bandwidth | None = None
     bfloat16: Flops
     float32: Flops | None = None
 
@@ -304,6 +305,7 @@ def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
             d2h_bytes_per_s=gpu.to_ram.value,
             update_bytes_per_s=None if gpu.update is None else gpu.update.value,
             peer_bytes_per_s=None if gpu.peer is None else gpu.peer.value,
+            network_bytes_per_s=None if gpu.network is None else gpu.network.value,
         ),
         drives={drive.key: _drive_profile(table) for drive, table in drives},
     )

@@ -13,7 +13,7 @@ from typing import Literal
 
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import Access, Tape, compile_step, follow
-from megatrain.ranks.collectives import PEER
+from megatrain.ranks.shares import peer_links
 from tiered import Mode
 from tiered.ext import route
 from tiered.units import format_size
@@ -100,9 +100,11 @@ class Traffic:
                 self._add(moved, key, src, dst)
         if not self._program.shares.are_whole:
             tier = self._program.compute_tier
-            both = [self._program.collective_bytes(op.tick) for op in tape.ops]
-            moved[f"{tier}->{PEER}"] = sum(sent for sent, _ in both)
-            moved[f"{PEER}->{tier}"] = sum(received for _, received in both)
+            lanes = self._program.lanes
+            moved.update(dict.fromkeys(peer_links(tier, lanes.size, lanes.num_hosts), 0))
+            for op in tape.ops:
+                for link, nbytes in self._program.collective_bytes(op.tick).items():
+                    moved[link] += nbytes
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:

@@ -170,7 +170,7 @@ class RunSpec:
     @property
     def lanes(self) -> RankLanes:
         """Which lanes of a step each rank computes."""
-        return RankLanes(self.num_lanes, self.world.size)
+        return RankLanes(self.num_lanes, self.world.size, self.world.num_hosts)
 
     @property
     def num_lanes(self) -> int:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, tick_flops
 from megatrain.plan.placement import FOLDER
-from megatrain.ranks.collectives import PEER
+from megatrain.ranks.shares import NETWORK, PEER
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration
@@ -38,7 +38,8 @@ class SimulatedRates:
         flops_per_s: achieved in forward and backward.
         update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
-        peer_bytes_per_s: each direction between ranks.
+        peer_bytes_per_s: each direction between the ranks of a host.
+        network_bytes_per_s: each direction between hosts, for each rank.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
         seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
@@ -52,6 +53,7 @@ class SimulatedRates:
     gpu_update_params_per_s: float | None = None
     folder_bytes_per_s: float = 1e12
     peer_bytes_per_s: float = 1e12
+    network_bytes_per_s: float = 1e12
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -72,6 +74,7 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if seconds.get("gpu optimizer") else None,
         bus_bytes_per_s=on_bus,
         peer_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if PEER in link), 1e12),
+        network_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if NETWORK in link), 1e12),
         computing_s_per_nvme_byte=estimate.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=estimate.seconds_per_nvme_copy,
     )
@@ -225,8 +228,13 @@ class _Replay:
             self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
-        nbytes = max(self._plan.program.collective_bytes(op.tick))
-        self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + nbytes / self._rates.peer_bytes_per_s
+        moved = self._plan.program.collective_bytes(op.tick)
+        # One after the other: what comes from other hosts is passed on to the ranks of this one.
+        on_host, across = (
+            max([0, *(nbytes for link, nbytes in moved.items() if at in link)]) for at in (PEER, NETWORK)
+        )
+        moving_s = on_host / self._rates.peer_bytes_per_s + across / self._rates.network_bytes_per_s
+        self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + moving_s
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s

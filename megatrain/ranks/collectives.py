@@ -4,6 +4,10 @@ torch.distributed carries bytes, gloo between host memory and NCCL between GPUs.
 in which they add depends on the number of ranks, the topology and the library. So every number of a run is made by the
 project's own kernels.
 
+With several hosts bytes move in two levels, so that the network carries each of them once: what the ranks of a host
+need from others comes to one of them, and what they send is added up before. The ranks of a host have collectives of
+their own, and so have those with the same number on all hosts; both are counted as links of their own.
+
 Collectives are matched by their order, and a rank that leaves one out makes all others wait forever. So only ticks of a
 program issue them, which are the same on all ranks (`check_alike`), whatever the data are.
 """
@@ -19,21 +23,31 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
-from megatrain.ranks.world import WorldError
+from megatrain.ranks.shares import NETWORK, PEER, peer_links
+from megatrain.ranks.world import WorldError, groups_of_hosts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-__all__ = ["PEER", "Collectives", "RanksDifferError"]
+__all__ = ["Collectives", "RanksDifferError"]
 
 _Result = TypeVar("_Result")
-
-#: Stands for the other ranks in the names of links: ``"ranks->ram"``, ``"gpu->ranks"``.
-PEER = "ranks"
 
 
 class RanksDifferError(WorldError):
     """Ranks would not do the same: their collectives would not match. Raised on all of them."""
+
+
+class _Works:
+    """Several works that go on at once, as one."""
+
+    def __init__(self, works: Sequence[Work | None]) -> None:
+        self._works = [work for work in works if work is not None]
+
+    def wait(self) -> None:
+        """Wait until all are done."""
+        for work in self._works:
+            work.wait()
 
 
 class Collectives:
@@ -46,30 +60,55 @@ class Collectives:
     Args:
         group: of the ranks; None: the default group.
         tier: name of the tier that the tensors of ``gather`` and ``exchange`` are in: names the links.
+        num_hosts: on which the ranks of the default group are, as many on each, one host after the other.
 
     Attributes:
         rank: number of this process, from 0.
         size: number of processes.
+        on_host: the ranks of this one's host among themselves; None: there is one host, or one rank on each.
+        across_hosts: the ranks with this one's number on their hosts; None: as above.
         moved_bytes: by link, what ``gather`` and ``exchange`` sent to other ranks, and received from them.
     """
 
-    def __init__(self, group: ProcessGroup | None = None, *, tier: str = "ram") -> None:
+    def __init__(self, group: ProcessGroup | None = None, *, tier: str = "ram", num_hosts: int = 1) -> None:
         import torch.distributed as dist
 
         self._dist, self._group, self._tier = dist, group, tier
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.moved_bytes: Counter[str] = Counter({f"{PEER}->{tier}": 0, f"{tier}->{PEER}": 0})
+        self._place = PEER if num_hosts == 1 else NETWORK
+        self.moved_bytes: Counter[str] = Counter(dict.fromkeys(peer_links(tier, self.size, num_hosts), 0))
+        self.on_host: Collectives | None = None
+        self.across_hosts: Collectives | None = None
+        if 1 < num_hosts < self.size:
+            assert group is None, "the levels are those of the default group"
+            on_host, across_hosts = groups_of_hosts(self.size // num_hosts)
+            self.on_host = Collectives(on_host, tier=tier)
+            self.across_hosts = Collectives(across_hosts, tier=tier, num_hosts=num_hosts)
+            self.on_host.moved_bytes = self.across_hosts.moved_bytes = self.moved_bytes
         # torch 2.13 deprecates the name that versions before it have.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-    def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> Work | None:
+    def gather(
+        self, full: Tensor, share: Tensor, *, beside: Tensor | None = None, is_async: bool = False
+    ) -> Work | _Works | None:
         """Write the shares of all ranks into ``full``, one after the other.
 
         Args:
             full: [ranks * N]; written.
             share: [N], the same length on all ranks.
+            beside: with two levels, [hosts * N] for what comes from other hosts; written, and free when the call
+                returns, or, on a GPU, behind what it has queued.
+            is_async: on the host, what is passed on within it may go on after the call.
         """
         assert full.numel() == self.size * share.numel() and full.dtype == share.dtype, (full.shape, share.shape)
+        if self.on_host is not None and self.across_hosts is not None:
+            assert beside is not None and beside.numel() == self.across_hosts.size * share.numel(), full.shape
+            self.across_hosts.gather(beside, share)
+            of_hosts = full.view(self.across_hosts.size, self.on_host.size, -1)
+            of_hosts[:, self.on_host.rank].copy_(beside.view(self.across_hosts.size, -1))
+            return _Works(
+                [self.on_host.gather(each.view(-1), each[self.on_host.rank], is_async=is_async) for each in of_hosts]  # type: ignore[misc]
+            )
         self._count((self.size - 1) * _nbytes(share), (self.size - 1) * _nbytes(share))
         work: Work | None = self._all_gather(_bytes(full), _bytes(share), group=self._group, async_op=is_async)
         return work
@@ -182,8 +221,8 @@ class Collectives:
         )
 
     def _count(self, sent: int, received: int) -> None:
-        self.moved_bytes[f"{self._tier}->{PEER}"] += sent
-        self.moved_bytes[f"{PEER}->{self._tier}"] += received
+        self.moved_bytes[f"{self._tier}->{self._place}"] += sent
+        self.moved_bytes[f"{self._place}->{self._tier}"] += received
 
 
 def _bytes(tensor: Tensor) -> Tensor:

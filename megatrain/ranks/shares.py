@@ -12,7 +12,11 @@ from dataclasses import dataclass
 
 from megatrain.engine.lanes import lanes_of_rank, micro_batches_of_rank, subtrees
 
-__all__ = ["SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares"]
+__all__ = ["NETWORK", "PEER", "SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares", "peer_links"]
+
+#: Stand for the other ranks of a host, and for those of other hosts, in the names of links: ``"ranks->ram"``,
+#: ``"gpu->hosts"``.
+PEER, NETWORK = "ranks", "hosts"
 
 SHARE_BLOCK_ELEMENTS = 65_536
 """Shares are multiples of this: the elements of one partial sum of a norm, and what parts begin at multiples of."""
@@ -64,6 +68,18 @@ class Shares:
         return range(min(start, part.stop), min(start + length, part.stop))
 
 
+def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
+    """Return the links between a tier and other ranks.
+
+    Args:
+        tier: that layers run in.
+        size: number of ranks.
+        num_hosts: that these are on.
+    """
+    places = [PEER] * (size > num_hosts) + [NETWORK] * (num_hosts > 1)
+    return [link for place in places for link in (f"{place}->{tier}", f"{tier}->{place}")]
+
+
 @dataclass(frozen=True, slots=True)
 class RankLanes:
     """Which lanes of a step each rank computes (`engine/lanes.py`).
@@ -71,13 +87,15 @@ class RankLanes:
     Attributes:
         count: lanes of a step, at least one for each rank.
         size: number of ranks.
+        num_hosts: all have as many ranks, with numbers that follow each other.
     """
 
     count: int = 1
     size: int = 1
+    num_hosts: int = 1
 
     def __post_init__(self) -> None:
-        assert 1 <= self.size <= self.count, self
+        assert 1 <= self.size <= self.count and self.size % self.num_hosts == 0, self
 
     def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
         """Return the ranges of lanes whose gradients a rank adds up by itself, in order."""
@@ -88,6 +106,39 @@ class RankLanes:
     def num_sums(self) -> int:
         """Sums of all ranks together."""
         return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
+
+    @property
+    def per_host(self) -> int:
+        """Ranks of each host."""
+        return self.size // self.num_hosts
+
+    @property
+    def has_two_levels(self) -> bool:
+        """Whether bytes move between the ranks of a host, and between hosts, in collectives of their own."""
+        return 1 < self.num_hosts < self.size
+
+    def ranks_of_host(self, host: int) -> range:
+        """Return the ranks of a host."""
+        return range(host * self.per_host, (host + 1) * self.per_host)
+
+    def sums_of_host(self, host: int) -> list[tuple[int, int]]:
+        """Return the ranges of lanes that the ranks of a host add up among themselves, in order."""
+        ranks = self.ranks_of_host(host)
+        lanes = [lanes_of_rank(rank, self.size, self.count) for rank in (ranks[0], ranks[-1])]
+        return subtrees(0, self.count, lanes[0].start, lanes[1].stop)
+
+    def shares_gathered_beside(self) -> int:
+        """Return how many shares a gather holds beside the full copy: those that come from other hosts."""
+        return self.num_hosts if self.has_two_levels else 0
+
+    def shares_exchanged_at_once(self, rank: int) -> int:
+        """Return how many shares in fp32 an exchange holds at once: what is received, and what a host sends on."""
+        if not self.has_two_levels:
+            return self.num_sums
+        host = rank // self.per_host
+        on_host = sum(len(self.sums_of_rank(each)) for each in self.ranks_of_host(host))
+        between = sum(len(self.sums_of_host(each)) for each in range(self.num_hosts))
+        return len(self.sums_of_host(host)) * self.num_hosts + max(on_host, between)
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
         """Return the micro-batches of a step that a rank computes."""

@@ -11,14 +11,24 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import Store  # type: ignore[attr-defined]
+    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
-__all__ = ["CONNECT_TIMEOUT_S", "World", "WorldError", "connect", "destroy", "init", "meeting_point"]
+__all__ = [
+    "CONNECT_TIMEOUT_S",
+    "World",
+    "WorldError",
+    "connect",
+    "destroy",
+    "groups_of_hosts",
+    "init",
+    "meeting_point",
+]
 
 #: Set by torchrun for each of its processes, and by our launcher.
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -61,9 +71,9 @@ class World:
         return cls(0, 1, 0, 1, socket.gethostname(), 1)
 
     @classmethod
-    def local(cls, rank: int, size: int) -> World:
-        """Return the world of one of ``size`` processes on this host."""
-        return cls(rank, size, rank, size, socket.gethostname(), 1)
+    def local(cls, rank: int, size: int, num_hosts: int = 1) -> World:
+        """Return the world of one of ``size`` processes on this host, or on several that are like it."""
+        return cls(rank, size, rank % (size // num_hosts), size // num_hosts, socket.gethostname(), num_hosts)
 
     @classmethod
     def of_environment(cls, environment: Mapping[str, str] = os.environ) -> World:
@@ -203,6 +213,28 @@ def init(world: World, device: torch.device, store: Store) -> None:
     )
 
 
+@cache
+def groups_of_hosts(per_host: int) -> tuple[ProcessGroup, ProcessGroup]:
+    """Return the group of this host's ranks, and that of the ranks with this one's number on their hosts.
+
+    All ranks of the default group call it, once: the groups are kept, as each has connections of its own.
+
+    Args:
+        per_host: ranks of each host.
+    """
+    import torch.distributed as dist
+
+    ranks, own = range(dist.get_world_size()), dist.get_rank()
+    hosts = [list(ranks[first : first + per_host]) for first in ranks[::per_host]]
+    found: list[ProcessGroup] = []
+    for members in (*hosts, *map(list, zip(*hosts, strict=True))):  # every rank makes all of them, in this order
+        group = dist.new_group(members, timeout=_GROUP_TIMEOUT)
+        if own in members:
+            found.append(group)
+    on_host, across_hosts = found
+    return on_host, across_hosts
+
+
 def destroy() -> None:
     """Leave the group, where this process joined one.
 
@@ -211,5 +243,6 @@ def destroy() -> None:
     """
     import torch.distributed as dist
 
+    groups_of_hosts.cache_clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class Case:
         other_tables: of ranks with an odd number, whose blocks have other homes.
         has_parts: layouts are cut into parts of one partial sum of a norm.
         labels: which micro-batches have labels: ``all`` or ``few``.
+        lanes: in which gradients are added.
     """
 
     model: str
@@ -48,6 +49,7 @@ class Case:
     other_tables: Mapping[str, Any]
     has_parts: bool = False
     labels: str = "all"
+    lanes: int = LANES
 
 
 CASES = {
@@ -70,6 +72,8 @@ CASES = {
         labels="few",
     ),
 }
+
+UNEVEN = {"tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5)}
 
 
 def write_models(folder: Path) -> None:
@@ -96,15 +100,20 @@ def write_models(folder: Path) -> None:
     AutoModelForCausalLM.from_config(mixture, dtype=torch.float32).save_pretrained(folder / "mixture")
 
 
+def own_folder(world: World) -> str:
+    """Return the name of a world's folder."""
+    return f"world{world.num_hosts}x{world.local_size}"
+
+
 def text_of(folder: Path, case: Case, world: World) -> str:
     """Return the config of a rank; homes differ between ranks."""
     tables = dict(case.tables)
     if world.rank % 2:
         tables |= case.other_tables
     own = {name: tables.pop(name, "") for name in ("training", "model")}
-    text = config_text(folder / f"world{world.size}", folder / case.model, **tables)
+    text = config_text(folder / own_folder(world), folder / case.model, **tables)
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
-    batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {LANES}\n{own['training']}\n"
+    batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
 
@@ -123,20 +132,22 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
     """Train the cases, one after the other, on one rank."""
     found = {}
     for number, name in enumerate(names):
-        case = CASES[name]
-        own = folder / f"world{world.size}" / f"case{number}"
+        case = {**CASES, **UNEVEN}[name]
+        own = folder / own_folder(world) / f"case{number}"
         own.mkdir(parents=True, exist_ok=True)
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
-        text = text_of(folder, case, world).replace(f"world{world.size}", f"world{world.size}/case{number}")
+        text = text_of(folder, case, world).replace(own_folder(world), f"{own_folder(world)}/case{number}")
         with mock.patch.object(layouts, "PART_ELEMENTS", size):
             found[name] = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
     return found
 
 
-def by_case(size: int, folder: Path) -> dict[str, list[RankResult]]:
+def by_case(
+    size: int, folder: Path, *, num_hosts: int = 1, names: Sequence[str] = tuple(CASES)
+) -> dict[str, list[RankResult]]:
     """Run the cases in a world of so many ranks; return each one's results by rank."""
-    of_ranks = run_world(size, train_cases, folder, list(CASES))
-    return {name: [of_rank[name] for of_rank in of_ranks] for name in CASES}
+    of_ranks = run_world(size, train_cases, folder, list(names), num_hosts=num_hosts)
+    return {name: [of_rank[name] for of_rank in of_ranks] for name in names}
 
 
 @pytest.fixture(scope="module")
@@ -157,18 +168,49 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
     """Losses, norms, weights and state are those of one process, whatever ranks and homes."""
     for name, results in by_case(size, folder).items():
-        (expected,) = alone[name]
-        assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
-        for rank, result in enumerate(results):
-            assert result.losses == expected.losses, (name, rank)
-            assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
-            assert result.moved == result.planned, (name, rank)
-            assert {f"{end}ranks" for end in ("ram->", "gpu->")} & set(result.moved), (name, rank)
-            for tier, (most, capacity) in result.tiers.items():
-                assert most <= capacity, (name, rank, tier)
-            window, planned = result.window
-            assert 0 < window <= planned, (name, rank)
-        assert digests(results) == digests([expected]), name
+        assert_same(name, results, alone[name])
+
+
+def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankResult]) -> None:
+    """Results of ranks are those of one process, and each moved what its plan says, within its tiers."""
+    (expected,) = alone
+    assert len(set(expected.losses)) == NUM_STEPS and all(expected.norms), name
+    for rank, result in enumerate(results):
+        assert result.losses == expected.losses, (name, rank)
+        assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
+        assert result.moved == result.planned, (name, rank)
+        assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
+        for tier, (most, capacity) in result.tiers.items():
+            assert most <= capacity, (name, rank, tier)
+        window, planned = result.window
+        assert 0 < window <= planned, (name, rank)
+    assert digests(results) == digests([expected]), name
+
+
+#: One case alone in CI: two-part layouts and homes that differ between ranks.
+ON_HOSTS = "tied, bf16, dropout, noise"
+
+
+@pytest.mark.parametrize("names", [[ON_HOSTS], pytest.param(list(CASES), marks=pytest.mark.slow)])
+def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str, list[RankResult]]) -> None:
+    """In two levels a network link carries a part of what it would otherwise, and the bits are the same."""
+    for name, results in by_case(4, folder, num_hosts=2, names=names).items():
+        assert_same(name, results, alone[name])
+        for result in results:
+            tier = "gpu" if "gpu->hosts" in result.moved else "ram"
+            # Each of the two ranks of a host brings in half of the other host's half; within a host it is passed on.
+            between = result.moved[f"{tier}->hosts"], result.moved[f"hosts->{tier}"]
+            assert between[0] == between[1]
+            assert result.moved[f"{tier}->ranks"] == result.moved[f"ranks->{tier}"] == 2 * between[0] > 0, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_hosts", [1, 2, 4])
+def test_same_bits_where_lanes_are_uneven(num_hosts: int, folder: Path) -> None:
+    """Of five lanes the last of four ranks has two, whose sums are no node of the tree; nor are those of its host."""
+    (name,) = UNEVEN
+    (expected,) = by_case(1, folder, names=[name])[name]
+    assert_same(name, by_case(4, folder, num_hosts=num_hosts, names=[name])[name], [expected])
 
 
 def refuse_together(world: World, folder: Path, model: Path) -> dict[str, Any]:

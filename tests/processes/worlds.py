@@ -54,11 +54,14 @@ class RankResult:
     window: tuple[int, int] = (0, 0)
 
 
-def run_world(size: int, job: Callable[..., Any], *arguments: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_world(
+    size: int, job: Callable[..., Any], *arguments: Any, num_hosts: int = 1, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Return what ``job(world, *arguments)`` returns on each of ``size`` ranks; an error of one is raised here.
 
     Args:
         job: a function of a module, so that another process can import it.
+        num_hosts: that the ranks believe to be on.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["processes.worlds", "transformers.models.llama.modeling_llama"])
@@ -68,7 +71,9 @@ def run_world(size: int, job: Callable[..., Any], *arguments: Any, timeout_s: fl
     ranks = []
     for rank in range(size):
         own, other = context.Pipe(duplex=False)
-        ranks.append(context.Process(target=_run_rank, args=(rank, size, str(meeting), other, job, arguments)))
+        ranks.append(
+            context.Process(target=_run_rank, args=(rank, size, num_hosts, str(meeting), other, job, arguments))
+        )
         ranks[-1].start()
         other.close()
         ends.append(own)
@@ -91,10 +96,16 @@ def run_world(size: int, job: Callable[..., Any], *arguments: Any, timeout_s: fl
 
 
 def _run_rank(
-    rank: int, size: int, meeting: str, answer: Connection, job: Callable[..., Any], arguments: Sequence[Any]
+    rank: int,
+    size: int,
+    num_hosts: int,
+    meeting: str,
+    answer: Connection,
+    job: Callable[..., Any],
+    arguments: Sequence[Any],
 ) -> None:
     torch.set_num_threads(1)
-    world = World.local(rank, size)
+    world = World.local(rank, size, num_hosts)
     try:
         store = torch.distributed.FileStore(meeting, size)
         init(world, torch.device("cpu"), store)

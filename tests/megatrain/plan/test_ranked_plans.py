@@ -29,8 +29,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.toml"
 
 
-def plan_of(config: Path, size: int, *changes: str) -> Plan:
-    return plan_run(replace(resolve(load_config(config, (), changes).config), world=World.local(0, size)))
+def plan_of(config: Path, size: int, *changes: str, num_hosts: int = 1) -> Plan:
+    return plan_run(replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts)))
 
 
 def rates(peer: float) -> SimulatedRates:
@@ -50,6 +50,21 @@ def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
     once = sum(elements.values()) + elements["model.embed_tokens/weight"]
     gathered, exchanged = once + sum(elements.values()), once
     assert ranked.traffic["ram->ranks"] == ranked.traffic["ranks->ram"] == 4 * (gathered + exchanged)
+
+
+def test_a_network_carries_each_byte_once(config: Path) -> None:
+    plan = plan_of(config, 4, num_hosts=2)
+    elements = {key: block.num_elements for key, block in plan.program.blocks.items() if block.kind == "weights"}
+    once = sum(elements.values()) + elements["model.embed_tokens/weight"]
+    moved = 4 * (once + sum(elements.values()) + once)  # weights for two passes, and gradients, of one share
+    assert plan.traffic["ram->hosts"] == plan.traffic["hosts->ram"] == moved  # of the rank on the other host
+    assert plan.traffic["ram->ranks"] == plan.traffic["ranks->ram"] == 2 * moved  # and passed on within this one
+    assert plan.budgets["ram"] == plan_of(config, 2).budgets["ram"]  # a host gives it to two processes
+    one_each = plan_of(config, 2, num_hosts=2)
+    assert "ram->ranks" not in one_each.traffic
+    assert one_each.traffic["ram->hosts"] == plan_of(config, 2).traffic["ram->ranks"]
+    slow = simulate_step(plan, TOKENS, replace(rates(1e15), network_bytes_per_s=moved / 10))
+    assert slow.step_s >= 10 and slow.stall_s["ranks"] > 5
 
 
 def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
@@ -81,6 +96,12 @@ def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> Non
     assert result.exit_code == 0, result.output
     assert "this is one of 4 processes; the 4 on this host together take ram" in result.output
     assert "ram->ranks" in result.output
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--hosts", "2"])
+    assert result.exit_code == 0, result.output
+    assert "this is one of 4 processes; the 2 on each of 2 hosts together take ram" in result.output
+    assert "ram->hosts" in result.output
+    words = ["plan", str(config), "--set", "distributed.processes=4"]
+    assert "this is one of 4 processes" in CliRunner().invoke(command_group(), words).output
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "8"])
     assert result.exit_code == 2 and "with 8 processes 4 of these would have none" in result.output
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--measure"])

@@ -7,6 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.engine.lanes import total
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Shares
@@ -37,6 +38,25 @@ def test_shares_fit_parts_and_norms() -> None:
 def test_one_rank_owns_everything_without_padding(length: int) -> None:
     part = range(7, 7 + length)
     assert Shares().are_whole and Shares().owned(part) == part and Shares().num_elements(part) == length
+
+
+@given(num_hosts=st.integers(1, 5), per_host=st.integers(1, 5), more=st.integers(0, 9))
+def test_a_host_adds_up_whole_nodes_of_the_tree(num_hosts: int, per_host: int, more: int) -> None:
+    size = num_hosts * per_host
+    lanes = RankLanes(size + more, size, num_hosts)
+    numbers = {(lane, lane + 1): str(lane) for lane in range(lanes.count)}
+
+    def added(first: int, stop: int, sums: dict[tuple[int, int], str]) -> str:
+        return total(first, stop, sums, lambda one, other: f"({one}+{other})")
+
+    of_ranks = [{node: added(*node, numbers) for node in lanes.sums_of_rank(rank)} for rank in range(size)]
+    of_hosts: dict[tuple[int, int], str] = {}
+    for host in range(num_hosts):
+        found = {node: text for rank in lanes.ranks_of_host(host) for node, text in of_ranks[rank].items()}
+        of_hosts.update({node: added(*node, found) for node in lanes.sums_of_host(host)})
+        # Never more than the ranks of the host would send without it.
+        assert len(lanes.sums_of_host(host)) <= len(found)
+    assert added(0, lanes.count, of_hosts) == added(0, lanes.count, numbers)
 
 
 @given(size=st.integers(1, 8), more=st.integers(0, 8), num_micro_batches=st.integers(1, 40))

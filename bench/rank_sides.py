@@ -1,0 +1,129 @@
+"""A world of ranks for `ranks.py`: processes of this machine that take the same steps together, each timed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.sides import Ours, StepTimes, batches
+from megatrain.config.resolve import resolve
+from megatrain.config.schema import RunConfig
+from megatrain.engine.ranked import RankedStepEngine
+from megatrain.plan.planner import plan_run, plan_together
+from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.world import World, init
+
+#: Until a rank has taken all of its steps; one that hangs must not take the bench along.
+TIMEOUT_S = 1200.0
+LR = 1e-4
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    """What one rank saw.
+
+    Attributes:
+        times: of the steps that were measured.
+        losses: of all steps. norms: of all steps, before clipping.
+        moved: by link, bytes of all steps and the update after them. planned: the same, as planned.
+    """
+
+    times: Sequence[StepTimes]
+    losses: Sequence[float]
+    norms: Sequence[float]
+    moved: dict[str, int]
+    planned: dict[str, int]
+
+
+class RankSide(Ours):
+    """A rank, or a process alone."""
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Return the bytes that crossed each link in all steps, between ranks as well."""
+        between = self._engine.moved_bytes if isinstance(self._engine, RankedStepEngine) else {}
+        links = {link for window in self.windows for link in window.links}
+        moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
+        return {**moved, **between}
+
+
+def run_world(
+    folder: Path, config: RunConfig, num_hosts: int, per_host: int, num_warm: int, num_steps: int
+) -> list[RankSteps]:
+    """Return what each rank saw of a few steps.
+
+    Args:
+        folder: for the place where the ranks meet.
+        config: of the run; every rank has folders of its own in it.
+        num_hosts: that the ranks believe to be on.
+        per_host: ranks of each.
+        num_warm: steps that are not measured.
+        num_steps: steps that are.
+
+    Raises:
+        RuntimeError: a rank failed, or did not end in time.
+    """
+    size = num_hosts * per_host
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.rank_sides", "transformers.models.llama.modeling_llama"])
+    ends: dict[Connection, int] = {}
+    processes = []
+    meeting = folder / f"meeting{num_hosts}x{per_host}-{os.urandom(4).hex()}"
+    for rank in range(size):
+        own, other = context.Pipe(duplex=False)
+        arguments = (World.local(rank, size, num_hosts), str(meeting), other, config, num_warm, num_steps)
+        processes.append(context.Process(target=_run_rank, args=arguments))
+        processes[-1].start()
+        other.close()
+        ends[own] = rank
+    found: dict[int, RankSteps] = {}
+    try:
+        while ends:
+            ready = wait(list(ends), timeout=TIMEOUT_S)
+            if not ready:
+                raise RuntimeError(f"ranks {sorted(ends.values())} of {size} said nothing for {TIMEOUT_S:.0f} s")
+            for end in ready:
+                assert isinstance(end, Connection)
+                rank = ends.pop(end)
+                answer = pickle.loads(end.recv_bytes())
+                if isinstance(answer, str):
+                    raise RuntimeError(f"rank {rank} of {size}: {answer}")
+                found[rank] = answer
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        meeting.unlink(missing_ok=True)
+    return [found[rank] for rank in range(size)]
+
+
+def _run_rank(world: World, meeting: str, answer: Connection, *arguments: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        init(world, torch.device("cpu"), torch.distributed.FileStore(meeting, world.size))
+        answer.send_bytes(pickle.dumps(_steps(world, *arguments)))
+    except BaseException:
+        answer.send_bytes(pickle.dumps(traceback.format_exc()))
+    answer.close()
+    os._exit(0)  # destroying a group of gloo may wait for itself
+
+
+def _steps(world: World, config: RunConfig, num_warm: int, num_steps: int) -> RankSteps:
+    run = replace(resolve(config), world=world)
+    plan = plan_run(run) if world.is_single else plan_together(run, Collectives())
+    with ExitStack() as stack:
+        side = stack.enter_context(RankSide(config, num_warm + num_steps, plan=plan))
+        times = [side.step(batch, LR) for batch in islice(batches(config), num_warm + num_steps)]
+        side.finish()
+        losses, norms = [each.loss for each in times], [each.grad_norm for each in times]
+        return RankSteps(times[num_warm:], losses, norms, side.moved_bytes(), side.planned_bytes())

@@ -1,0 +1,317 @@
+"""What several ranks move, cost and are predicted to reach.
+
+    python bench/ranks.py --json
+    python bench/ranks.py --quick                      # a minute, a small model and no large plans
+    python bench/ranks.py --parts steps --worlds 1x2,2x2
+
+`steps`: worlds of hosts x ranks (of this machine, with gloo, a thread each) take the same steps as one process, with
+all state in RAM and with all of it on a drive. Claims: every rank moves exactly the planned bytes over every link,
+between ranks and hosts as well; losses and norms are the bits of one process; the processor time of all ranks together
+is at most 1.15 times that of one process with the same tokens.
+
+`plans`: steps of large models on machines that are not here, planned as `plan --processes N --hosts H --machine NAME`
+does, and replayed with the planner's simulator at the rates of the machine file. Nothing of them is measured. Claim:
+70 B parameters on 8 GPUs of one host reach 0.9 of what one GPU does with as many tokens per GPU, from 16,384 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"  # of each rank, and of the process that is compared with them
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from bench.common import QUICKSTART, ROOT, Report, step_shape
+from bench.models import write_llama
+from bench.rank_sides import RankSteps, run_world
+from bench.sides import run_config, with_tight_ram
+from megatrain.config.resolve import resolve
+from megatrain.config.schema import RunConfig
+from megatrain.plan.machine import PlannedMachine
+from megatrain.plan.machine_files import find_machine
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.ranks.world import World
+
+TEXT = QUICKSTART / "loomings.txt"
+MODELS = ROOT / "examples" / "models"
+MACHINE = "8xh100-2tb"
+PARTS = ("steps", "plans")
+PLACEMENTS = ("ram", "nvme")
+ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}
+#: Lanes of all worlds, so that their sums are the same.
+LANES = 4
+TARGET_CPU, TARGET_EFFICIENCY, FROM_TOKENS = 1.15, 0.9, 16_384
+LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model on hosts that are not here.
+
+    Attributes:
+        model: of examples/models. num_hosts: like the machine. per_host: ranks of each.
+        tokens_per_gpu: of a step. is_compared: with one GPU of one host.
+    """
+
+    model: str
+    num_hosts: int
+    per_host: int
+    tokens_per_gpu: Sequence[int]
+    is_compared: bool
+
+    @property
+    def size(self) -> int:
+        return self.num_hosts * self.per_host
+
+
+PLANNED = (
+    PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_536), is_compared=True),
+    PlannedModel("Llama-3.1-405B", 4, 8, (8192, 16_384, 32_768), is_compared=False),
+)
+
+
+def main() -> int:
+    """Run the bench; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    shape = arguments.tokens
+    report = Report("ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        if "steps" in arguments.parts:
+            hidden, layers, vocabulary = (128, 2, 1024) if arguments.quick else (512, 8, 8192)
+            model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
+            report.row("model", f"llama {hidden}x{layers}, vocabulary {vocabulary}", "")
+            report.row("shape", "x".join(map(str, shape)), "micro-batches x rows x tokens")
+            Steps(model, arguments, Path(scratch), report).run()
+        if "plans" in arguments.parts:
+            for planned in planned_models(Path(scratch), quick=arguments.quick):
+                Plans(planned, Path(scratch), report).run()
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a model of 0.7 M parameters, one world, small plans")
+    parser.add_argument(
+        "--tokens", type=step_shape, default=(4, 1, 512), help="micro-batches x rows x tokens of a step"
+    )
+    parser.add_argument("--worlds", type=_worlds, help="hosts x ranks of each; default: 1x2,1x4,2x2, quick: 1x2")
+    parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
+    parser.add_argument("--steps", type=int, help="steps that are measured, after one that is not; default: 4")
+    parser.add_argument("--parts", type=_parts, default=PARTS, help="of steps,plans; default: both")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
+    arguments = parser.parse_args()
+    arguments.worlds = arguments.worlds or ([(1, 2)] if arguments.quick else [(1, 2), (1, 4), (2, 2)])
+    arguments.steps = arguments.steps or (2 if arguments.quick else 4)
+    return arguments
+
+
+def _worlds(text: str) -> list[tuple[int, int]]:
+    hosts_and_ranks = [tuple(int(number) for number in part.split("x")) for part in text.split(",")]
+    return [(num_hosts, per_host) for num_hosts, per_host in hosts_and_ranks]
+
+
+def _parts(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if not set(parts) <= set(PARTS):
+        raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(PARTS)}")
+    return parts
+
+
+# -- steps that are taken ------------------------------------------------------------------------------------------
+
+
+class Steps:
+    """All worlds and placements, and the rows about them."""
+
+    def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
+        self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
+
+    def run(self) -> None:
+        """Take the steps, one world after the other, and print."""
+        load = round(os.getloadavg()[0], 2)
+        for placement in self._arguments.placements.split(","):
+            alone = self._world(placement, 1, 1)
+            self._tell(f"{placement}.1x1", alone)
+            for num_hosts, per_host in self._arguments.worlds:
+                name = f"{placement}.{num_hosts}x{per_host}"
+                ranks = self._world(placement, num_hosts, per_host)
+                self._tell(name, ranks)
+                self._compare(name, ranks, alone[0])
+        self._report.row("load_average.before", load, "threads, 1 minute")
+        self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+
+    def _world(self, placement: str, num_hosts: int, per_host: int) -> list[RankSteps]:
+        config = self._config(placement, num_hosts, per_host)
+        return run_world(self._folder, config, num_hosts, per_host, 1, self._arguments.steps)
+
+    def _config(self, placement: str, num_hosts: int, per_host: int) -> RunConfig:
+        folder = self._folder / f"{placement}.{num_hosts}x{per_host}"
+        num_micro_batches, rows, _ = self._arguments.tokens
+
+        def config(ram: str) -> RunConfig:
+            drive: dict[str, Any] = {"nvme": [{"path": str(folder / "nvme")}]} if placement == "nvme" else {}
+            return run_config(
+                self._model,
+                TEXT,
+                self._arguments.tokens,
+                folder,
+                tiers={"ram": {"size": ram}, **drive},
+                training={
+                    "per_device_train_batch_size": rows,
+                    "gradient_accumulation_steps": num_micro_batches,
+                    "gradient_lanes": LANES,
+                },
+                **({"placement": ON_NVME} if placement == "nvme" else {}),
+            )
+
+        # A rank has a part of what the config gives the host: room for the copies and sums of each.
+        return config("4GiB") if placement == "ram" else config(f"{4 * per_host * self._least_bytes(config)}B")
+
+    @staticmethod
+    def _least_bytes(config: Any) -> int:
+        return int(resolve(with_tight_ram(config)).tiers.ram_size.nbytes or 0)
+
+    def _tell(self, name: str, ranks: Sequence[RankSteps]) -> None:
+        row = self._report.row
+        steps = [statistics.median(each.total_s for each in rank.times) for rank in ranks]
+        row(f"{name}.step", max(steps), "s")
+        row(f"{name}.cpu", [round(_cpu_s(rank), 4) for rank in ranks], "CPU-s/step of each rank")
+        num_steps = len(ranks[0].losses)
+        for link in ranks[0].planned:
+            planned = [rank.planned[link] for rank in ranks]
+            row(f"{name}.{link}.planned", [nbytes // num_steps for nbytes in planned], "bytes/step of each rank")
+            off = max(abs(rank.moved.get(link, 0) - rank.planned[link]) for rank in ranks)
+            row(f"{name}.{link}.moved-planned", off, "bytes", target=0, ok=off == 0)
+
+    def _compare(self, name: str, ranks: Sequence[RankSteps], alone: RankSteps) -> None:
+        seen = list(zip(alone.losses, alone.norms, strict=True))
+        differing = max(
+            sum(one != other for one, other in zip(seen, zip(rank.losses, rank.norms, strict=True), strict=True))
+            for rank in ranks
+        )
+        self._report.row(f"{name}.steps_that_differ", differing, f"of {len(seen)}", target=0, ok=differing == 0)
+        ratio = sum(map(_cpu_s, ranks)) / _cpu_s(alone)
+        self._report.row(
+            f"{name}.ratio.cpu/one_process", ratio, "x", target=TARGET_CPU, ok=ratio <= TARGET_CPU, timing=True
+        )
+
+
+def _cpu_s(rank: RankSteps) -> float:
+    return statistics.median(each.parts_s["cpu"] for each in rank.times)
+
+
+# -- steps that are planned ----------------------------------------------------------------------------------------
+
+
+def planned_models(scratch: Path, *, quick: bool) -> Sequence[PlannedModel]:
+    """Return the models that are planned; small ones in a folder, if that is enough."""
+    if not quick:
+        return PLANNED
+    model = write_llama(scratch / "planned", hidden=256, layers=2, vocabulary=1024)
+    return [
+        PlannedModel(str(model), 1, 2, (LENGTH,), is_compared=True),
+        PlannedModel(str(model), 2, 2, (LENGTH,), is_compared=False),
+    ]
+
+
+class Plans:
+    """The plans of one model, and the rows about them."""
+
+    def __init__(self, planned: PlannedModel, folder: Path, report: Report) -> None:
+        self._planned, self._folder, self._report = planned, folder, report
+        self._machine: PlannedMachine = find_machine(MACHINE)
+        self._like: Plan | None = None
+        self._prefix = f"{Path(planned.model).name}.{planned.num_hosts}x{planned.per_host}"
+
+    def run(self) -> None:
+        """Plan, replay and print."""
+        planned = self._planned
+        for tokens in planned.tokens_per_gpu:
+            name = f"{self._prefix}.{tokens}"
+            step_s = self._tell(name, tokens, planned.size, planned.num_hosts)
+            if not planned.is_compared or step_s is None:
+                continue
+            one_s = self._tell(f"{name}.one_gpu", tokens, 1, 1)
+            if one_s is None:
+                continue
+            is_claimed = tokens >= FROM_TOKENS
+            ratio = one_s / step_s
+            self._report.row(
+                f"{name}.ratio.efficiency/one_gpu",
+                ratio,
+                "x, replayed",
+                target=TARGET_EFFICIENCY if is_claimed else None,
+                ok=ratio >= TARGET_EFFICIENCY if is_claimed else None,
+            )
+
+    def _tell(self, name: str, tokens: int, size: int, num_hosts: int) -> float | None:
+        """Print the rows of a plan; return the seconds of a replayed step, or None where it does not fit."""
+        row = self._report.row
+        try:
+            plan = self._plan(tokens, size, num_hosts)
+        except DoesNotFitError as error:
+            row(f"{name}.step", None, f"does not fit: {error}")
+            return None
+        self._like = self._like or plan
+        rates = measured_rates(plan)
+        assert plan.estimate is not None and rates is not None, "a machine file has all rates"
+        replayed = simulate_step(plan, plan.estimate.tokens_per_step, rates)
+        row(f"{name}.tokens", tokens * size, "tokens/step of all GPUs")
+        row(f"{name}.step", replayed.step_s, "s, replayed")
+        row(f"{name}.bound_by", plan.estimate.bound_by or "-", "resource")
+        row(f"{name}.efficiency", plan.estimate.seconds["compute"] / replayed.step_s, "matrix products / step")
+        row(f"{name}.gathered_ahead", plan.program.gathers_ahead, "visits")
+        for cause, seconds in replayed.stall_s.items():
+            row(f"{name}.stall_{cause}", seconds, "s, replayed")
+        for tier, nbytes in plan.totals.items():
+            row(f"{name}.{tier}", nbytes, "bytes of each rank")
+        for link, nbytes in plan.traffic.items():
+            if nbytes:
+                row(f"{name}.{link}.planned", nbytes, "bytes/step of each rank")
+        return replayed.step_s
+
+    def _plan(self, tokens: int, size: int, num_hosts: int) -> Plan:
+        run = replace(
+            resolve(self._config(tokens * size // LENGTH), self._machine), world=World.local(0, size, num_hosts)
+        )
+        return plan_run(run, like=self._like, names_ways_out=False)
+
+    def _config(self, num_micro_batches: int) -> RunConfig:
+        """Return the config of a step: micro-batches of one row, bf16."""
+        path = Path(self._planned.model)
+        drives: Sequence[Mapping[str, str]] = [
+            {"path": str(self._folder / f"drive{number}")} for number in range(len(self._machine.drives))
+        ]
+        return RunConfig.model_validate(
+            {
+                "task": "pretrain",
+                "output_dir": str(self._folder / "planned_run"),
+                "model": {
+                    "model_name_or_path": str(path if path.is_absolute() else MODELS / path),
+                    "train_from_scratch": True,
+                },
+                "precision": {"compute_dtype": "bfloat16", "grad_dtype": "bfloat16"},
+                "data": {"max_length": LENGTH, "train": [{"path": str(TEXT)}]},
+                "training": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": num_micro_batches},
+                "tiers": {"nvme": drives},
+            }
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
