@@ -66,7 +66,7 @@ from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan import machine
 from megatrain.plan.limits import refuse
-from megatrain.plan.planner import plan_run
+from megatrain.plan.planner import gathering_at_most, plan_run
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
@@ -140,6 +140,12 @@ def planned_alike(run: RunSpec, group: RankGroup) -> RunSpec:
     return replace(run, world=world, tiers=tiers)
 
 
+def _planned(run: RunSpec, group: RankGroup) -> Plan:
+    """Plan a run of this rank. A collective."""
+    plan = plan_run(run)
+    return plan if group.world.is_single else gathering_at_most(plan, min(group.gather(plan.program.gathers_ahead)))
+
+
 class Trainer:
     """One run of one config. Nothing is allocated or written before ``train``, or ``open``.
 
@@ -194,7 +200,7 @@ class Trainer:
         group: RankGroup | None = None,
     ) -> None:
         self.group = group or RankGroup.single()
-        self.plan = plan or plan_run(_with_kept_lanes(planned_alike(resolve(config), self.group)))
+        self.plan = plan or _planned(_with_kept_lanes(planned_alike(resolve(config), self.group)), self.group)
         self.run = self.plan.run
         config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
         self.config = with_commit(config, self.run.model.hub)
