@@ -344,10 +344,9 @@ class _Proof:
             compute_dtype=self._dtype,
             grad_dtype=self._grad_dtype,
         )
-        count = max(self._num_processes, config.training.gradient_accumulation_steps)
-        batch = {"gradient_accumulation_steps": count, "gradient_lanes": self._num_processes}
         values = config.model_dump(exclude_unset=True)
-        values["training"] |= batch
+        count = max(self._num_processes, values["training"]["gradient_accumulation_steps"])
+        values["training"] |= {"gradient_accumulation_steps": count, "gradient_lanes": self._num_processes}
         values["distributed"] = {"threads": 1}
         values["logging"]["report_to"] = "jsonl"  # the losses
         if drives:
