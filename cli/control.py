@@ -173,9 +173,12 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
         return lines
     if status is None:
         return [("starting", owner.text)]
+    from megatrain.run.metrics import format_rank
+
     lines = [(status.state, _progress(status)), *_evaluations(status)]
     if status.metrics is not None and status.metrics.tier_used_bytes:
         lines.append(("memory", _memory(status)))
+        lines += [(f"rank {number}", format_rank(each)) for number, each in enumerate(status.metrics.ranks)]
     if seen.saved_step is not None:
         when = f", {_age(status.checkpoint_at)} ago" if status.checkpoint_at is not None else ""
         lines.append(("saved", f"step {seen.saved_step}{when}"))

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -33,6 +34,7 @@ from .terminal import RunOutput, Spinner, without_collector
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
     from megatrain.models.hub import FetchedFile
+    from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
     from megatrain.ranks.watch import Failure
     from megatrain.run.metrics import RunInfo, RunSummary
@@ -166,6 +168,7 @@ def _run(
         spinner.say("reading the model and planning")
         trainer = Trainer(
             loaded.config,
+            plan=_plan_of_one(loaded) if dry_run and group.world.is_single else None,
             observer=Observers([Starting(), console]) if is_first else RunObserver(),
             activity=activity,
             allow_config_change=allow_config_change,
@@ -202,6 +205,19 @@ def _run(
     if code:
         raise RunFailedError("interrupted; nothing saved", code)
     return code
+
+
+def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
+    """Return the plan of one of several processes, none of which is started; None: the config asks for one."""
+    from megatrain.config.resolve import resolve
+    from megatrain.plan.planner import plan_run
+    from megatrain.ranks.world import World
+    from megatrain.trainer import with_kept_lanes
+
+    size = loaded.config.distributed.processes
+    if size == 1:
+        return None
+    return plan_run(replace(with_kept_lanes(resolve(loaded.config)), world=World.local(0, size)))
 
 
 def _print_fetched(file: FetchedFile) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,8 +28,15 @@ _TIERS = ("ram", "nvme")
 @click.option(
     "--tiers", default="ram,nvme", show_default=True, metavar="TIERS", help="Where state is put: ram, or ram,nvme."
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Also train with N processes of this machine, and with one: the same bits.",
+)
 @json_option
-def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json: bool) -> int:
+def command(config: Path | None, overrides: tuple[str, ...], tiers: str, processes: int, as_json: bool) -> int:
     """Prove on this machine that tiered training equals ordinary training.
 
     Trains a scaled-down copy of CONFIG's model (without CONFIG: a small Llama) for some steps: with Hugging Face and
@@ -47,6 +55,8 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
             None if loaded is None else loaded.config,
             tiers=chosen,
             scratch=_scratch(),
+            num_processes=processes,
+            run_command=[sys.executable, "-m", str(__package__), "run"],
             on_progress=lambda what: click.echo(f"{what} ...", err=True),
         )
     if as_json:

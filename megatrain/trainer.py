@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import psutil
+import torch
 
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.best import Best, MetricError
@@ -66,7 +67,7 @@ from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
 from megatrain.plan import machine
 from megatrain.plan.limits import refuse
-from megatrain.plan.planner import plan_run
+from megatrain.plan.planner import gathering_at_most, plan_run
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
@@ -140,6 +141,12 @@ def planned_alike(run: RunSpec, group: RankGroup) -> RunSpec:
     return replace(run, world=world, tiers=tiers)
 
 
+def _planned(run: RunSpec, group: RankGroup) -> Plan:
+    """Plan a run of this rank. A collective."""
+    plan = plan_run(run)
+    return plan if group.world.is_single else gathering_at_most(plan, min(group.gather(plan.program.gathers_ahead)))
+
+
 class Trainer:
     """One run of one config. Nothing is allocated or written before ``train``, or ``open``.
 
@@ -194,7 +201,7 @@ class Trainer:
         group: RankGroup | None = None,
     ) -> None:
         self.group = group or RankGroup.single()
-        self.plan = plan or plan_run(_with_kept_lanes(planned_alike(resolve(config), self.group)))
+        self.plan = plan or _planned(with_kept_lanes(planned_alike(resolve(config), self.group)), self.group)
         self.run = self.plan.run
         config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
         self.config = with_commit(config, self.run.model.hub)
@@ -1166,7 +1173,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
     )
 
 
-def _with_kept_lanes(run: RunSpec) -> RunSpec:
+def with_kept_lanes(run: RunSpec) -> RunSpec:
     """Return a run with the lanes of the checkpoint that it continues, where the config leaves them open.
 
     Before the plan, as open sums of lanes take memory.
@@ -1180,6 +1187,8 @@ def _with_kept_lanes(run: RunSpec) -> RunSpec:
 def describe_model(plan: Plan) -> Mapping[str, Any]:
     """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
     graph, folder = plan.graph, plan.run.model.folder
+    # A CPU's matrix products and sums have other last bits with another number of threads.
+    threads = {"threads": torch.get_num_threads()} if plan.device.type == "cpu" else {}
     return {
         "name": plan.run.model.name,
         "class": type(graph.model).__name__,
@@ -1188,4 +1197,5 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
+        **threads,
     }

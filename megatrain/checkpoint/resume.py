@@ -332,6 +332,12 @@ def check_changes(
         )
     if altering:
         on_notice("continuing with changes that alter results: " + "; ".join(altering))
+    threads = [each.get("threads") for each in (checkpoint.state.model, model)]
+    if None not in threads and threads[0] != threads[1]:
+        on_notice(
+            f"torch computes on {threads[1]} threads, and did on {threads[0]} up to the checkpoint: on a CPU that "
+            "changes last bits. OMP_NUM_THREADS sets the number, or distributed.threads of several processes"
+        )
     if changes.free:
         on_notice("changed, without effect on results: " + "; ".join(map(str, changes.free)))
 

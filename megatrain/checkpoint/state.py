@@ -111,8 +111,8 @@ class RunState:
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
-        model: name, class and number of parameters, for people; dtype, device, attention and a checksum of its config;
-            where tensors of its folder are kept as they are, their number and their checksum.
+        model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config; on
+            a CPU, torch's threads; where tensors of its folder are kept as they are, their number and their checksum.
         run_name: as in the config.
         saved_at: date and time, ISO 8601.
         versions: package -> version.

@@ -79,6 +79,8 @@ OPEN_SHARES = (0.1, 0.0, 0.2, 0.35, 0.5)
 #: Share of the open room that copies may take which wait for their next use (docs/decisions/0009-stays.md).
 STAY_SHARE = 0.9
 _NUM_TRIES = 4
+#: How many visits ahead ranks gather weights, where that takes room of nothing else.
+MOST_GATHERS_AHEAD = 3
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
 
@@ -90,6 +92,7 @@ def plan_run(
     names_ways_out: bool = True,
     like: Plan | None = None,
     capacities: Mapping[str, int] | None = None,
+    most_ahead: int = MOST_GATHERS_AHEAD,
 ) -> Plan:
     """Plan a run.
 
@@ -102,6 +105,7 @@ def plan_run(
         like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
             model and trace are used again, which take most of the time.
         capacities: of tiers that are to have another one than the run gives them.
+        most_ahead: of several ranks, how many visits ahead weights may be gathered.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -116,7 +120,7 @@ def plan_run(
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
-        kept = _place(run, subject, profile, capacities)
+        kept = _place(run, subject, profile, capacities, most_ahead)
     except DoesNotFitError as error:
         if not names_ways_out:
             raise
@@ -169,9 +173,24 @@ def plan_together(run: RunSpec, collectives: Collectives) -> Plan:
     of_ranks = collectives.gather_objects(own)
     collectives.check_alike("tiers", list(own))
     least = {name: min(each[name] for each in of_ranks) for name in own}
-    plan = collectives.all_or_none(lambda: plan_run(run, capacities=least))
+    own_plan = collectives.all_or_none(lambda: plan_run(run, capacities=least))
+    most_ahead = min(collectives.gather_objects(own_plan.program.gathers_ahead))
+    plan = collectives.all_or_none(lambda: gathering_at_most(own_plan, most_ahead, least))
     collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
     return plan
+
+
+def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
+    """Return a plan with weights gathered no further ahead than on the rank that has least room for it.
+
+    Args:
+        plan: of a rank, whose blocks may have other homes, and leave other room, than those of others.
+        most_ahead: on all ranks.
+        capacities: as for ``plan_run``.
+    """
+    if plan.program.gathers_ahead <= most_ahead:
+        return plan
+    return plan_run(plan.run, like=plan, capacities=capacities, most_ahead=most_ahead)
 
 
 def check_ranks(run: RunSpec) -> None:
@@ -342,13 +361,18 @@ def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
 
 
 def _place(
-    run: RunSpec, subject: _Subject, profile: LoadedProfile, capacities: Mapping[str, int] | None = None
+    run: RunSpec,
+    subject: _Subject,
+    profile: LoadedProfile,
+    capacities: Mapping[str, int] | None = None,
+    most_ahead: int = MOST_GATHERS_AHEAD,
 ) -> KeptGraphs:
     """Return the program of a run, and where its blocks live.
 
     Args:
         run: the subject's, or one that differs in gradients and tiers.
         capacities: of tiers that are to have another one than the run gives them.
+        most_ahead: see ``plan_run``.
 
     Raises:
         DoesNotFitError: a tier is too small.
@@ -376,12 +400,21 @@ def _place(
         return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        if run.world.is_single or run.prefetch_bytes == 0:
+        if run.world.is_single or run.prefetch_bytes == 0 or most_ahead == 0:
             return placed_with(0, updates_beside_device=updates_beside_device)
         try:
-            return placed_with(1, updates_beside_device=updates_beside_device)
+            found = placed_with(1, updates_beside_device=updates_beside_device)
         except DoesNotFitError:  # a second full copy of the largest layer
             return placed_with(0, updates_beside_device=updates_beside_device)
+        for gathers_ahead in range(2, most_ahead + 1):
+            try:
+                deeper = placed_with(gathers_ahead, updates_beside_device=updates_beside_device)
+            except DoesNotFitError:
+                break
+            if not _takes_room_of_nobody(deeper, found, subject.compute_tier):
+                break
+            found = deeper
+        return found
 
     def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
         held = _build_program(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
@@ -416,6 +449,16 @@ def _place(
         if subject.compute_tier == "ram" or run.optimizer.defers_updates:
             raise
     return placed(updates_beside_device=False)
+
+
+def _takes_room_of_nobody(deeper: KeptGraphs, found: KeptGraphs, tier: str) -> bool:
+    """Return whether gathering further ahead leaves all blocks where they are, and room to fetch those of a tick ahead.
+
+    It hides a gather that takes longer than one layer computes: not worth a block's home, or late copies.
+    """
+    placement, capacity = deeper.placement, deeper.budgets[tier].capacity_bytes
+    has_room = placement.peak_bytes(tier) + placement.working_bytes[tier] <= capacity
+    return has_room and placement.traffic_bytes == found.placement.traffic_bytes
 
 
 def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: str) -> int | None:

@@ -80,7 +80,7 @@ def launch(
     Args:
         command: of each rank.
         size: number of ranks.
-        threads: of each rank's libraries; None: its part of the cores.
+        threads: of each rank's libraries; None: its part of the cores, as many for each.
         pass_fds: descriptors that rank 0 inherits.
         on_failure: called once, with what a user is told of a run that failed.
         on_message: called with what ranks say that is no failure.
@@ -123,15 +123,16 @@ class _Launcher:
 
     def start(self, command: Sequence[str], threads: int | None, pass_fds: Sequence[int]) -> None:
         """Start the ranks; rank 0 says at which port they meet."""
+        # The same number on all: on a CPU it decides about last bits.
+        threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
         for number in range(self._size):
-            cores = cores_of_rank(number, self._size)
             environment = {
                 **os.environ,
                 "RANK": str(number),
                 "WORLD_SIZE": str(self._size),
                 "LOCAL_RANK": str(number),
                 "LOCAL_WORLD_SIZE": str(self._size),
-                "OMP_NUM_THREADS": str(threads or len(cores)),
+                "OMP_NUM_THREADS": str(threads),
                 "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
                 LAUNCHED_VARIABLE: "1",
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -121,6 +121,8 @@ class Figures:
         beside_tier_bytes: The most memory of the process beyond the RAM tier: Python, libraries, data, workspace that
             no slot holds.
         timeline: File of the traced steps.
+        ranks: Of a run of several processes, a step of each, as ``StepMetrics.ranks`` has it: most bytes in use,
+            medians of bytes moved, means of waits.
     """
 
     name: str
@@ -161,6 +163,7 @@ class Figures:
     link_paths: Mapping[str, str] = field(default_factory=dict)
     beside_tier_bytes: int | None = None
     timeline: str | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; numbers that are not finite become None."""
@@ -214,6 +217,7 @@ def compute_figures(history: RunHistory) -> Figures:
         versions=plan.get("versions", {}),
         beside_tier_bytes=_beside_tier(steps),
         timeline=None if history.timeline is None else str(history.timeline),
+        ranks=_ranks(warm),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
     )
 
@@ -223,6 +227,28 @@ def _beside_tier(steps: Sequence[Mapping[str, Any]]) -> int | None:
         step["rss_bytes"] - step.get("tier_used_bytes", {}).get("ram", 0) for step in steps if step.get("rss_bytes")
     ]
     return max(beside, default=None)
+
+
+def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a step of each rank; of the last start, if its number of them is another one than before."""
+    size = len(warm[-1].get("ranks", ())) if warm else 0
+    of_steps = [step["ranks"] for step in warm if size and len(step.get("ranks", ())) == size]
+
+    def each(
+        steps: Sequence[Mapping[str, Any]], key: str, mean: Callable[[Iterable[float]], float]
+    ) -> dict[str, float]:
+        names = dict.fromkeys(name for step in steps for name in step.get(key, {}))
+        return {name: mean([step.get(key, {}).get(name, 0) for step in steps]) for name in names}
+
+    return [
+        {
+            "tier_used_bytes": each(steps, "tier_used_bytes", max),
+            "link_bytes": each(steps, "link_bytes", median),
+            "stall_s": each(steps, "stall_s", fmean),
+            "rss_bytes": max(step.get("rss_bytes", 0) for step in steps),
+        }
+        for steps in zip(*of_steps, strict=True)
+    ]
 
 
 def _planned_step_s(plan: Mapping[str, Any]) -> float | None:

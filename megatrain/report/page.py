@@ -17,6 +17,7 @@ from megatrain.report.compare import compare, names_of, setting_differences
 from megatrain.report.figures import Compared, Drive, Figures
 from megatrain.report.history import RunHistory
 from megatrain.report.text import cause_name, format_flops, quality
+from megatrain.run.metrics import format_rank
 from tiered.units import format_decimal_size, format_duration, format_size
 
 __all__ = ["render_page"]
@@ -64,6 +65,7 @@ def _template_environment() -> Environment:
     environment.filters |= {
         "count": "{:,}".format,
         "duration": format_duration,
+        "rank_line": format_rank,
         "moment": lambda text: text.replace("T", " ").replace("+00:00", " UTC"),  # ISO 8601
         "seconds": "{:.2f} s".format,
         "share": "{:.1%}".format,

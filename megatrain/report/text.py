@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
-from megatrain.run.metrics import format_preferences
+from megatrain.run.metrics import format_preferences, format_rank
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
 __all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
@@ -145,6 +145,8 @@ def _rest(figures: Figures) -> Iterator[str]:
         beside = figures.beside_tier_bytes
         parts = f"; the RAM tier + {format_size(beside)} of Python, libraries and data" if beside is not None else ""
         yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
+    for number, rank in enumerate(figures.ranks):
+        yield f"rank {number:<2} {format_rank(rank)}"
     for path, drive in figures.drives.items():
         yield f"wrote   {path}   {_wear(drive) if drive.nbytes else 'nothing in steps'}"
     if figures.checkpoints:

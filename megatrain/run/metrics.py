@@ -418,6 +418,19 @@ def format_tiers(used: Mapping[str, int], capacity: Mapping[str, int]) -> str:
     return " ".join(texts)
 
 
+def format_rank(figures: Mapping[str, Any]) -> str:
+    """Return what one rank of several had in its tiers, moved and waited for in a step; as in ``StepMetrics.ranks``."""
+    moved = figures.get("link_bytes", {})
+    between = sum(nbytes for link, nbytes in moved.items() if link.endswith(("->ranks", "->hosts")))
+    parts = [
+        format_tiers(figures.get("tier_used_bytes", {}), {}),
+        f"moved {format_size(int(sum(moved.values())))}, {format_size(int(between))} of it to other ranks",
+        format_stalls(figures.get("stall_s", {})),
+        f"process {format_size(int(figures.get('rss_bytes', 0)))}",
+    ]
+    return "  ".join(part for part in (*parts, "waits for room on a drive" * bool(figures.get("is_paused"))) if part)
+
+
 def format_stalls(stall_s: Mapping[str, float]) -> str:
     """Return the seconds waited per cause; those below 50 ms are left out."""
     seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= 0.05]

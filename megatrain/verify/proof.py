@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,16 @@ from megatrain.config.proof import (
     optimizer_of,
 )
 from megatrain.config.resolve import resolve, resolve_optimizer, resolve_tiers
+from megatrain.config.resolved import to_toml
 from megatrain.config.schema import RunConfig
 from megatrain.doctor.drives import scratch_folder
 from megatrain.models.folder import ModelFolder
 from megatrain.models.small import no_progress_bars
 from megatrain.plan.machine import existing_parent
+from megatrain.plan.planner import check_ranks
+from megatrain.ranks.world import World
 from megatrain.trainer import Trainer
-from megatrain.verify.tiered import TieredRun, batches, differences, train
+from megatrain.verify.tiered import ProcessesFailedError, TieredRun, batches, differences, train, train_in_processes
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -217,6 +220,8 @@ def verify(
     *,
     tiers: Sequence[str] = ("ram", "nvme"),
     scratch: Path,
+    num_processes: int = 1,
+    run_command: Sequence[str] = (),
     tolerances: Tolerances = Tolerances(),
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
@@ -230,11 +235,14 @@ def verify(
         config: whose model, optimizer and drives are meant; None: a small Llama.
         tiers: where state is put.
         scratch: folder for the model and the runs, and for drives where the config names none.
+        num_processes: that train it together, besides; 1: none do.
+        run_command: the words before the config that start a run, where there are several.
 
     Raises:
         UnsupportedModelError: the config's model cannot be copied.
         ModelFolderError: the config's model cannot be copied.
         UnusablePathError: a drive.
+        ConfigError: several processes cannot train with this optimizer.
     """
     start_s = time.perf_counter()
     with ExitStack() as stack:
@@ -247,7 +255,7 @@ def verify(
             drives = [stack.enter_context(scratch_folder(parent)) for parent in parents or [scratch, scratch]]
         on_progress("making a small model")
         setting = make_setting(config, folder)
-        proof = _Proof(setting, drives, tolerances, on_progress)
+        proof = _Proof(setting, drives, tolerances, on_progress, num_processes, run_command)
         checks = tuple(proof.run())
         return Verdict(proof.headline, checks, tuple(proof.notes), time.perf_counter() - start_s)
 
@@ -256,11 +264,20 @@ class _Proof:
     """Makes the runs and compares them."""
 
     def __init__(
-        self, setting: Setting, drives: Sequence[Path], tolerances: Tolerances, on_progress: Callable[[str], None]
+        self,
+        setting: Setting,
+        drives: Sequence[Path],
+        tolerances: Tolerances,
+        on_progress: Callable[[str], None],
+        num_processes: int,
+        run_command: Sequence[str],
     ) -> None:
+        self._num_processes, self._run_command = num_processes, run_command
         self._setting, self._drives, self._tolerances, self._say = setting, drives, tolerances, on_progress
         self._table = optimizer_of(setting)
         self._dtype, self._grad_dtype = dtypes_of(setting)
+        if num_processes > 1:
+            check_ranks(replace(resolve(self._config_of_processes("refused")), world=World.local(0, num_processes)))
         self.notes: list[str] = []
         self.headline = _headline(setting, resolve_optimizer(self._table).name)
         if self._dtype != "float32" or self._grad_dtype != "float32":
@@ -296,6 +313,46 @@ class _Proof:
         yield self._gradients(start, theirs.folder, mine.weights)
         yield self._weights(start, plain.folder, ours.weights)
         yield from self._placements(ours)
+        if self._num_processes > 1:
+            yield self._processes()
+
+    def _processes(self) -> Check:
+        """Compare a run of several processes with one, which adds gradients in as many lanes."""
+        what = f"{self._num_processes} processes together"
+        self._say(what)
+        runs = []
+        for number in (1, self._num_processes):
+            path = self._setting.folder / f"processes{number}.toml"
+            path.write_text(to_toml(self._config_of_processes(f"processes{number}")), encoding="utf-8")
+            try:
+                runs.append(train_in_processes(self._run_command, path, number))
+            except ProcessesFailedError as error:
+                return Check(what, "same bits", "failed", (f"{number} processes: {error}",))
+        one, together = runs
+        problems = tuple(differences(together, one))
+        found = f"{len(together.losses)} losses and norms, the exported model"
+        return Check(what, "same bits", "different" if problems else found, problems)
+
+    def _config_of_processes(self, name: str) -> RunConfig:
+        """Return the config of a run with a micro-batch and a lane for each process at least."""
+        drives = [drive / name for drive in self._drives]
+        config = make_config(
+            self._setting,
+            name,
+            self._table,
+            num_steps=NUM_STEPS,
+            compute_dtype=self._dtype,
+            grad_dtype=self._grad_dtype,
+        )
+        values = config.model_dump(exclude_unset=True)
+        count = max(self._num_processes, values["training"]["gradient_accumulation_steps"])
+        values["training"] |= {"gradient_accumulation_steps": count, "gradient_lanes": self._num_processes}
+        values["distributed"] = {"threads": 1}
+        values["logging"]["report_to"] = "jsonl"  # the losses
+        if drives:
+            values["tiers"]["nvme"] = [{"path": str(path), "size": "auto"} for path in drives]
+            values["placement"] = {"optimizer": ("nvme",)}
+        return RunConfig.model_validate(values)
 
     def _placements(self, exact: TieredRun) -> Iterator[Check]:
         """Yield what is the same to the bit: wherever blocks live, and stopped in the middle."""

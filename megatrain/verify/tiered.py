@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+from megatrain.config import load_config
+from megatrain.run.folder import FINAL_NAME
+from megatrain.run.loggers import METRICS_NAME
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import checksum, read_manifest
@@ -93,6 +99,38 @@ def _planned_bytes(plan: Plan, num_steps: int) -> Mapping[str, int]:
 def batches(trainer: Trainer, num_steps: int) -> list[StepBatch]:
     """Return the batches that a run trains on."""
     return list(islice(trainer.make_loader(), num_steps))
+
+
+class ProcessesFailedError(Exception):
+    """A run of several processes did not end well; the text is what it said last."""
+
+
+def train_in_processes(command: Sequence[str], config: Path, num_processes: int) -> TieredRun:
+    """Run a config in new processes, as a user does, with a thread each.
+
+    Args:
+        command: the words before the config: ``megatrain-tier run``.
+        config: file.
+        num_processes: of this machine.
+
+    Returns:
+        Losses, norms and the exported model.
+
+    Raises:
+        ProcessesFailedError: they did not train it to its end.
+    """
+    words = [*command, str(config), "--processes", str(num_processes)]
+    done = subprocess.run(
+        words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines()[-3:]
+        raise ProcessesFailedError(" | ".join(said) or f"exit code {done.returncode}")
+    output_dir = load_config(config).config.output_dir
+    lines = map(json.loads, (output_dir / METRICS_NAME).read_text(encoding="utf-8").splitlines())
+    steps = [line for line in lines if "event" not in line]
+    files = {path.name: checksum(path.read_bytes()) for path in sorted((output_dir / FINAL_NAME).glob("*.safetensors"))}
+    return TieredRun([step["loss"] for step in steps], [step["grad_norm"] for step in steps], files=files)
 
 
 def differences(ours: TieredRun, theirs: TieredRun) -> Iterable[str]:

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
 from megatrain.checkpoint.ranks import rank_folder_name
 from megatrain.run.folder import living_owner
 from processes.rank_runs import LIMIT_S, Ended, launch, launched, run_ranks, start_ranks
-from processes.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun, command_group, make_run
 
 HOST = socket.gethostname()
 
@@ -61,6 +62,18 @@ def test_ranks_with_another_model_or_config(made: SavedRun, tmp_path: Path) -> N
         "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, and 7 on rank 1."
     )
     assert not made.out.exists()
+
+
+def test_a_dry_run_plans_for_the_processes(made: SavedRun) -> None:
+    result = CliRunner().invoke(
+        command_group(), ["run", str(made.write_config()), "--dry-run", "--processes", "2", *OPTIONS]
+    )
+    assert result.exit_code == 0, result.output
+    assert "this is one of 2 processes" in result.output and "ram->ranks" in result.output
+    assert not made.out.exists()
+    words = ["run", str(made.write_config()), "--dry-run", "--processes", "8", *OPTIONS]
+    result = CliRunner().invoke(command_group(), words)
+    assert result.exit_code == 2 and "with 8 processes 4 of these would have none" in result.output
 
 
 def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:

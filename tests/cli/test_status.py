@@ -70,6 +70,18 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert seen[0]["status"]["step"] == 412 and seen[0]["owner"].startswith(f"process {os.getpid()} on")
 
 
+def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
+    assert STATUS.metrics is not None
+    ranks = [{"tier_used_bytes": {"ram": 1 << 20}, "link_bytes": {"ram->ranks": 2 << 20}, "rss_bytes": 3 << 20}]
+    metrics = replace(STATUS.metrics, ranks=[*ranks, {**ranks[0], "stall_s": {"fill": 1.5}, "is_paused": True}])
+    with RunFolder(tmp_path / "out") as folder:
+        write_status(folder.path, replace(STATUS, metrics=metrics))
+        lines = call(tmp_path / "out").stdout.splitlines()
+    said = "ram 1.00 MiB  moved 2.00 MiB, 2.00 MiB of it to other ranks"
+    assert f"  rank 0   {said}  wait 0.0s  process 3.00 MiB" in lines
+    assert f"  rank 1   {said}  wait fill 1.5s  process 3.00 MiB  waits for room on a drive" in lines
+
+
 def test_what_a_living_run_saved(tmp_path: Path, call: Callable[..., Result]) -> None:
     leave(tmp_path, STATUS, saved_step=400)
     with RunFolder(tmp_path) as folder:

@@ -84,4 +84,5 @@ def test_streams_of_collectives_are_in_order_and_the_host_waits_for_none(
 ) -> None:
     in_one_stream, gathers_ahead = train(tmp_path / "one", tiny_model, ahead=False, optimizer=optimizer)
     assert gathers_ahead == 0
-    assert train(tmp_path / "two", tiny_model, ahead=True, optimizer=optimizer) == (in_one_stream, 1)
+    beside, gathers_ahead = train(tmp_path / "two", tiny_model, ahead=True, optimizer=optimizer)
+    assert beside == in_one_stream and gathers_ahead > 1

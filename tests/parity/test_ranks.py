@@ -167,8 +167,12 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
     """Losses, norms, weights and state are those of one process, whatever ranks and homes."""
-    for name, results in by_case(size, folder).items():
+    of_cases = by_case(size, folder)
+    for name, results in of_cases.items():
         assert_same(name, results, alone[name])
+    # Where there is room weights are gathered several visits ahead, and else less far: by all ranks alike.
+    ahead = [{result.gathers_ahead for result in results} for results in of_cases.values()]
+    assert all(len(each) == 1 for each in ahead) and max(map(max, ahead)) > 1, ahead
 
 
 def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankResult]) -> None:

@@ -41,6 +41,7 @@ class RankResult:
         planned: by link, what the plan says of as many steps.
         tiers: name -> high water and capacity.
         window: most bytes of full copies and sums, and what was planned for them.
+        gathers_ahead: how many visits before they are needed weights are gathered.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -52,6 +53,7 @@ class RankResult:
     planned: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     window: tuple[int, int] = (0, 0)
+    gathers_ahead: int = 0
 
 
 def run_world(
@@ -143,7 +145,7 @@ def train(
     path.write_text(configs[min(world.rank, len(configs) - 1)])
     config = load_config(path).config
     plan = plan_of_rank(path, world)
-    loader, result = make_loader(config, plan), RankResult()
+    loader, result = make_loader(config, plan), RankResult(gathers_ahead=plan.program.gathers_ahead)
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         store = trainer.store

@@ -84,6 +84,17 @@ def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
     assert len(notices) == 1 and "-> another" in notices[0]
 
 
+def test_another_number_of_threads_is_told(trained: SavedRun) -> None:
+    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    assert found.state.model["threads"] == 1
+    notices: list[str] = []
+    for threads in (1, 2):
+        now = {**found.state.model, "threads": threads}
+        check_changes(to_toml(config), found, now, found.state.data_fingerprint, allow=False, on_notice=notices.append)
+    (told,) = notices
+    assert told.startswith("torch computes on 2 threads, and did on 1 up to the checkpoint")
+
+
 def test_other_data_alters_results(trained: SavedRun) -> None:
     found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
     other = replace(found, state=replace(found.state, data_fingerprint="another"))

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run
+from megatrain.plan.planner import MOST_GATHERS_AHEAD, gathering_at_most, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.ranks.world import World
 from oracles.tiered_run import config_text, write_tiny_model
@@ -29,8 +29,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.toml"
 
 
-def plan_of(config: Path, size: int, *changes: str, num_hosts: int = 1) -> Plan:
-    return plan_run(replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts)))
+def plan_of(config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1) -> Plan:
+    run = replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts))
+    return plan_run(run, most_ahead=most_ahead)
 
 
 def rates(peer: float) -> SimulatedRates:
@@ -82,6 +83,22 @@ def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     assert free.step_s < beside.step_s < 0.9 * one_by_one.step_s
     slow = simulate_step(ahead, TOKENS, rates(moved / (3 * free.step_s)))
     assert slow.step_s >= 3 * free.step_s
+
+
+def test_weights_are_gathered_further_ahead_where_that_takes_room_of_nobody(config: Path) -> None:
+    once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
+    assert (once.program.gathers_ahead, ahead.program.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
+    assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes
+    assert once.placement.workspace_bytes["ram"] < ahead.placement.workspace_bytes["ram"]
+    # The gather of the vocabulary takes longer than a layer computes: it begins earlier.
+    peer = once.traffic["ram->ranks"] / (0.8 * simulate_step(once, TOKENS, rates(1e15)).step_s)
+    waits = [simulate_step(plan, TOKENS, rates(peer)).stall_s.get("ranks", 0.0) for plan in (once, ahead)]
+    assert waits[1] < waits[0]
+    # Room for a second copy, and for that alone.
+    tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
+    assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.gathers_ahead == 1
+    less = gathering_at_most(ahead, 1)
+    assert less.program.gathers_ahead == 1 and less.placement.workspace_bytes == once.placement.workspace_bytes
 
 
 def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:

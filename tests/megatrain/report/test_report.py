@@ -34,6 +34,16 @@ STEP = StepMetrics(
     tier_capacity_bytes={"ram": 64 * MIB, "nvme": 100 * MIB}, stall_s={"fill": 0.5, "drain": 0.0}, rss_bytes=200 * MIB,
     written_bytes={"/drive": MIB}, model_flops=10**9, hardware_flops=2 * 10**9,
 )  # fmt: skip
+RANKS = [
+    {
+        "tier_used_bytes": {"ram": (10 + rank) * MIB},
+        "link_bytes": {"ram->nvme": MIB, "ranks->ram": MIB, "ram->ranks": MIB},
+        "stall_s": {"fill": 0.25 * rank},
+        "rss_bytes": 99 * MIB,
+        "step_s": 2.0,
+    }
+    for rank in range(2)
+]
 PLAN = {
     "format": 1, "headline": "tiny", "peak_bytes": {"ram": 40 * MIB, "nvme": 90 * MIB},
     "budget_bytes": {"ram": 64 * MIB, "nvme": 100 * MIB}, "link_bytes_per_step": {"ram->nvme": MIB, "nvme->ram": MIB},
@@ -107,6 +117,19 @@ def test_a_run_that_is_done(tmp_path: Path) -> None:
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
     assert "wrote   /drive   8.39 MB (1.05 MB per step, planned 1.05 MB)" in lines
     assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
+
+
+def test_the_ranks_of_a_run_of_several_processes(tmp_path: Path) -> None:
+    with RunFolder(tmp_path / "out") as run:
+        alone, both = STEP.to_json(), [replace(STEP, step=number, ranks=RANKS).to_json() for number in (2, 3, 4)]
+        lines = [json.dumps(line) + "\n" for line in (alone, *both)]
+        (run.path / "metrics.jsonl").write_text("".join(lines))
+        write_status(run.path, RunStatus("done", step=4, max_steps=4))
+    folder = tmp_path / "out"
+    seen = "ram 11.00 MiB  moved 3.00 MiB, 1.00 MiB of it to other ranks  wait fill 0.2s  process 99.00 MiB"
+    assert f"rank 1  {seen}" in lines_of(folder)
+    assert cells_of(page_of(folder), "Processes")[1] == ["1", seen]
+    assert compute_figures(read_history(folder)).to_json()["ranks"][0]["stall_s"] == {"fill": 0.0}
 
 
 def test_evaluations_of_all_sets_are_shown(tmp_path: Path) -> None:

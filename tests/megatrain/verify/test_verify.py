@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,24 @@ def test_the_command(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, 
     assert not values["holds"] and any(check["problems"] for check in values["checks"])
     result = call("--tiers", "ram")
     assert result.exit_code == 5 and "differs: loss of 4 steps: step" in result.stdout
+
+
+@pytest.mark.slow
+def test_several_processes_are_compared_with_one(call: Callable[..., Any], tmp_path: Path) -> None:
+    result = call("--processes", "2", "--json")
+    assert result.exit_code == 0, result.output
+    check = json.loads(result.stdout)["checks"][-1]
+    assert check["what"] == "2 processes together" and check["found"] == "4 losses and norms, the exported model"
+    assert not list(tmp_path.iterdir())
+    command = [sys.executable, "-c", "import sys; sys.exit('no room')"]
+    verdict = verify(None, tiers=["ram"], scratch=tmp_path, num_processes=2, run_command=command)
+    assert not verdict.holds and verdict.checks[-1].problems == ("1 processes: no room",)
+
+
+def test_processes_that_cannot_train_together_are_refused(call: Callable[..., Any], tmp_path: Path) -> None:
+    config_of(tmp_path, "llama")
+    result = call(tmp_path / "run.toml", "--processes", "2", "--set", "optimizer.optim=adafactor")
+    assert result.exit_code == 2 and "with 2 processes each has a part of every one" in result.stderr
 
 
 def test_wrong_use(call: Callable[..., Any], tmp_path: Path) -> None:
