@@ -85,13 +85,15 @@ class RandomWeights:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model, self._seed = model, seed
-        self._current: tuple[UnitLayout, Initializer] | None = None
+        self._current: tuple[list[str], Initializer] | None = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        if self._current is None or self._current[0] is not layout:
-            self._current = layout, Initializer(self._model, [entry.name for entry in layout.entries], self._seed)
+        names = [entry.parameter for entry in layout.entries]
+        if self._current is None or self._current[0] != names:  # parts of one module follow each other
+            self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
-            self._current[1].read(entry.name, first, out[entry.offset + first - start : entry.offset + last - start])
+            place = out[entry.offset + first - start : entry.offset + last - start]
+            self._current[1].read(entry.parameter, entry.first + first, place)
 
     def load_buffers(self) -> None:
         """Nothing to do: the model made its buffers itself."""

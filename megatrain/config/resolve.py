@@ -196,6 +196,8 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         mlp_rows=table.mlp_rows,
         lora=_lora(config.lora),
         images=table.images,
+        # Others, and the norm of a layer, look at more than a part.
+        cuts_experts=config.optimizer.clip_scope == "global" and config.optimizer.optim in ("adamw", "lion", "sgd"),
     )
 
 

@@ -581,6 +581,7 @@ class StoreAccess:
         activity: Activity | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
+        self._reused = [traced.reused for traced in trace.visits]
         self._homes, self._copies = homes, TapeStore(store, homes)
         self._uses_of_layouts = uses_of_layouts(graph, trace)
         self._threads = threads
@@ -880,9 +881,13 @@ class StoreAccess:
             tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        """Check that the plan has no block for an input that an earlier visit saved."""
+        assert self._reused[visit].get(index) == place, (visit, index, place)
+
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Yield what `put_activation` copied, same shape and bits; its contents are dead afterwards."""
+        """Yield what `put_activation` copied, same shape and bits; its contents are dead after its own visit."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._leases([key]) as tensors:

@@ -305,9 +305,10 @@ class _Tracer:
         self.counts = CountingMode()
         self._dense_masks: dict[str, None] = {}  # in the order in which they are met
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
-        self._dtype, self._device = dtype, device
+        self._graph, self._dtype, self._device = graph, dtype, device
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
+        self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
@@ -377,6 +378,10 @@ class _Tracer:
         with self.counts.paused():
             self._saved.setdefault(visit, []).append(tensor.clone())
         assert index == len(self._saved[visit]) - 1, (visit, index)
+
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        self._saved.setdefault(visit, []).append(self._saved[place[0]][place[1]])
+        self._reused.setdefault(visit, {})[index] = place
 
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
@@ -481,7 +486,9 @@ class _Tracer:
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
             has_backward = number in self._with_backward
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
-            flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
+            # Some of a layer's experts were counted with all tokens, which bounds the memory.
+            share = self._graph.units[unit].share
+            flops = (0, 0) if is_head else (round(forward.num_flops * share), round(backward.num_flops * share))
             graph_nbytes = self._graph_nbytes.get(number, 0)
             by_part = self.runner.by_part_in_head
             if not is_head:  # activations come back for one run, and looking rows up takes one of its own
@@ -489,8 +496,9 @@ class _Tracer:
                 by_part = frozenset() if saved else frozenset(rows)
             counts = (*peaks, *flops, graph_nbytes)
             visit = TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *counts, by_part)
+            visit = replace(visit, reused=self._reused.get(number, {}))
             sizes = self._attention.get(number)
-            if sizes is not None and saved and not is_head:
+            if sizes is not None and saved and not is_head and not visit.reused:
                 visit = replace(
                     visit,
                     attention_nbytes=sizes.nbytes,

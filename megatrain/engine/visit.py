@@ -178,11 +178,11 @@ class UnitVisit:
         # Beside its lists a collector may hold which of its items are wanted.
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         keeps_graph = differentiable and self._keeps_graph
+        places: list[tuple[int, int]] = []
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
                 assert stream is not None
-                # Before the run: a unit may change its input in place.
-                self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
+                places.append(self._put(forward, index, stream))  # before the run: a unit may change its input in place
         leaves = list(tensors)
         for i, requires in zip(captured.activations, requires_grad, strict=True):
             tensor = tensors[i]
@@ -217,9 +217,21 @@ class UnitVisit:
                     requires_grad,
                     len(result.outputs),
                     attention,
+                    places,
                 )
             )
         return result, differentiable
+
+    def _put(self, forward: SuspendedForward, index: int, stream: Tensor) -> tuple[int, int]:
+        """Save an input, unless an earlier unit saved the same tensor; return the visit that did, and its index."""
+        place = forward.place_of(stream) if self.bound.unit.shares_inputs else None
+        if place is not None:
+            self._access.reuse_activation(self.number, forward.micro_batch, index, place)
+            return place
+        self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
+        if self.bound.unit.shares_inputs:
+            forward.note_place(stream, (self.number, index))
+        return self.number, index
 
     # -- backward ----------------------------------------------------------------------------------------------
 
@@ -269,8 +281,8 @@ class UnitVisit:
             if isinstance(item, KeptGraph):
                 continue
             self._take_unused(item.number)
-            for index in range(len(item.captured.activations)):
-                with self._access.get_activation(self.number, item.number, index):
+            for visit, index in item.places:
+                with self._access.get_activation(visit, item.number, index):
                     pass
             if item.attention is not None:
                 with self._access.attention_room(self.number, item.number):
@@ -319,7 +331,8 @@ class UnitVisit:
             tensors = list(captured.tensors)
             streams: list[Tensor] = []
             for index, i in enumerate(captured.activations):
-                saved = stack.enter_context(self._access.get_activation(self.number, item.number, index))
+                visit, number = item.places[index]
+                saved = stack.enter_context(self._access.get_activation(visit, item.number, number))
                 streams.append(saved.detach().requires_grad_(item.requires_grad[index]))
                 tensors[i] = streams[-1]
             room = None
@@ -459,6 +472,7 @@ class _MicroBatch:
     requires_grad: tuple[bool, ...]
     num_outputs: int
     attention: AttentionResults | None
+    places: Sequence[tuple[int, int]]  # (visit, index) of the activations
 
 
 class KeptGraph:

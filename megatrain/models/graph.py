@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +16,7 @@ from torch import nn
 from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
 from megatrain.models.carried import Images, carried_modules, text_modules
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.experts import ExpertsPart, around, cut_experts, part_name
 from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -57,6 +58,7 @@ class ModelSpec:
         lora: adapters that are trained in place of the model; None: there are none.
         images: whether rows may have images, and what reads them is trained.
         is_trained: False: it is only run, with all of it frozen.
+        cuts_experts: fused experts that are larger than a part are several units, of some experts each.
     """
 
     folder: str
@@ -72,6 +74,7 @@ class ModelSpec:
     lora: LoraSpec | None = None
     images: Images = "off"
     is_trained: bool = True
+    cuts_experts: bool = True
 
     @property
     def name(self) -> str:
@@ -89,6 +92,7 @@ class ModelSpec:
             lora=self.lora,
             images=self.images,
             is_trained=self.is_trained,
+            cuts_experts=self.cuts_experts,
         )
 
 
@@ -208,6 +212,8 @@ class Unit:
             tied parameter appears in every unit that uses it, with the same owner.
         is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
             visited at the very beginning of a forward.
+        share: The part of its tokens that it is expected to compute with: some of a layer's experts get so many.
+        shares_inputs: Its inputs may be those of units before it, in the same layer: they are saved once.
     """
 
     index: int
@@ -216,6 +222,8 @@ class Unit:
     is_layer: bool
     params: tuple[tuple[str, str, str], ...]
     is_container: bool = False
+    share: float = 1.0
+    shares_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +262,8 @@ class ModelGraph:
     @property
     def trainable_parameters(self) -> tuple[str, ...]:
         """Full names of the parameters that are trained, in layout order."""
-        return tuple(e.name for layout in self.layouts.values() if layout.trainable for e in layout.entries)
+        trained = (layout for layout in self.layouts.values() if layout.trainable)
+        return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
         """Names of the buffers that a checkpoint holds; the loader fills them, the others are final already."""
@@ -273,6 +282,7 @@ def build_graph(
     lora: LoraSpec | None = None,
     images: Images = "off",
     is_trained: bool = True,
+    cuts_experts: bool = True,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -285,6 +295,7 @@ def build_graph(
         text_only: Take the causal language model where the folder is of a class that reads images as well.
         lora: Adapters to train; the model's own weights are frozen then.
         images: As in `build_skeleton`.
+        cuts_experts: As in `ModelSpec`. Packed experts of a quantized folder stay whole.
         is_trained: False: all of it is frozen.
 
     Raises:
@@ -313,7 +324,15 @@ def build_graph(
         dtype=dtype,
         adapters=adapters,
         reads_images=images != "off",
+        cuts_experts=cuts_experts and is_trained and not _has_packed_experts(config),
     )
+
+
+def _has_packed_experts(config: PretrainedConfig) -> bool:
+    """Return whether the folder has all experts of a layer in one tensor of packed bytes, in another order."""
+    quantization = getattr(config, "quantization_config", None) or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    return str(getattr(method, "value", method)) == "mxfp4"
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -337,6 +356,7 @@ def graph_of(
     dtype: torch.dtype,
     adapters: Adapters | None = None,
     reads_images: bool = False,
+    cuts_experts: bool = True,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
     names = _names_by_parameter(model)
@@ -345,10 +365,13 @@ def graph_of(
     if freeze is not None:
         _freeze(model, names, freeze)
     owner = {id(parameter): aliases[0] for parameter, aliases in names}
+    num_elements = sum(parameter.numel() for parameter, _ in names)
     units: list[Unit] = []
     layouts: dict[str, UnitLayout] = {}
     layout_of: dict[str, str] = {}
-    for path, module, kind in find_modules(model):
+    covered: set[str] = set()
+
+    def add(path: str, module: nn.Module, kind: UnitKind, *, shares_inputs: bool = False) -> None:
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
         own: dict[str, nn.Parameter] = {}
         for _, parameter in parameters:
@@ -357,12 +380,44 @@ def graph_of(
         for layout in build_layouts(path, own):
             layouts[layout.name] = layout
             layout_of.update((entry.name, layout.name) for entry in layout.entries)
+        covered.update(own)
         params = tuple(
             (local, owner[id(parameter)], layout_of[owner[id(parameter)]]) for local, parameter in parameters
         )
-        units.append(Unit(len(units), path, module, kind == "layer", params, kind == "container"))
+        unit = Unit(len(units), path, module, kind == "layer", params, kind == "container", shares_inputs=shares_inputs)
+        units.append(unit)
+
+    def add_part(path: str, whole: nn.Module, part: ExpertsPart) -> None:
+        inside = {name: owner[id(parameter)] for name, parameter in whole.named_parameters(recurse=False)}
+        rows = f"[{part.experts.start}:{part.experts.stop}]"
+        own = {f"{inside[name]}{rows}": parameter for name, parameter in part.named_parameters()}
+        (layout,) = build_layouts(path, own)
+        entries = tuple(
+            replace(entry, part_of=name, first=part.experts.start * (entry.numel // len(part.experts)))
+            for entry, name in zip(layout.entries, inside.values(), strict=True)
+        )
+        layouts[path] = replace(layout, entries=entries)
+        layout_of.update((name, path) for name in own)
+        covered.update(inside.values())
+        params = tuple((local, name, path) for local, name in zip(inside, own, strict=True))
+        share = len(part.experts) / part.num_all
+        units.append(Unit(len(units), path, part, False, params, share=share, shares_inputs=True))
+
+    for path, module, kind in find_modules(model):
+        cut = cut_experts(path, module, num_elements) if kind == "layer" and cuts_experts else []
+        if not cut:
+            add(path, module, kind)
+            continue
+        parts_of = {id(each.module): each.parts for each in cut}
+        kind = "layer"  # of the first of its modules, so that layers can be counted
+        for local, child in around(module, [each.module for each in cut]):
+            for number, part in enumerate(parts_of.get(id(child), ())):
+                add_part(part_name(f"{path}.{local}", number), child, part)
+            if id(child) not in parts_of:
+                add(f"{path}.{local}", child, kind, shares_inputs=True)
+                kind = "resident"
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
-    assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
+    assert len(covered) == len(names), (len(covered), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in in_parts(layouts.values())}
     text = {id(module) for module in text_modules(model)} if reads_images else set()
     image_units = frozenset(

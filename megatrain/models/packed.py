@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -187,15 +188,16 @@ def pack(
         return start
 
     for entry in layout.entries:
-        regions = regions_of(entry.name)
+        regions = regions_of(entry.parameter)
         if regions is None:
             return None
-        for region in regions:
+        stop = entry.first + entry.numel
+        for region in chain.from_iterable(region.within(entry.first, stop) for region in regions):
             record = folder.records[region.source]
             is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
             if not record.dtype.is_floating_point or not is_row_of_file:
                 return None
-            target = Target(region.shape, region.target_strides, entry.offset + region.target_start)
+            target = Target(region.shape, region.target_strides, entry.offset + region.target_start - entry.first)
             decoder = record.decoder
             if decoder is None:
                 offset = record.offset + region.source_start * record.dtype.itemsize

@@ -192,7 +192,7 @@ def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
         ParameterGroupError: names the group, the glob, and the parameter that looks most like it.
     """
     entries = list(trained)
-    names = [entry.name for entry in entries]
+    names = list(dict.fromkeys(entry.parameter for entry in entries))
     left = set(names)
     for number, group in enumerate(spec.groups):
         key = f"optimizer.groups.{number}"
@@ -207,7 +207,7 @@ def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
             raise ParameterGroupError(
                 f"{key} has no effect: groups before it name all of its parameters. Put it before them, or take it out"
             )
-        if group.weight_decay and not any(entry.name in own and decays(entry, spec.decay_exclude) for entry in entries):
+        if group.weight_decay and not any(entry.parameter in own and decays(entry, spec.decay_exclude) for entry in entries):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which never "
                 "decay, or stand in optimizer.weight_decay_exclude. Take them out there, or the key out here"

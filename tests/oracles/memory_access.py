@@ -55,11 +55,20 @@ class MemoryAccess:
         self._activations[visit, micro_batch, index] = tensor.clone(memory_format=torch.contiguous_format)
         self.largest_num_activations = max(self.largest_num_activations, len(self._activations))
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        assert (place[0], micro_batch, place[1]) in self._activations and place[0] < visit
+
+    def _log_visit(self) -> int:
+        return self.log[-1][1]
+
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        tensor = self._activations.pop((visit, micro_batch, index))
+        key = (visit, micro_batch, index)
+        tensor = self._activations[key]
         yield tensor
-        tensor.fill_(0)  # whoever still uses it is seen
+        if self._log_visit() <= visit:  # else a visit before this one, whose own it is, reads it as well
+            del self._activations[key]
+            tensor.fill_(0)  # whoever still uses it is seen
 
     @contextmanager
     def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
