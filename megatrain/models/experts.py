@@ -70,6 +70,12 @@ class ExpertsPart(nn.Module):
             values = torch.empty(shape, dtype=parameter.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
 
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What all parts have in common that compute alike, with as much memory."""
+        shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
+        return (type(self._whole[0]), shapes)
+
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return what the part's experts add to each token, in fp32.
 
