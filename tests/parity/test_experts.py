@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
@@ -21,7 +23,7 @@ from megatrain.trainer import Trainer
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
-from oracles.tiered_run import TieredRun, config_text, run_config
+from oracles.tiered_run import QUICKSTART, TieredRun, config_text, run_config
 
 SEED = 3
 FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
@@ -102,3 +104,49 @@ def test_every_family_with_fused_experts(model_type: str) -> None:
     if not _parts(graph):
         pytest.skip("no fused experts")
     _compare_with_hugging_face(config)
+
+
+def write_mixture(folder: Path, model_type: str = "qwen3_moe") -> Path:
+    """Write a mixture of 8 experts, with the tokenizer of the quickstart."""
+    words = AutoConfig.from_pretrained(QUICKSTART).vocab_size
+    values = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    values |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(tiny_config(model_type, **values)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, folder / name)
+    return folder
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "in RAM": {"nvme": 0},
+    "on NVMe": {
+        "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
+        "ram": "3MiB",
+    },
+    "on NVMe, one micro-batch at a time": {
+        "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
+        "ram": "3MiB",
+        "advanced": 'micro_batch_order = "micro_batch"',
+    },
+    "partly on a GPU": {"gpu": "5MiB", "ram": "3MiB"},
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small mixture of experts, with the tokenizer of the quickstart."""
+    return write_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+def test_all_placements_have_the_same_bits(mixture: Path, tmp_path: Path) -> None:
+    runs: dict[str, TieredRun] = {}
+    for number, (name, options) in enumerate(PLACEMENTS.items()):
+        folder = tmp_path / str(number)
+        text = config_text(folder, mixture, precision='compute_dtype = "bfloat16"', **options)
+        runs[name] = run_config(text, folder, num_steps=3)
+        runs[name].assert_as_planned()
+    first = runs.pop("in RAM")
+    assert len(_parts(first.plan.graph)) == 8  # the first layer is dense
+    for run in runs.values():
+        run.assert_same(first)
