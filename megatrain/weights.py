@@ -18,6 +18,7 @@ from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
+from megatrain.models.graph import whole_layers
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
@@ -287,6 +288,14 @@ class Weights:
 
     def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader | RanksReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
+        whole = whole_layers(self._plan.graph, reader.blocks)
+        if whole:
+            raise CheckpointError(
+                f"{checkpoint} has the experts of {whole[0]} in the block of their layer, as runs had them before "
+                "experts were cut into parts: it cannot be continued with the same bits. Export it (megatrain-tier "
+                "export) and start a new run from the exported model, whose moments begin at zero; or continue it with "
+                "the version of megatrain-tier that wrote it"
+            )
         for key, block in self._plan.program.blocks.items():
             stored = reader.blocks.get(key)
             dtype = str(block.dtype).removeprefix("torch.")

@@ -85,6 +85,7 @@ class TracedVisit:
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
         reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
             one block for both.
+        chance_of_no_token: Of experts of a mixture, that a token goes to none of them, if it goes to any as likely.
         held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
             tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
@@ -116,6 +117,7 @@ class TracedVisit:
     attention_flops: int = 0
     attention_skipped_flops: int = 0
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    chance_of_no_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,13 +185,7 @@ def trace_generation(
                     name = type(graph.model).__name__
                     raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
             tracer.close()
-    phases = [phase for phase in tracer._phases if phase.name == "forward"]
-    visits = tuple(
-        TracedVisit(
-            tracer.units[phase.visit], False, False, (), phase.held_nbytes, phase.peak_nbytes, 0, phase.num_flops
-        )
-        for phase in phases
-    )
+    visits = tuple(tracer.visits_of_forward())
     trace = VisitTrace(
         visits,
         0,
@@ -311,6 +305,7 @@ class _Tracer:
         self._saved: dict[int, list[Tensor]] = {}
         self._counted: dict[Any, int] = {}  # kind of experts -> the visit that is counted
         self._alike: dict[int, int] = {}  # visit of experts -> that one
+        self._misses: dict[int, float] = {}  # visit of experts -> chance that a token goes to none of them
         self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
@@ -442,6 +437,7 @@ class _Tracer:
         def once(*args: Tensor) -> Tensor:
             visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
             self._alike[visit] = self._counted.setdefault(kind, visit)
+            self._misses[visit] = part.chance_of_no_token(args[1].shape[-1])
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
             return cast("Tensor", _Uncounted.apply(args[0], *args[1:], *part.parameters()))  # type: ignore[no-untyped-call]
@@ -518,7 +514,9 @@ class _Tracer:
                 by_part = frozenset() if saved else frozenset(rows)
             counts = (*peaks, *flops, graph_nbytes)
             visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
-            visit = replace(visit, reused=self._reused.get(number, {}))
+            visit = replace(
+                visit, reused=self._reused.get(number, {}), chance_of_no_token=self._misses.get(number, 0.0)
+            )
             sizes = self._attention.get(number)
             if sizes is not None and saved and not is_head and not visit.reused:
                 visit = replace(
@@ -562,6 +560,15 @@ class _GenerationTracer(_Tracer):
         self.units[visit] = unit.index
         with super().weights(unit, visit) as weights:
             yield weights
+
+    def visits_of_forward(self) -> Iterator[TracedVisit]:
+        """Yield what was counted of each visit."""
+        phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
+        for number, phase in phases.items():
+            unit, counted = self.units[number], phases[self._alike.get(number, number)]
+            flops = round(counted.num_flops * self._graph.units[unit].share)
+            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, flops)
+            yield replace(visit, chance_of_no_token=self._misses.get(number, 0.0))
 
     @contextmanager
     def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ experts add to a token. The model keeps its tensors and their names; they are on
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,7 @@ __all__ = ["ExpertsPart", "cut_experts", "part_name"]
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
 #: Parameters that transformers' implementations of experts know.
-_NAMES = frozenset(
-    {"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"}
-)
+_NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
 
 @torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
@@ -76,6 +75,15 @@ class ExpertsPart(nn.Module):
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
 
+    def chance_of_no_token(self, num_chosen: int) -> float:
+        """Return how likely a token goes to none of them, if it goes to each of the layer's as likely.
+
+        Args:
+            num_chosen: experts of a token.
+        """
+        others = self.num_all - len(self.experts)
+        return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
+
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return what the part's experts add to each token, in fp32.
 
@@ -110,9 +118,8 @@ class ExpertsPart(nn.Module):
 
 @dataclass(frozen=True)
 class CutExperts:
-    """The parts of one module of experts, and its path in the model."""
+    """The parts of one module of experts."""
 
-    path: str
     module: nn.Module
     parts: tuple[ExpertsPart, ...]
 
@@ -122,18 +129,19 @@ def part_name(path: str, number: int) -> str:
     return f"{path}.part{number}"
 
 
-def cut_experts(path: str, layer: nn.Module, model_elements: int) -> list[CutExperts]:
+def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
     """Return the experts of a layer that are larger than a part, cut; their forwards become sums over the parts.
 
     Args:
-        path: of the layer in the model.
         layer: is called once a forward, and looks at parameters in modules of its own only.
         model_elements: of all parameters of the model: larger parts, rather than too many.
     """
     most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_PARTS)))
     found: list[CutExperts] = []
-    for local, module in layer.named_modules():
-        if module is layer or not _is_fused(module):
+    adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
+    for module in layer.modules():
+        # An adapter of a weight of all experts changes that weight while they run.
+        if module is layer or id(module) in adapted or not _is_fused(module):
             continue
         size = sum(parameter.numel() for parameter in module.parameters())
         count = int(module.num_experts)  # type: ignore[arg-type]
@@ -142,7 +150,7 @@ def cut_experts(path: str, layer: nn.Module, model_elements: int) -> list[CutExp
             continue
         parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
         module.__dict__["forward"] = _sum_of(module, parts)
-        found.append(CutExperts(f"{path}.{local}", module, parts))
+        found.append(CutExperts(module, parts))
     return found
 
 

@@ -647,7 +647,9 @@ class _OpenWeights:
         if name not in self._places:
             return self._buffer(name).to(dtype)
         entries = [entry for entry, _ in self._places[name]]
-        found = torch.empty((sum(entry.shape[0] for entry in entries), *entries[0].shape[1:]) if entries[0].shape else (), dtype=dtype)
+        found = torch.empty(
+            (sum(entry.shape[0] for entry in entries), *entries[0].shape[1:]) if entries[0].shape else (), dtype=dtype
+        )
         flat, step = found.view(-1), max(1, PIECE_BYTES // _WIDEST_BYTES)
         for start in range(0, flat.numel(), step):
             part = flat[start : start + step]

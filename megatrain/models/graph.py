@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -35,6 +35,7 @@ __all__ = [
     "build_graph",
     "find_layers",
     "find_modules",
+    "whole_layers",
 ]
 
 UnitKind = Literal["layer", "resident", "container"]
@@ -208,6 +209,7 @@ class Unit:
         name: Path of the module in the model.
         module: The module; its parameters are on the meta device except while the engine runs it.
         is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
+        layer: Path of the layer that it is or, where the layer is several units, is a module of; empty: of none.
         params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
             tied parameter appears in every unit that uses it, with the same owner.
         is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
@@ -222,6 +224,7 @@ class Unit:
     is_layer: bool
     params: tuple[tuple[str, str, str], ...]
     is_container: bool = False
+    layer: str = ""
     share: float = 1.0
     shares_inputs: bool = False
 
@@ -295,8 +298,8 @@ def build_graph(
         text_only: Take the causal language model where the folder is of a class that reads images as well.
         lora: Adapters to train; the model's own weights are frozen then.
         images: As in `build_skeleton`.
-        cuts_experts: As in `ModelSpec`. Packed experts of a quantized folder stay whole.
         is_trained: False: all of it is frozen.
+        cuts_experts: As in `ModelSpec`.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights.
@@ -324,15 +327,20 @@ def build_graph(
         dtype=dtype,
         adapters=adapters,
         reads_images=images != "off",
-        cuts_experts=cuts_experts and is_trained and not _has_packed_experts(config),
+        cuts_experts=cuts_experts,
     )
 
 
-def _has_packed_experts(config: PretrainedConfig) -> bool:
-    """Return whether the folder has all experts of a layer in one tensor of packed bytes, in another order."""
-    quantization = getattr(config, "quantization_config", None) or {}
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    return str(getattr(method, "value", method)) == "mxfp4"
+def whole_layers(graph: ModelGraph, stored: Collection[str]) -> list[str]:
+    """Return the layers that stored blocks have as one unit, and the graph as several: their experts are cut.
+
+    Args:
+        graph: of the model.
+        stored: keys of blocks.
+    """
+    names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
+    cut = {unit.layer: None for unit in graph.units if unit.layer and not unit.is_layer}
+    return [layer for layer in cut if layer in names]
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -371,7 +379,7 @@ def graph_of(
     layout_of: dict[str, str] = {}
     covered: set[str] = set()
 
-    def add(path: str, module: nn.Module, kind: UnitKind, *, shares_inputs: bool = False) -> None:
+    def add(path: str, module: nn.Module, kind: UnitKind, *, of_layer: str = "") -> None:
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
         own: dict[str, nn.Parameter] = {}
         for _, parameter in parameters:
@@ -384,10 +392,14 @@ def graph_of(
         params = tuple(
             (local, owner[id(parameter)], layout_of[owner[id(parameter)]]) for local, parameter in parameters
         )
-        unit = Unit(len(units), path, module, kind == "layer", params, kind == "container", shares_inputs=shares_inputs)
+        is_layer = kind == "layer"
+        layer = path if is_layer else of_layer
+        unit = Unit(
+            len(units), path, module, is_layer, params, kind == "container", layer, shares_inputs=bool(of_layer)
+        )
         units.append(unit)
 
-    def add_part(path: str, whole: nn.Module, part: ExpertsPart) -> None:
+    def add_part(path: str, whole: nn.Module, part: ExpertsPart, layer: str) -> None:
         inside = {name: owner[id(parameter)] for name, parameter in whole.named_parameters(recurse=False)}
         rows = f"[{part.experts.start}:{part.experts.stop}]"
         own = {f"{inside[name]}{rows}": parameter for name, parameter in part.named_parameters()}
@@ -401,27 +413,31 @@ def graph_of(
         covered.update(inside.values())
         params = tuple((local, name, path) for local, name in zip(inside, own, strict=True))
         share = len(part.experts) / part.num_all
-        units.append(Unit(len(units), path, part, False, params, share=share, shares_inputs=True))
+        units.append(Unit(len(units), path, part, False, params, layer=layer, share=share, shares_inputs=True))
 
+    text = {id(module) for module in text_modules(model)} if reads_images else set()
     for path, module, kind in find_modules(model):
-        cut = cut_experts(path, module, num_elements) if kind == "layer" and cuts_experts else []
+        may_cut = cuts_experts and kind == "layer" and (not reads_images or id(module) in text)
+        cut = cut_experts(module, num_elements) if may_cut else []
         if not cut:
             add(path, module, kind)
             continue
         parts_of = {id(each.module): each.parts for each in cut}
-        kind = "layer"  # of the first of its modules, so that layers can be counted
         for local, child in around(module, [each.module for each in cut]):
             for number, part in enumerate(parts_of.get(id(child), ())):
-                add_part(part_name(f"{path}.{local}", number), child, part)
+                add_part(part_name(f"{path}.{local}", number), child, part, path)
             if id(child) not in parts_of:
-                add(f"{path}.{local}", child, kind, shares_inputs=True)
-                kind = "resident"
+                add(f"{path}.{local}", child, "resident", of_layer=path)
     owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
     assert len(covered) == len(names), (len(covered), len(names), type(model).__name__)
     layouts = {layout.name: layout for layout in in_parts(layouts.values())}
-    text = {id(module) for module in text_modules(model)} if reads_images else set()
     image_units = frozenset(
-        unit.index for unit in units if reads_images and not unit.is_container and id(unit.module) not in text
+        unit.index
+        for unit in units
+        if reads_images
+        and not unit.is_container
+        and not isinstance(unit.module, ExpertsPart)  # only text's are cut
+        and id(unit.module) not in text
     )
     return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters, image_units)
 

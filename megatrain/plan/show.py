@@ -23,7 +23,7 @@ def headline(plan: Plan) -> str:
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    layers = sum(unit.is_layer for unit in plan.graph.units)
+    layers = len({unit.layer for unit in plan.graph.units if unit.layer})
     dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
     if run.objective.distillation is not None:
         task = "distill"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -13,13 +12,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain.checkpoint.export import export_checkpoint
-from megatrain.config import load_config
 from megatrain.engine.forward import LayerRunner
 from megatrain.models import experts
 from megatrain.models.experts import ExpertsPart
 from megatrain.models.graph import ModelGraph, build_graph
-from megatrain.trainer import Trainer
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
@@ -49,7 +45,10 @@ def _cut_like(graph: ModelGraph, whole: dict[str, torch.Tensor]) -> dict[str, to
     """Return tensors of the model under the names of the graph's, cut like these."""
     entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
     return {
-        entry.name: whole[entry.parameter].detach().reshape(-1)[entry.first : entry.first + entry.numel].view(entry.shape)
+        entry.name: whole[entry.parameter]
+        .detach()
+        .reshape(-1)[entry.first : entry.first + entry.numel]
+        .view(entry.shape)
         for entry in entries
         if entry.parameter in whole
     }
