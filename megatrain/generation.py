@@ -262,6 +262,14 @@ class _Turns:
         """Lease weights."""
         return self.access.weights(unit, visit)
 
+    def skip_weights(self, unit: Any, visit: int) -> None:
+        """Leave weights where they are."""
+        self.access.skip_weights(unit, visit)
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        """Note visits whose weights will be left where they are."""
+        self.access.expect_idle(visits)
+
     def cache_room(self, visit: int, micro_batch: int) -> Any:
         """Lease what the cache holds."""
         return self.access.cache_room(visit, micro_batch)

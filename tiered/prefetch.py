@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tiered.schedule import Access, Schedule
@@ -43,6 +43,7 @@ def next_fetches(
     inspect: Callable[[Access], tuple[bool, int]],
     passing: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
+    passed_over: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
@@ -61,6 +62,7 @@ def next_fetches(
         passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
             none.
         buffers: by (tier, size), how many copies of a size have a buffer; sizes that are not named share the bytes.
+        passed_over: (tick, key) of reads that will not take place.
     """
     if lookahead_bytes == 0:
         return
@@ -75,6 +77,8 @@ def next_fetches(
     for access in schedule.upcoming(now):
         if passing is None and access.key in settled and (access.key, access.tier) in room.counted:
             continue  # nothing below would come of it
+        if passed_over and (access.tick, access.key) in passed_over:
+            continue
         is_present, nbytes = inspect(access)
         if not room.take(access, nbytes):
             return

@@ -392,7 +392,17 @@ class TieredStore:
     def advance(self, tick: int) -> None:
         """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
         with self._changed:
-            self._movement.now = tick
+            self._movement.advance(tick)
+            self._movement.pump()
+
+    def pass_over(self, accesses: Iterable[tuple[int, str]]) -> None:
+        """Fetch nothing for accesses of the schedule that will not take place after all.
+
+        Args:
+            accesses: (tick, key) of reads.
+        """
+        with self._changed:
+            self._movement.pass_over(accesses)
             self._movement.pump()
 
     def wait_idle(self) -> None:

@@ -51,6 +51,12 @@ class GenerationAccess(Protocol):
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
         """Lease a unit's weights."""
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave a unit's weights where they are; in place of ``weights``."""
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        """Note visits, the present one and later, whose weights will be left where they are."""
+
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
 
@@ -160,8 +166,8 @@ class GenerationRunner:
         """Run a unit for every forward that waits at it; return what resumes them."""
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
-        with self._access.weights(bound.unit, visit) as weights, bound.bound(weights):
-            calls = [forward.call for forward in forwards if forward.call is not None]
+        calls = [forward.call for forward in forwards if forward.call is not None]
+        with self._weights(visit, bound, calls) as weights, bound.bound(weights):
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
@@ -179,6 +185,21 @@ class GenerationRunner:
                 with self._access.cache_room(visit, absent):
                     pass
         return resumes
+
+    @contextmanager
+    def _weights(
+        self, visit: int, bound: BoundUnit, calls: Sequence[UnitCall]
+    ) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+        """Lease a unit's weights; if no token goes to it, they are left where they are."""
+        idle = bound.idle_offsets(calls)
+        if bound.is_first_part and idle:
+            self._access.expect_idle([visit + offset for offset in idle])
+        if 0 in idle:
+            self._access.skip_weights(bound.unit, visit)
+            yield bound.zeros()
+            return
+        with self._access.weights(bound.unit, visit) as weights:
+            yield weights
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:

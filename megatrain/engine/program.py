@@ -443,6 +443,15 @@ class BlockAccess(Protocol):
         A weight that is cut comes as its parts.
         """
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave a unit's weights where they are, in place of ``weights``: no token of the step goes to it.
+
+        What was planned to move is the most that may move then.
+        """
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        """Note visits, the present one and later, whose weights will be left where they are, and in their backward."""
+
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
 

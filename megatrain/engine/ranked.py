@@ -254,6 +254,14 @@ class RankedAccess(StoreAccess):
             tensors.update(views(full.tensors[name][: layout.num_elements], layout))
         yield tensors
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Take the weights all the same: others may need them, and all ranks gather together."""
+        with self.weights(unit, visit):
+            pass
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        """Fetch all the same."""
+
     # -- gradients ---------------------------------------------------------------------------------------------
 
     @contextmanager

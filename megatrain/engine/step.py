@@ -584,6 +584,11 @@ class StoreAccess:
         self._reused = [traced.reused for traced in trace.visits]
         self._homes, self._copies = homes, TapeStore(store, homes)
         self._uses_of_layouts = uses_of_layouts(graph, trace)
+        self._unit_of_visit = [traced.unit for traced in trace.visits]
+        self._ticks_of: dict[tuple[str, int], list[int]] = {}
+        for number, tick in enumerate(program.ticks):
+            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
+        self.num_idle = 0
         self._threads = threads
         self._updater, self._timeline = updater, timeline
         self._activity = activity or Activity()
@@ -745,6 +750,30 @@ class StoreAccess:
                 else:
                     tensors.update(views(blocks[keys[0]], layout))
             yield tensors
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave the unit's weights where they are: no token goes to it."""
+        assert self._op is not None, "no op has begun, or the step is over"
+        for key in self._whole_weights(unit.index):
+            self._copies.skipped(self._uses[key], self._op.tier)
+        self.num_idle += 1
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        """Have nothing fetched for visits that will leave their weights where they are."""
+        assert self._op is not None, "no op has begun, or the step is over"
+        unused: list[tuple[int, str]] = []
+        for visit in visits:
+            keys = self._whole_weights(self._unit_of_visit[visit])
+            for phase in ("forward", "backward"):
+                ticks = self._ticks_of.get((phase, visit), ())
+                tick = next((tick for tick in ticks if tick >= self._op.tick), None)  # of this group of micro-batches
+                unused += [] if tick is None else [(self._first_tick + tick, key) for key in keys]
+        self._store.pass_over(unused)
+
+    def _whole_weights(self, unit: int) -> list[str]:
+        """Return the keys of the weights of a unit whose parts are leased together."""
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit)]
+        return [key for layout in layouts for key in self._program.weight_keys(layout)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

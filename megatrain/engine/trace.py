@@ -332,6 +332,12 @@ class _Tracer:
                 bound.forward = self._once(bound.unit.module, bound.forward)
             bound.forward = self._measured(self._guessing(bound))
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        raise AssertionError("which experts are chosen is not known in a trace")
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        raise AssertionError("which experts are chosen is not known in a trace")
+
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):

@@ -37,6 +37,7 @@ from megatrain.engine.weight_gradients import (
     weight_leaf,
 )
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.experts import ExpertsPart
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class UnitVisit:
         self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
+        self._is_idle = False  # no token goes to it
         self._leaves: dict[str, Tensor] = {}
         self._wanted: list[list[Tensor]] = []  # rows of the weights whose parts pass, by weight and micro-batch
         self.pending_outputs: list[Tensor] = []
@@ -128,10 +130,11 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
+        self._note_idle([forward.call for forward in forwards if forward.call is not None])
         self._first_micro_batch = forwards[0].micro_batch if forwards else 0
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
-        with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
+        with self._weights() as weights, self.bound.bound(weights) as leaves:
             if self._keeps_graph:
                 self._leaves = leaves
             self._wanted = self.bound.look_up([forward.call for forward in forwards])
@@ -222,6 +225,26 @@ class UnitVisit:
             )
         return result, differentiable
 
+    def _note_idle(self, calls: Sequence[UnitCall]) -> None:
+        """Note whether no token of any call goes to the unit, and tell of the visits of which that is known now."""
+        idle = self.bound.idle_offsets(calls)
+        self._is_idle = 0 in idle
+        if self.bound.is_first_part and idle:
+            self._access.expect_idle([self.number + offset for offset in idle])
+
+    @contextmanager
+    def _weights(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+        """Lease the unit's weights; if no token goes to it, they are left where they are.
+
+        Its forward and backward run all the same, on zeros: what it gives, and which gradients there are, are the same.
+        """
+        if self._is_idle:
+            self._access.skip_weights(self.bound.unit, self.number)
+            yield self.bound.zeros()
+            return
+        with self._access.weights(self.bound.unit, self.number) as weights:
+            yield weights
+
     def _put(self, forward: SuspendedForward, index: int, stream: Tensor) -> tuple[int, int]:
         """Save an input, unless an earlier unit saved the same tensor; return the visit that did, and its index."""
         place = forward.place_of(stream) if self.bound.unit.shares_inputs else None
@@ -242,7 +265,7 @@ class UnitVisit:
         grad_inputs: list[Tensor | None] = []
         start = 0
         with ExitStack() as stack:
-            weights = stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            weights = stack.enter_context(self._weights())
             leaves = stack.enter_context(self.bound.bound(weights))
             sink: GradientSink | None = None
             if leaves:
@@ -273,8 +296,8 @@ class UnitVisit:
     def skip_backward(self) -> None:
         """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
         with ExitStack() as stack:
-            if self._plans_backward:
-                stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            if self._plans_backward or self._is_idle:
+                stack.enter_context(self._weights())
             if self.bound.trainable:
                 stack.enter_context(self._access.gradients(self.bound.unit, self.number))
         for item in self._micro_batches:
@@ -570,6 +593,35 @@ class BoundUnit:
     def _own_parameters(self) -> dict[str, Tensor]:
         """Forward of a container: copies of its parameters, which outlive the visit."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    @property
+    def is_first_part(self) -> bool:
+        """Whether it is the first of the parts of a layer's experts, whose visits follow each other."""
+        module = self.unit.module
+        return isinstance(module, ExpertsPart) and module.siblings[0] is module
+
+    def idle_offsets(self, calls: Sequence[UnitCall]) -> list[int]:
+        """Return which visits from this one on need no weights, where it is of experts and none of them is chosen.
+
+        Args:
+            calls: of all micro-batches.
+
+        Returns:
+            0 for this visit; those after it only if it is of the first part.
+        """
+        module = self.unit.module
+        if not isinstance(module, ExpertsPart) or not calls:
+            return []
+        chosen = [call.args[1] for call in calls]
+        parts = module.siblings if self.is_first_part else (module,)
+        return [offset for offset, part in enumerate(parts) if part.is_idle(chosen)]
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Return what is bound in place of weights that nothing is multiplied with: zeros, in the memory of one."""
+        return {
+            owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
+            for owner, absent in self._absent.items()
+        }
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:

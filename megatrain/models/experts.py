@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.models.layout import MAX_PARTS, PART_ELEMENTS
 
@@ -62,6 +63,7 @@ class ExpertsPart(nn.Module):
         super().__init__()
         self.experts = range(first, stop)
         self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
+        self._siblings: tuple[ExpertsPart, ...] = (self,)
         # Not a module of this one: its parameters are those of all experts.
         self._whole: tuple[Any] = (experts,)
         for name, parameter in experts.named_parameters(recurse=False):
@@ -74,6 +76,23 @@ class ExpertsPart(nn.Module):
         """What all parts have in common that compute alike, with as much memory."""
         shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
         return (type(self._whole[0]), shapes)
+
+    @property
+    def siblings(self) -> tuple[ExpertsPart, ...]:
+        """All parts of the layer, in the order in which they are called, one right after the other."""
+        return self._siblings
+
+    def is_idle(self, chosen: Iterable[Tensor]) -> bool:
+        """Return whether no token goes to any of them. The host waits for the first look at what was chosen.
+
+        Args:
+            chosen: experts of each token, of some calls. Of tensors without values it is not known: False.
+        """
+        return all(self._is_idle(each) for each in chosen)
+
+    def _is_idle(self, chosen: Tensor) -> bool:
+        hit = _hit_experts(chosen)
+        return hit is not None and hit.isdisjoint(self.experts)
 
     def chance_of_no_token(self, num_chosen: int) -> float:
         """Return how likely a token goes to none of them, if it goes to each of the layer's as likely.
@@ -103,10 +122,12 @@ class ExpertsPart(nn.Module):
 
         def linear(rows: Tensor, name: str) -> Tensor:
             weight: Tensor = getattr(self, name)
+            bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
             if not len(places):  # gradients that are zero, not missing: other experts of the layer have one
                 width = weight.shape[-1 if whole.is_transposed else -2]
-                return rows.new_zeros(0, width) + rows[:, :1] * 0 + weight.view(-1)[:1].sum() * 0
-            bias = getattr(self, f"{name}_bias")[experts] if whole.has_bias else None
+                zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
+                return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
+            bias = None if bias is None else bias[experts]
             return _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=whole.is_transposed)
 
         rows = linear(hidden_states[tokens], "gate_up_proj" if whole.has_gate else "up_proj")
@@ -114,6 +135,21 @@ class ExpertsPart(nn.Module):
         rows = linear(rows, "down_proj") * weights.reshape(-1)[places].unsqueeze(1)
         total = hidden_states.new_zeros(hidden_states.shape, dtype=torch.float32)
         return total.index_add(0, tokens, rows.float())
+
+
+#: Attribute of a tensor of chosen experts: which these are, on the host.
+_HIT = "_megatrain_hit_experts"
+
+
+def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
+    """Return the experts that tokens go to, looked at once for all parts of a layer; None: there are no values."""
+    if isinstance(chosen, FakeTensor) or chosen.is_meta:
+        return None
+    found: frozenset[int] | None = getattr(chosen, _HIT, None)
+    if found is None:
+        found = frozenset(chosen.detach().reshape(-1).unique().tolist())
+        setattr(chosen, _HIT, found)
+    return found
 
 
 @dataclass(frozen=True)
@@ -149,6 +185,8 @@ def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
         if size <= most_elements or step >= count:
             continue
         parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
+        for part in parts:
+            part._siblings = parts
         module.__dict__["forward"] = _sum_of(module, parts)
         found.append(CutExperts(module, parts))
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,7 @@ class MemoryAccess:
         self._filled: dict[int, set[str]] = {}
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
+        self.skipped: list[str] = []  # units whose weights were not needed, once for each visit
         self.largest_num_activations = 0
         self.attention_nbytes = 1 << 20  # of the room for a micro-batch's results
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
@@ -40,6 +41,12 @@ class MemoryAccess:
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
         yield {owner: self._weights[owner].view_as(self._weights[owner]) for _, owner, _ in unit.params}
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        self.skipped.append(unit.name)
+
+    def expect_idle(self, visits: Sequence[int]) -> None:
+        pass
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
