@@ -136,13 +136,14 @@ class GraphKeeper:
     def candidates(self) -> list[int]:
         """Return the visits that are run again unless their graphs are kept.
 
-        A graph has views of the weights, so not those whose weights are there for one visit only.
+        A graph has views of the weights, so not those whose weights are there for one visit only; and an input that
+        such a visit has in common with one before it is saved by that one.
         """
-        return [
-            number
-            for number, visit in enumerate(self.trace.visits)
-            if visit.has_backward and not visit.is_head and not self._unpacks(visit.unit)
-        ]
+        visits = self.trace.visits
+        are_run_again = [n for n, visit in enumerate(visits) if visit.has_backward and not visit.is_head]
+        left_out = {number for number in are_run_again if self._unpacks(visits[number].unit)}
+        left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
+        return [number for number in are_run_again if number not in left_out]
 
     def _unpacks(self, unit: int) -> bool:
         return any(name in self._program.packed for name in layouts_of_unit(self._graph, unit))
