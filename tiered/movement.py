@@ -107,9 +107,10 @@ class Movement:
         if self._passed_over:
             self._passed_over = {each for each in self._passed_over if each[0] >= tick}
 
-    def pass_over(self, accesses: Iterable[tuple[int, str]]) -> None:
+    def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
         """Fetch nothing for these accesses, (tick, key), before they are past."""
         self._passed_over.update(accesses)
+        self._passed_over.difference_update(but_not)
 
     def add(self, block: Block) -> None:
         """Add a registered block."""

@@ -77,8 +77,6 @@ def next_fetches(
     for access in schedule.upcoming(now):
         if passing is None and access.key in settled and (access.key, access.tier) in room.counted:
             continue  # nothing below would come of it
-        if passed_over and (access.tick, access.key) in passed_over:
-            continue
         is_present, nbytes = inspect(access)
         if not room.take(access, nbytes):
             return
@@ -90,7 +88,8 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        if not is_present:
+        # One that is passed over keeps its room, and the fetches behind it their turn: it may take place all the same.
+        if not is_present and (access.tick, access.key) not in passed_over:
             yield access
 
 

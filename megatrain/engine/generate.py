@@ -54,8 +54,8 @@ class GenerationAccess(Protocol):
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Leave a unit's weights where they are; in place of ``weights``."""
 
-    def expect_idle(self, visits: Sequence[int]) -> None:
-        """Note visits, the present one and later, whose weights will be left where they are."""
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note of visits, the present one and later, which will leave their weights where they are."""
 
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
@@ -191,10 +191,8 @@ class GenerationRunner:
         self, visit: int, bound: BoundUnit, calls: Sequence[UnitCall]
     ) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
         """Lease a unit's weights; if no token goes to it, they are left where they are."""
-        idle = bound.idle_offsets(calls)
-        if bound.is_first_part and idle:
-            self._access.expect_idle([visit + offset for offset in idle])
-        if 0 in idle:
+        is_idle = bound.note_idle(calls, visit, self._access)
+        if is_idle:
             self._access.skip_weights(bound.unit, visit)
             yield bound.zeros()
             return

@@ -449,8 +449,13 @@ class BlockAccess(Protocol):
         What was planned to move is the most that may move then.
         """
 
-    def expect_idle(self, visits: Sequence[int]) -> None:
-        """Note visits, the present one and later, whose weights will be left where they are, and in their backward."""
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note of visits, the present one and later, which will leave their weights where they are; and backward.
+
+        Args:
+            visits: of all experts of a layer.
+            idle: those to which no token goes.
+        """
 
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""

@@ -14,7 +14,7 @@ window of copies and sums is exact there, as no memory is freed before both stre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -259,7 +259,7 @@ class RankedAccess(StoreAccess):
         with self.weights(unit, visit):
             pass
 
-    def expect_idle(self, visits: Sequence[int]) -> None:
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """Fetch all the same."""
 
     # -- gradients ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -335,7 +335,7 @@ class _Tracer:
     def skip_weights(self, unit: Unit, visit: int) -> None:
         raise AssertionError("which experts are chosen is not known in a trace")
 
-    def expect_idle(self, visits: Sequence[int]) -> None:
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         raise AssertionError("which experts are chosen is not known in a trace")
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -227,10 +227,7 @@ class UnitVisit:
 
     def _note_idle(self, calls: Sequence[UnitCall]) -> None:
         """Note whether no token of any call goes to the unit, and tell of the visits of which that is known now."""
-        idle = self.bound.idle_offsets(calls)
-        self._is_idle = 0 in idle
-        if self.bound.is_first_part and idle:
-            self._access.expect_idle([self.number + offset for offset in idle])
+        self._is_idle = self.bound.note_idle(calls, self.number, self._access)
 
     @contextmanager
     def _weights(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
@@ -540,6 +537,13 @@ def version_probe(tensor: Tensor) -> Tensor:
     return probe
 
 
+class RoutedAccess(Protocol):
+    """What is told of experts to which no token goes."""
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """See ``BlockAccess``."""
+
+
 class BoundUnit:
     """An unmodified module with slots for its parameters: binds weights to it and runs its `forward`.
 
@@ -594,27 +598,23 @@ class BoundUnit:
         """Forward of a container: copies of its parameters, which outlive the visit."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 
-    @property
-    def is_first_part(self) -> bool:
-        """Whether it is the first of the parts of a layer's experts, whose visits follow each other."""
-        module = self.unit.module
-        return isinstance(module, ExpertsPart) and module.siblings[0] is module
-
-    def idle_offsets(self, calls: Sequence[UnitCall]) -> list[int]:
-        """Return which visits from this one on need no weights, where it is of experts and none of them is chosen.
+    def note_idle(self, calls: Sequence[UnitCall], visit: int, access: RoutedAccess) -> bool:
+        """Return whether the unit is of experts to which no token goes; at the first of a layer's, tell of all others.
 
         Args:
             calls: of all micro-batches.
-
-        Returns:
-            0 for this visit; those after it only if it is of the first part.
+            visit: ordinal of this visit; those of the layer's other experts follow it.
+            access: is told.
         """
         module = self.unit.module
         if not isinstance(module, ExpertsPart) or not calls:
-            return []
+            return False
         chosen = [call.args[1] for call in calls]
-        parts = module.siblings if self.is_first_part else (module,)
-        return [offset for offset, part in enumerate(parts) if part.is_idle(chosen)]
+        if module.siblings[0] is module and module.is_known(chosen):
+            visits = range(visit, visit + len(module.siblings))
+            parts = zip(visits, module.siblings, strict=True)
+            access.note_idle(visits, {number for number, part in parts if part.is_idle(chosen)})
+        return module.is_idle(chosen)
 
     def zeros(self) -> dict[str, Tensor]:
         """Return what is bound in place of weights that nothing is multiplied with: zeros, in the memory of one."""

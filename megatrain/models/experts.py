@@ -82,6 +82,11 @@ class ExpertsPart(nn.Module):
         """All parts of the layer, in the order in which they are called, one right after the other."""
         return self._siblings
 
+    @staticmethod
+    def is_known(chosen: Iterable[Tensor]) -> bool:
+        """Return whether tensors of chosen experts have values."""
+        return all(_hit_experts(each) is not None for each in chosen)
+
     def is_idle(self, chosen: Iterable[Tensor]) -> bool:
         """Return whether no token goes to any of them. The host waits for the first look at what was chosen.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -45,7 +45,7 @@ class MemoryAccess:
     def skip_weights(self, unit: Unit, visit: int) -> None:
         self.skipped.append(unit.name)
 
-    def expect_idle(self, visits: Sequence[int]) -> None:
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         pass
 
     @contextmanager

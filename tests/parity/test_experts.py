@@ -30,6 +30,7 @@ from megatrain.models.initialize import initialize_tensors
 from megatrain.models.layout import views
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
+from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
@@ -267,6 +268,8 @@ def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
     generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], ChatSettings(5, 0.0, 7))
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
+    # Two tokens do not go to all experts: what was planned is the most that moves.
+    assert generator.moved_bytes["folder->ram"] < generator.planned_bytes["folder->ram"]
     tokenizer = AutoTokenizer.from_pretrained(mixture)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     for prompt, ids in zip(["Call me", "The sea"], found, strict=True):
@@ -300,3 +303,46 @@ def test_ranks_have_the_bits_of_one_process(mixture: Path, tmp_path: Path) -> No
     results = run_world(2, train_on_rank, tmp_path, mixture)
     assert all(result.losses == expected.losses and result.norms == expected.norms for result in results)
     assert digests(results) == digests([expected])
+
+
+def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_path: Path) -> None:
+    """Few tokens reach few experts: less moves than planned, and no bit depends on it."""
+
+    def run(name: str, lora: str = "", **options: Any) -> TieredRun:
+        folder = tmp_path / name.replace(" ", "_")
+        text = config_text(folder, mixture, **options).replace("max_length = 64", "max_length = 2")
+        text = text.replace("train_batch_size = 2", "train_batch_size = 1").replace("steps = 3", "steps = 1")
+        return run_config(text.replace("[training]", f"{lora}\n[training]", 1), folder, num_steps=3)
+
+    def traffic(run: TieredRun) -> tuple[dict[str, int], dict[str, int]]:
+        assert run.moved is not None
+        moved = {link: stats.num_bytes for link, stats in run.moved.links.items()}
+        planned = run.plan.placement.run_traffic_bytes(len(run.losses))
+        assert all(nbytes <= planned[link] for link, nbytes in moved.items()), (moved, planned)
+        return moved, planned
+
+    first = run("in RAM", nvme=0)
+    for name in ("on NVMe", "partly on a GPU"):
+        placed = run(name, **PLACEMENTS[name])
+        traffic(placed)
+        placed.assert_same(first)
+    lora = '[lora]\nr = 4\ntarget_modules = ["q_proj"]'
+    adapted = run("adapters", lora, nvme=0, ram="3MiB", placement='weights = ["folder"]')
+    adapted.assert_same(run("adapters in RAM", lora, nvme=0))
+    moved, planned = traffic(adapted)
+    assert moved["folder->ram"] < planned["folder->ram"]
+    assert any("are the most that move" in line for line in messages(adapted.plan))
+
+
+def test_idle_experts_are_not_leased() -> None:
+    config = tiny_config("qwen3_moe", num_experts=8, num_experts_per_tok=1)
+    model = build_model(config)
+    batch = {"input_ids": torch.tensor([[5, 5, 5]]), "labels": torch.tensor([[5, 5, 5]])}
+    expected = train_step(model, [batch], SEED)
+    graph = build_graph(config)
+    access = MemoryAccess(graph, _cut_like(graph, dict(model.named_parameters())), torch.float32)
+    for kept in ((), range(1000)):
+        runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=kept)
+        loss = runner.forward_backward([batch], seed=SEED)
+        assert_same_gradients(expected, loss.loss, _joined(graph, access.finish()))
+    assert len(access.skipped) >= 2 * 2 * len(_parts(graph)) * 5 // 8  # forward and backward, twice
