@@ -133,7 +133,8 @@ class ExpertsPart(nn.Module):
                 zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
                 return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
             bias = None if bias is None else bias[experts]
-            return _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=whole.is_transposed)
+            made: Tensor = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=whole.is_transposed)
+            return made
 
         rows = linear(hidden_states[tokens], "gate_up_proj" if whole.has_gate else "up_proj")
         rows = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
@@ -152,7 +153,7 @@ def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
         return None
     found: frozenset[int] | None = getattr(chosen, _HIT, None)
     if found is None:
-        found = frozenset(chosen.detach().reshape(-1).unique().tolist())
+        found = frozenset(torch.unique(chosen.detach()).tolist())  # type: ignore[no-untyped-call]
         setattr(chosen, _HIT, found)
     return found
 
@@ -221,7 +222,7 @@ def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Te
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         _, hidden_states, chosen, weights = signature.bind(module, *args, **kwargs).arguments.values()
-        total = parts[0](hidden_states, chosen, weights)
+        total: Tensor = parts[0](hidden_states, chosen, weights)
         for part in parts[1:]:
             total = total + part(hidden_states, chosen, weights)
         return total.to(hidden_states.dtype)

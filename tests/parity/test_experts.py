@@ -327,7 +327,7 @@ def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_pa
         traffic(placed)
         placed.assert_same(first)
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj"]'
-    adapted = run("adapters", lora, nvme=0, ram="3MiB", placement='weights = ["folder"]')
+    adapted = run("adapters", lora, nvme=0, ram="1600KiB", placement='weights = ["folder"]')
     adapted.assert_same(run("adapters in RAM", lora, nvme=0))
     moved, planned = traffic(adapted)
     assert moved["folder->ram"] < planned["folder->ram"]
