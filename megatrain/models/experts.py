@@ -153,7 +153,7 @@ def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
         return None
     found: frozenset[int] | None = getattr(chosen, _HIT, None)
     if found is None:
-        found = frozenset(torch.unique(chosen.detach()).tolist())  # type: ignore[no-untyped-call]
+        found = frozenset(torch.unique(chosen.detach()).tolist())
         setattr(chosen, _HIT, found)
     return found
 
