@@ -7,7 +7,7 @@ values, are blocks of the store. Tokens are those of transformers' ``generate`` 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,6 +207,9 @@ class Generator:
                 count = 1 if number == 0 else max(1, num_new - 1)
                 schedule = programs[number].schedule(homes, count, first_step=number)
                 set_schedule(store, schedule, plan.run.prefetch_bytes)
+            # Of a pass that makes a token of each prompt; the first one has all of their tokens.
+            each = (len(self._tokens[prompt]) if number == 0 else 1 for group in groups for prompt in group)
+            turn.access.num_tokens = sum(each)
             turn.access.start_step(number)
 
         count = plan.num_micro_batches
@@ -261,6 +264,14 @@ class _Turns:
     def weights(self, unit: Any, visit: int) -> Any:
         """Lease weights."""
         return self.access.weights(unit, visit)
+
+    def skip_weights(self, unit: Any, visit: int) -> None:
+        """Leave weights where they are."""
+        self.access.skip_weights(unit, visit)
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note visits whose weights will be left where they are."""
+        self.access.note_idle(visits, idle)
 
     def cache_room(self, visit: int, micro_batch: int) -> Any:
         """Lease what the cache holds."""

@@ -18,6 +18,7 @@ from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
+from megatrain.models.graph import whole_layers
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
@@ -85,13 +86,15 @@ class RandomWeights:
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._model, self._seed = model, seed
-        self._current: tuple[UnitLayout, Initializer] | None = None
+        self._current: tuple[list[str], Initializer] | None = None
 
     def read(self, layout: UnitLayout, start: int, out: Tensor) -> None:
-        if self._current is None or self._current[0] is not layout:
-            self._current = layout, Initializer(self._model, [entry.name for entry in layout.entries], self._seed)
+        names = [entry.parameter for entry in layout.entries]
+        if self._current is None or self._current[0] != names:  # parts of one module follow each other
+            self._current = names, Initializer(self._model, names, self._seed)
         for entry, first, last in entries_within(layout, start, start + out.numel()):
-            self._current[1].read(entry.name, first, out[entry.offset + first - start : entry.offset + last - start])
+            place = out[entry.offset + first - start : entry.offset + last - start]
+            self._current[1].read(entry.parameter, entry.first + first, place)
 
     def load_buffers(self) -> None:
         """Nothing to do: the model made its buffers itself."""
@@ -285,6 +288,14 @@ class Weights:
 
     def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader | RanksReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
+        whole = whole_layers(self._plan.graph, reader.blocks)
+        if whole:
+            raise CheckpointError(
+                f"{checkpoint} has the experts of {whole[0]} in the block of their layer, as runs had them before "
+                "experts were cut into parts: it cannot be continued with the same bits. Export it (megatrain-tier "
+                "export) and start a new run from the exported model, whose moments begin at zero; or continue it with "
+                "the version of megatrain-tier that wrote it"
+            )
         for key, block in self._plan.program.blocks.items():
             stored = reader.blocks.get(key)
             dtype = str(block.dtype).removeprefix("torch.")

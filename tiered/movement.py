@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from tiered.block import CopyState
 from tiered.errors import UninitializedBlockError
@@ -79,6 +79,7 @@ class Movement:
         self.on_event = on_event
         self.schedule: Schedule | None = None
         self._travels = Travels(None)
+        self._passed_over: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not take place
         self.lookahead_bytes: int | None = 0
         self.now = 0
         self.home_bytes = dict.fromkeys(self.order, 0)
@@ -98,6 +99,18 @@ class Movement:
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Fetch ahead by another schedule."""
         self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
+        self._passed_over = set()
+
+    def advance(self, tick: int) -> None:
+        """Go to a tick."""
+        self.now = tick
+        if self._passed_over:
+            self._passed_over = {each for each in self._passed_over if each[0] >= tick}
+
+    def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
+        """Fetch nothing for these accesses, (tick, key), before they are past."""
+        self._passed_over.update(accesses)
+        self._passed_over.difference_update(but_not)
 
     def add(self, block: Block) -> None:
         """Add a registered block."""
@@ -443,7 +456,9 @@ class Movement:
                 for tier, counts in self.copy_buffers.items()
                 for size, count in counts.items()
             }
-            for access in next_fetches(travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers):
+            for access in next_fetches(
+                travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._passed_over
+            ):
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):

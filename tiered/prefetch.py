@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from tiered.schedule import Access, Schedule
@@ -43,6 +43,7 @@ def next_fetches(
     inspect: Callable[[Access], tuple[bool, int]],
     passing: Callable[[Access], Mapping[str, int]] | None = None,
     buffers: Mapping[tuple[str, int], int] | None = None,
+    passed_over: Container[tuple[int, str]] = (),
 ) -> Iterator[Access]:
     """Yield the accesses whose copies should be fetched now, nearest deadline first. Pure but for ``inspect``.
 
@@ -61,6 +62,7 @@ def next_fetches(
         passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
             none.
         buffers: by (tier, size), how many copies of a size have a buffer; sizes that are not named share the bytes.
+        passed_over: (tick, key) of reads that will not take place.
     """
     if lookahead_bytes == 0:
         return
@@ -86,7 +88,8 @@ def next_fetches(
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
-        if not is_present:
+        # One that is passed over keeps its room, and the fetches behind it their turn: it may take place all the same.
+        if not is_present and (access.tick, access.key) not in passed_over:
             yield access
 
 

@@ -392,7 +392,20 @@ class TieredStore:
     def advance(self, tick: int) -> None:
         """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
         with self._changed:
-            self._movement.now = tick
+            self._movement.advance(tick)
+            self._movement.pump()
+
+    def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
+        """Fetch nothing ahead for accesses of the schedule that will not take place after all, or more likely not.
+
+        One that takes place all the same is served on demand.
+
+        Args:
+            accesses: (tick, key) of reads.
+            but_not: those of which that was said, and which will take place.
+        """
+        with self._changed:
+            self._movement.pass_over(accesses, but_not)
             self._movement.pump()
 
     def wait_idle(self) -> None:

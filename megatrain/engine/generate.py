@@ -51,6 +51,12 @@ class GenerationAccess(Protocol):
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
         """Lease a unit's weights."""
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave a unit's weights where they are; in place of ``weights``."""
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note of visits, the present one and later, which will leave their weights where they are."""
+
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
 
@@ -160,8 +166,8 @@ class GenerationRunner:
         """Run a unit for every forward that waits at it; return what resumes them."""
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
-        with self._access.weights(bound.unit, visit) as weights, bound.bound(weights):
-            calls = [forward.call for forward in forwards if forward.call is not None]
+        calls = [forward.call for forward in forwards if forward.call is not None]
+        with self._weights(visit, bound, calls) as weights, bound.bound(weights):
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
@@ -179,6 +185,19 @@ class GenerationRunner:
                 with self._access.cache_room(visit, absent):
                     pass
         return resumes
+
+    @contextmanager
+    def _weights(
+        self, visit: int, bound: BoundUnit, calls: Sequence[UnitCall]
+    ) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+        """Lease a unit's weights; if no token goes to it, they are left where they are."""
+        is_idle = bound.note_idle(calls, visit, self._access)
+        if is_idle:
+            self._access.skip_weights(bound.unit, visit)
+            yield bound.zeros()
+            return
+        with self._access.weights(bound.unit, visit) as weights:
+            yield weights
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:

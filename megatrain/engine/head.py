@@ -150,8 +150,8 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
 
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         return None
-    layer = next((unit for unit in graph.units if unit.is_layer), None)
-    path = layer.name.split(".")[:-1] if layer else []
+    layer = next((unit.layer for unit in graph.units if unit.layer), "")
+    path = layer.split(".")[:-1]
     candidates = [model.get_submodule(".".join(path[: length + 1])) for length in range(len(path))]
     candidates = [module for module in candidates if not isinstance(module, nn.ModuleList)]
     probe = _Probe(graph, candidates)

@@ -83,6 +83,9 @@ class TracedVisit:
         has_backward: Whether the backward recomputes the unit. False where nothing trained comes before its output, and
             where the loss does not depend on it: the visit is announced then, but no weights are leased.
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
+        reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
+            one block for both.
+        chance_of_no_token: Of experts of a mixture, that a token goes to none of them, if it goes to any as likely.
         held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
             tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
@@ -113,6 +116,8 @@ class TracedVisit:
     attention_nbytes: int = 0
     attention_flops: int = 0
     attention_skipped_flops: int = 0
+    reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    chance_of_no_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,14 +443,31 @@ class BlockAccess(Protocol):
         A weight that is cut comes as its parts.
         """
 
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave a unit's weights where they are, in place of ``weights``: no token of the step goes to it.
+
+        What was planned to move is the most that may move then.
+        """
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note of visits, the present one and later, which will leave their weights where they are; and backward.
+
+        Args:
+            visits: of all experts of a layer.
+            idle: those to which no token goes.
+        """
+
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
 
     def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
         """Copy an activation into its block; the caller's tensor is not referenced afterwards."""
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        """Note that an activation is one of an earlier visit, (visit, index), whose block is leased in its place."""
+
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
-        """Lease an activation, once: the same shape, dtype and bits. Its contents are dead on exit."""
+        """Lease an activation: the same shape, dtype and bits. Its contents are dead once its own visit had it."""
 
     def attention_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the bytes of attention's results, uint8 [N]: in the forward to write, in the backward to read once.
@@ -520,10 +542,14 @@ def activations_of(program: StepProgram) -> dict[int, set[str]]:
 def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     """Return the program in which these visits keep their graphs: no activations are written or read for them."""
     dropped = {key for visit, keys in activations_of(program).items() if visit in visits for key in keys}
+
+    def is_input(group: Group) -> bool:  # its own, or one of an earlier visit
+        return any(program.blocks[key].kind == "activations" for key, _ in group)
+
     ticks = tuple(
         replace(
             tick,
-            passing=tuple(group for group in tick.passing if not any(key in dropped for key, _ in group)),
+            passing=tuple(group for group in tick.passing if not is_input(group)),
             spent=tick.spent - dropped,
         )
         if tick.phase in ("forward", "backward") and tick.visit in visits
@@ -531,6 +557,7 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
         for tick in program.ticks
     )
     blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
+    assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit runs again with such an input"
     saved = program.saved_attention - visits
     return replace(program, blocks=blocks, ticks=ticks, kept=program.kept | visits, saved_attention=saved)
 
@@ -735,6 +762,8 @@ class ProgramBuilder:
         for visit, traced in enumerate(self._trace.visits):
             for micro_batch in range(self._num_micro_batches):
                 for index, (shape, dtype) in enumerate(traced.saved):
+                    if index in traced.reused:
+                        continue
                     key = activation_key(visit, self._slot_of(micro_batch), index)
                     yield BlockPlan(key, "activations", torch.Size(shape).numel(), dtype)
 
@@ -773,7 +802,7 @@ class ProgramBuilder:
                 if gather.held:
                     yield gather
             inputs = tuple(group for group in tick.passing if not _of_kind("grad", group))
-            yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs))
+            yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs) & tick.spent)
             if gradients := _of_kind("grad", tick.held):
                 summed = tuple(self._exchanged(gradients))
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
@@ -844,7 +873,7 @@ class ProgramBuilder:
                 visit,
                 (self._weights(visit) if has_backward else ()) + self._gradients(visit, is_first=is_first),
                 (*weights, *activations, *summed),
-                self._spent((*activations, *summed)),
+                self._spent((*activations, *summed)) - self._reused(visit, group),
             )
 
     @staticmethod
@@ -934,10 +963,19 @@ class ProgramBuilder:
         return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
-        num_saved = len(self._trace.visits[visit].saved)
-        return tuple(
-            ((activation_key(visit, self._slot_of(m), index), mode),) for m in group for index in range(num_saved)
-        )
+        """Return the activations that a visit writes, or reads: among these are others' that are the same tensors."""
+        traced = self._trace.visits[visit]
+        places = [
+            traced.reused.get(index, (visit, index))
+            for index in range(len(traced.saved))
+            if mode == "r" or index not in traced.reused
+        ]
+        return tuple(((activation_key(at, self._slot_of(m), index), mode),) for m in group for at, index in places)
+
+    def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
+        """Return the activations that a visit reads and that others, earlier in the forward, will need as well."""
+        places = self._trace.visits[visit].reused.values()
+        return frozenset(activation_key(at, self._slot_of(m), index) for m in group for at, index in places)
 
     def _layouts_of(self, visit: int) -> tuple[str, ...]:
         return layouts_of_unit(self._graph, self._trace.visits[visit].unit)

@@ -14,7 +14,7 @@ window of copies and sums is exact there, as no memory is freed before both stre
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -253,6 +253,14 @@ class RankedAccess(StoreAccess):
             layout = self._graph.layouts[name]
             tensors.update(views(full.tensors[name][: layout.num_elements], layout))
         yield tensors
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Take the weights all the same: others may need them, and all ranks gather together."""
+        with self.weights(unit, visit):
+            pass
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Fetch all the same."""
 
     # -- gradients ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ asked for, each group is updated during the backward that completes its gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
@@ -192,6 +192,7 @@ class StepEngine:
         """
         self._refuse_if_spoiled()
         scales = None if self._defers else LayerScales(self._max_grad_norm, self._nonfinite)
+        self._access.num_tokens = _num_tokens(micro_batches)
         if scales is None:
             self._access.start_step(number, self._pending)
         else:
@@ -337,6 +338,7 @@ class EvaluationEngine:
         Raises:
             VisitOrderError: in eval mode the model calls its units in another order.
         """
+        self._access.num_tokens = _num_tokens(micro_batches)
         self._access.start_step(number)
         loss = self._runner.evaluate(micro_batches)
         self._access.end_step()
@@ -352,6 +354,7 @@ class EvaluationEngine:
         on_hidden: Callable[[int, torch.Tensor], None] | None = None,
     ) -> list[TokenScores]:
         """Run pass ``number`` (from 0) and return the scores of each micro-batch; see ``LayerRunner.score``."""
+        self._access.num_tokens = _num_tokens(micro_batches)
         self._access.start_step(number)
         scores = self._runner.score(micro_batches, k=k, temperature=temperature, on_hidden=on_hidden)
         self._access.end_step()
@@ -368,10 +371,15 @@ class EvaluationEngine:
             VisitOrderError: in eval mode the model calls its units in another order.
             UnsupportedModelError: the model has its own loss function.
         """
+        self._access.num_tokens = _num_tokens(micro_batches)
         self._access.start_step(number)
         found = self._runner.log_probs(micro_batches)
         self._access.end_step()
         return found
+
+
+def _num_tokens(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
+    return sum(each["input_ids"].numel() for each in micro_batches)
 
 
 class LayerScales:
@@ -563,6 +571,7 @@ class StoreAccess:
         squared_norms: of the gradients, by layout. On a device a scalar there: reading it would be a host sync in the
             middle of the step.
         with_gradient: layout -> parameters that got a gradient in this step.
+        num_tokens: of the next step; None: they reach all experts.
     """
 
     own_phases: frozenset[Phase] = frozenset({"update"})
@@ -581,8 +590,15 @@ class StoreAccess:
         activity: Activity | None = None,
     ) -> None:
         self._store, self._graph, self._program, self._stays = store, graph, program, stays
+        self._reused = [traced.reused for traced in trace.visits]
         self._homes, self._copies = homes, TapeStore(store, homes)
         self._uses_of_layouts = uses_of_layouts(graph, trace)
+        self._unit_of_visit = [traced.unit for traced in trace.visits]
+        self._ticks_of: dict[tuple[str, int], list[int]] = {}
+        for number, tick in enumerate(program.ticks):
+            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
+        self._chances = {n: v.chance_of_no_token for n, v in enumerate(trace.visits) if v.chance_of_no_token}
+        self.num_tokens: int | None = None
         self._threads = threads
         self._updater, self._timeline = updater, timeline
         self._activity = activity or Activity()
@@ -660,6 +676,9 @@ class StoreAccess:
                 self._program, self._homes, self._stays, updates=updates, passes=passes, pinned=self._pinned
             )
         self._ops, self._pinned = iter(self._tapes[kind].ops), self._tapes[kind].pinned
+        if self._chances and passes:
+            self._hold_back(self._first_tick)
+            self._hold_back(self._first_tick + len(self._program.ticks))  # what comes next is fetched ahead as well
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Go to the op of a visit, running those before it that the model does not announce."""
@@ -744,6 +763,45 @@ class StoreAccess:
                 else:
                     tensors.update(views(blocks[keys[0]], layout))
             yield tensors
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        """Leave the unit's weights where they are: no token goes to it."""
+        assert self._op is not None, "no op has begun, or the step is over"
+        for key in self._whole_weights(unit.index):
+            self._copies.skipped(self._uses[key], self._op.tier)
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Have nothing fetched for visits that will leave their weights where they are, and the weights of others."""
+        assert self._op is not None, "no op has begun, or the step is over"
+        unused: list[tuple[int, str]] = []
+        used: list[tuple[int, str]] = []
+        for visit in visits:
+            keys = self._whole_weights(self._unit_of_visit[visit])
+            for phase in ("forward", "backward"):
+                ticks = self._ticks_of.get((phase, visit), ())
+                tick = next((tick for tick in ticks if tick >= self._op.tick), None)  # of this group of micro-batches
+                if tick is not None:
+                    found = unused if visit in idle else used
+                    found += [(self._first_tick + tick, key) for key in keys]
+        self._store.pass_over(unused, but_not=used)
+
+    def _hold_back(self, first_tick: int) -> None:
+        """Have no weights fetched ahead, before their layer is reached, of experts that more likely get no token."""
+        if self.num_tokens is None:
+            return
+        unlikely = [visit for visit, chance in self._chances.items() if chance**self.num_tokens > 1 / 2]
+        held = [
+            (first_tick + tick, key)
+            for visit in unlikely
+            for key in self._whole_weights(self._unit_of_visit[visit])
+            for tick in self._ticks_of.get(("forward", visit), ())
+        ]
+        self._store.pass_over(held)
+
+    def _whole_weights(self, unit: int) -> list[str]:
+        """Return the keys of the weights of a unit whose parts are leased together."""
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit)]
+        return [key for layout in layouts for key in self._program.weight_keys(layout)]
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -880,9 +938,13 @@ class StoreAccess:
             tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
             self._shapes[key] = tensor.shape
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        """Check that the plan has no block for an input that an earlier visit saved."""
+        assert self._reused[visit].get(index) == place, (visit, index, place)
+
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Yield what `put_activation` copied, same shape and bits; its contents are dead afterwards."""
+        """Yield what `put_activation` copied, same shape and bits; its contents are dead after its own visit."""
         key = self._activation(visit, micro_batch, index, 0)
         shape = self._shapes[key]
         with self._leases([key]) as tensors:

@@ -10,6 +10,7 @@ Greenlets switch stacks, not threads: grad mode, autocast and random state are s
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 import greenlet
 import torch
+from torch import Tensor
 from torch.overrides import _get_current_function_mode
 
 from megatrain.engine.state import RandomStates, ThreadModes
@@ -79,6 +81,7 @@ class SuspendedForward:
         self.random_state = random.get()
         self._bindings: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._greenlet = greenlet.greenlet(function)
+        self._places: dict[int, tuple[weakref.ref[Tensor], int, tuple[int, int]]] = {}
 
     def start(self) -> None:
         """Run to the first unit call."""
@@ -97,6 +100,17 @@ class SuspendedForward:
         """Abandon a forward that is still suspended."""
         if self._greenlet and not self._greenlet.dead:
             self._switch(self._greenlet.throw)
+
+    def note_place(self, tensor: Tensor, place: tuple[int, int]) -> None:
+        """Note which visit's input, (visit, index), has a copy of a tensor."""
+        self._places[id(tensor)] = weakref.ref(tensor), tensor._version, place
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Return the place of a tensor that was noted and has not changed since; None: there is no such."""
+        found = self._places.get(id(tensor))
+        if found is None or found[0]() is not tensor or found[1] != tensor._version:
+            return None
+        return found[2]
 
     def bind(self, target: dict[str, Any], key: str, value: Any) -> None:
         """Put `value` into `target` while this forward runs, and only then. Called inside the forward."""

@@ -232,6 +232,31 @@ class TapeStore:
             if use.was_pinned:
                 self._store.unpin(use.key, self._pinned.pop(use.key))
 
+    def skipped(self, use: Use, tier: str) -> None:
+        """Go on without a lease that was planned: a copy that is here for it stays as planned, or goes home.
+
+        Nothing is fetched for it. Where a copy was to stay for the next use, its room does: that use fetches it then,
+        once for both, or finds what the prefetcher had brought before this was known. So no more is moved than planned.
+
+        Args:
+            use: a read.
+            tier: of the op.
+        """
+        assert use.mode == "r", use
+        if use.release is Release.HOME:
+            return
+        if use.release is Release.PIN:
+            if use.key not in self._pinned:
+                self._store.pin(use.key, tier)
+                self._pinned[use.key] = tier
+            return
+        if use.key in self._pinned:
+            self._store.unpin(use.key, self._pinned.pop(use.key))
+        self._store.evict(use.key, tier)
+        home = self._homes[use.key]
+        if tier == "gpu" and home not in ("ram", "gpu"):
+            self._store.evict(use.key, "ram")
+
     def released(self, use: Use, tier: str) -> None:
         """Release a copy as the tape says. Call it after the lease has ended.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.carried import reads_more_than_text
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.experts import ExpertsPart
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
 
@@ -184,13 +185,7 @@ def trace_generation(
                     name = type(graph.model).__name__
                     raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
             tracer.close()
-    phases = [phase for phase in tracer._phases if phase.name == "forward"]
-    visits = tuple(
-        TracedVisit(
-            tracer.units[phase.visit], False, False, (), phase.held_nbytes, phase.peak_nbytes, 0, phase.num_flops
-        )
-        for phase in phases
-    )
+    visits = tuple(tracer.visits_of_forward())
     trace = VisitTrace(
         visits,
         0,
@@ -305,9 +300,13 @@ class _Tracer:
         self.counts = CountingMode()
         self._dense_masks: dict[str, None] = {}  # in the order in which they are met
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
-        self._dtype, self._device = dtype, device
+        self._graph, self._dtype, self._device = graph, dtype, device
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
+        self._counted: dict[Any, int] = {}  # kind of experts -> the visit that is counted
+        self._alike: dict[int, int] = {}  # visit of experts -> that one
+        self._misses: dict[int, float] = {}  # visit of experts -> chance that a token goes to none of them
+        self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
@@ -329,7 +328,15 @@ class _Tracer:
             on_dense_mask=lambda what: self._dense_masks.setdefault(what),
         )
         for bound in self.runner.bounds:
+            if isinstance(bound.unit.module, ExpertsPart):
+                bound.forward = self._once(bound.unit.module, bound.forward)
             bound.forward = self._measured(self._guessing(bound))
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        raise AssertionError("which experts are chosen is not known in a trace")
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        raise AssertionError("which experts are chosen is not known in a trace")
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
@@ -378,6 +385,10 @@ class _Tracer:
             self._saved.setdefault(visit, []).append(tensor.clone())
         assert index == len(self._saved[visit]) - 1, (visit, index)
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        self._saved.setdefault(visit, []).append(self._saved[place[0]][place[1]])
+        self._reused.setdefault(visit, {})[index] = place
+
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
         yield self._saved[visit][index]
@@ -417,11 +428,27 @@ class _Tracer:
     def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
         """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
-        with nullcontext() if bound.unit.is_layer else uses:
+        with nullcontext() if bound.unit.is_layer or isinstance(bound.unit.module, ExpertsPart) else uses:
             yield
         found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
         visit = self._phases[-1].visit
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
+
+    def _once(self, part: ExpertsPart, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of some experts, of which one among all that are alike runs and is counted.
+
+        A large model has a thousand such visits.
+        """
+
+        def once(*args: Tensor) -> Tensor:
+            visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
+            self._alike[visit] = self._counted.setdefault(kind, visit)
+            self._misses[visit] = part.chance_of_no_token(args[1].shape[-1])
+            if self._alike[visit] == visit:
+                return cast("Tensor", forward(*args))
+            return cast("Tensor", _Uncounted.apply(args[0], *args[1:], *part.parameters()))  # type: ignore[no-untyped-call]
+
+        return once
 
     def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a unit's forward that, in a recompute, measures the graph it builds."""
@@ -473,24 +500,31 @@ class _Tracer:
         visits: list[TracedVisit] = []
         for number, unit in enumerate(self._units):
             is_head = number >= first_head
-            forward = phases.get(("forward", number)) or phases["head", first_head]
+            counted = self._alike.get(number, number)
+            forward = phases.get(("forward", counted)) or phases["head", first_head]
             own = (
                 phases["head", first_head] if is_head else _Phase("backward", number, 0, 0)
             )  # a forward alone has none
-            backward = phases.get(("backward", number)) or own
+            backward = phases.get(("backward", counted)) or own
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
             has_backward = number in self._with_backward
+            held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
-            flops = (0, 0) if is_head else (forward.num_flops, backward.num_flops)
-            graph_nbytes = self._graph_nbytes.get(number, 0)
+            # Some of a layer's experts were counted with all tokens, which bounds the memory.
+            share = self._graph.units[unit].share
+            flops = (0, 0) if is_head else (round(forward.num_flops * share), round(backward.num_flops * share))
+            graph_nbytes = self._graph_nbytes.get(counted, 0)
             by_part = self.runner.by_part_in_head
             if not is_head:  # activations come back for one run, and looking rows up takes one of its own
                 rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
                 by_part = frozenset() if saved else frozenset(rows)
             counts = (*peaks, *flops, graph_nbytes)
-            visit = TracedVisit(unit, is_head, has_backward, saved, forward.held_nbytes, *counts, by_part)
+            visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
+            visit = replace(
+                visit, reused=self._reused.get(number, {}), chance_of_no_token=self._misses.get(number, 0.0)
+            )
             sizes = self._attention.get(number)
-            if sizes is not None and saved and not is_head:
+            if sizes is not None and saved and not is_head and not visit.reused:
                 visit = replace(
                     visit,
                     attention_nbytes=sizes.nbytes,
@@ -533,11 +567,34 @@ class _GenerationTracer(_Tracer):
         with super().weights(unit, visit) as weights:
             yield weights
 
+    def visits_of_forward(self) -> Iterator[TracedVisit]:
+        """Yield what was counted of each visit."""
+        phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
+        for number, phase in phases.items():
+            unit, counted = self.units[number], phases[self._alike.get(number, number)]
+            flops = round(counted.num_flops * self._graph.units[unit].share)
+            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, flops)
+            yield replace(visit, chance_of_no_token=self._misses.get(number, 0.0))
+
     @contextmanager
     def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
         with self.counts.paused():
             room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
         yield room
+
+
+class _Uncounted(torch.autograd.Function):
+    """What some experts take and give: a sum in fp32, and gradients of all that need one."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(stream, *others)
+        return torch.empty_like(stream, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
 class _Uses(TorchFunctionMode):

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import is_not
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from megatrain.engine.weight_gradients import (
     weight_leaf,
 )
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.experts import ExpertsPart
 from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class UnitVisit:
         self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
+        self._is_idle = False  # no token goes to it
         self._leaves: dict[str, Tensor] = {}
         self._wanted: list[list[Tensor]] = []  # rows of the weights whose parts pass, by weight and micro-batch
         self.pending_outputs: list[Tensor] = []
@@ -128,10 +130,11 @@ class UnitVisit:
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:
         """Run the unit for every forward that waits at it; return what each of them resumes with."""
         self._access.begin("forward", self.number)
+        self._note_idle([forward.call for forward in forwards if forward.call is not None])
         self._first_micro_batch = forwards[0].micro_batch if forwards else 0
         inputs: list[Tensor] = []
         results: list[tuple[CapturedResult, list[Tensor | None], SuspendedForward, slice, list[Any]]] = []
-        with self._access.weights(self.bound.unit, self.number) as weights, self.bound.bound(weights) as leaves:
+        with self._weights() as weights, self.bound.bound(weights) as leaves:
             if self._keeps_graph:
                 self._leaves = leaves
             self._wanted = self.bound.look_up([forward.call for forward in forwards])
@@ -178,11 +181,11 @@ class UnitVisit:
         # Beside its lists a collector may hold which of its items are wanted.
         keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
         keeps_graph = differentiable and self._keeps_graph
+        places: list[tuple[int, int]] = []
         if differentiable and not keeps_graph:
             for index, stream in enumerate(streams):
                 assert stream is not None
-                # Before the run: a unit may change its input in place.
-                self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
+                places.append(self._put(forward, index, stream))  # before the run: a unit may change its input in place
         leaves = list(tensors)
         for i, requires in zip(captured.activations, requires_grad, strict=True):
             tensor = tensors[i]
@@ -217,9 +220,38 @@ class UnitVisit:
                     requires_grad,
                     len(result.outputs),
                     attention,
+                    places,
                 )
             )
         return result, differentiable
+
+    def _note_idle(self, calls: Sequence[UnitCall]) -> None:
+        """Note whether no token of any call goes to the unit, and tell of the visits of which that is known now."""
+        self._is_idle = self.bound.note_idle(calls, self.number, self._access)
+
+    @contextmanager
+    def _weights(self) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
+        """Lease the unit's weights; if no token goes to it, they are left where they are.
+
+        Its forward and backward run all the same, on zeros: what it gives, and which gradients there are, are the same.
+        """
+        if self._is_idle:
+            self._access.skip_weights(self.bound.unit, self.number)
+            yield self.bound.zeros()
+            return
+        with self._access.weights(self.bound.unit, self.number) as weights:
+            yield weights
+
+    def _put(self, forward: SuspendedForward, index: int, stream: Tensor) -> tuple[int, int]:
+        """Save an input, unless an earlier unit saved the same tensor; return the visit that did, and its index."""
+        place = forward.place_of(stream) if self.bound.unit.shares_inputs else None
+        if place is not None:
+            self._access.reuse_activation(self.number, forward.micro_batch, index, place)
+            return place
+        self._access.put_activation(self.number, forward.micro_batch, index, stream.detach())
+        if self.bound.unit.shares_inputs:
+            forward.note_place(stream, (self.number, index))
+        return self.number, index
 
     # -- backward ----------------------------------------------------------------------------------------------
 
@@ -230,7 +262,7 @@ class UnitVisit:
         grad_inputs: list[Tensor | None] = []
         start = 0
         with ExitStack() as stack:
-            weights = stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            weights = stack.enter_context(self._weights())
             leaves = stack.enter_context(self.bound.bound(weights))
             sink: GradientSink | None = None
             if leaves:
@@ -261,16 +293,16 @@ class UnitVisit:
     def skip_backward(self) -> None:
         """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
         with ExitStack() as stack:
-            if self._plans_backward:
-                stack.enter_context(self._access.weights(self.bound.unit, self.number))
+            if self._plans_backward or self._is_idle:
+                stack.enter_context(self._weights())
             if self.bound.trainable:
                 stack.enter_context(self._access.gradients(self.bound.unit, self.number))
         for item in self._micro_batches:
             if isinstance(item, KeptGraph):
                 continue
             self._take_unused(item.number)
-            for index in range(len(item.captured.activations)):
-                with self._access.get_activation(self.number, item.number, index):
+            for visit, index in item.places:
+                with self._access.get_activation(visit, item.number, index):
                     pass
             if item.attention is not None:
                 with self._access.attention_room(self.number, item.number):
@@ -319,7 +351,8 @@ class UnitVisit:
             tensors = list(captured.tensors)
             streams: list[Tensor] = []
             for index, i in enumerate(captured.activations):
-                saved = stack.enter_context(self._access.get_activation(self.number, item.number, index))
+                visit, number = item.places[index]
+                saved = stack.enter_context(self._access.get_activation(visit, item.number, number))
                 streams.append(saved.detach().requires_grad_(item.requires_grad[index]))
                 tensors[i] = streams[-1]
             room = None
@@ -459,6 +492,7 @@ class _MicroBatch:
     requires_grad: tuple[bool, ...]
     num_outputs: int
     attention: AttentionResults | None
+    places: Sequence[tuple[int, int]]  # (visit, index) of the activations
 
 
 class KeptGraph:
@@ -501,6 +535,13 @@ def version_probe(tensor: Tensor) -> Tensor:
     probe = tensor.detach()
     probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return probe
+
+
+class RoutedAccess(Protocol):
+    """What is told of experts to which no token goes."""
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """See ``BlockAccess``."""
 
 
 class BoundUnit:
@@ -556,6 +597,31 @@ class BoundUnit:
     def _own_parameters(self) -> dict[str, Tensor]:
         """Forward of a container: copies of its parameters, which outlive the visit."""
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    def note_idle(self, calls: Sequence[UnitCall], visit: int, access: RoutedAccess) -> bool:
+        """Return whether the unit is of experts to which no token goes; at the first of a layer's, tell of all others.
+
+        Args:
+            calls: of all micro-batches.
+            visit: ordinal of this visit; those of the layer's other experts follow it.
+            access: is told.
+        """
+        module = self.unit.module
+        if not isinstance(module, ExpertsPart) or not calls:
+            return False
+        chosen = [call.args[1] for call in calls]
+        if module.siblings[0] is module and module.is_known(chosen):
+            visits = range(visit, visit + len(module.siblings))
+            parts = zip(visits, module.siblings, strict=True)
+            access.note_idle(visits, {number for number, part in parts if part.is_idle(chosen)})
+        return module.is_idle(chosen)
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Return what is bound in place of weights that nothing is multiplied with: zeros, in the memory of one."""
+        return {
+            owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
+            for owner, absent in self._absent.items()
+        }
 
     @contextmanager
     def with_placeholders(self) -> Iterator[None]:

@@ -377,9 +377,9 @@ def _export_model(
 ) -> Path:
     model = graph.model
     steps, inputs = _plan(model, dtype, origin)
-    layout_of = _layouts_by_name(graph)
+    layouts_of = _layouts_by_name(graph)
     order = {name: number for number, name in enumerate(graph.layouts)}
-    needed = {id(step): _layouts_needed(step, layout_of, order) for step in steps}
+    needed = {id(step): _layouts_needed(step, layouts_of, order) for step in steps}
     steps.sort(key=lambda step: (not needed[id(step)], needed[id(step)]))
     tensors = {name: value for step in steps for name, value in step.targets.items()}
     if origin is not None:
@@ -558,9 +558,12 @@ def _plan(
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
-def _layouts_by_name(graph: ExportedGraph) -> dict[str, tuple[str, str]]:
-    """Return parameter name -> (layout, name inside the layout), for every name that a parameter has."""
-    found = {entry.name: (layout.name, entry.name) for layout in graph.layouts.values() for entry in layout.entries}
+def _layouts_by_name(graph: ExportedGraph) -> dict[str, list[str]]:
+    """Return parameter name -> layouts that have it or its parts, for every name that a parameter has."""
+    found: dict[str, list[str]] = {}
+    for layout in graph.layouts.values():
+        for entry in layout.entries:
+            found.setdefault(entry.parameter, []).append(layout.name)
     for names in tied_groups(graph.model):
         owner = next((found[name] for name in names if name in found), None)
         if owner is not None:
@@ -569,9 +572,9 @@ def _layouts_by_name(graph: ExportedGraph) -> dict[str, tuple[str, str]]:
 
 
 def _layouts_needed(
-    step: Conversion, layout_of: Mapping[str, tuple[str, str]], order: Mapping[str, int]
+    step: Conversion, layouts_of: Mapping[str, Sequence[str]], order: Mapping[str, int]
 ) -> tuple[int, ...]:
-    return tuple(sorted({order[layout_of[name][0]] for name in step.source_names if name in layout_of}))
+    return tuple(sorted({order[layout] for name in step.source_names for layout in layouts_of.get(name, ())}))
 
 
 def _write_group(
@@ -614,7 +617,10 @@ class _OpenWeights:
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:
         self._model = model
-        self._places = {entry.name: (entry, read) for layout, read in layouts for entry in layout.entries}
+        self._places: dict[str, list[tuple[TensorEntry, ReadMaster]]] = {}
+        for layout, read in layouts:
+            for entry in layout.entries:
+                self._places.setdefault(entry.parameter, []).append((entry, read))
         for names in tied_groups(model):
             place = next((self._places[name] for name in names if name in self._places), None)
             if place is not None:
@@ -628,17 +634,24 @@ class _OpenWeights:
         """Return elements of a tensor; see ``ReadSpan``."""
         if name not in self._places:
             return self._buffer(name).reshape(-1)[first : first + count]
-        entry, read = self._places[name]
-        return read(entry.offset + first, entry.offset + first + count)
+        found: list[Tensor] = []
+        for entry, read in self._places[name]:
+            start, stop = max(first, entry.first), min(first + count, entry.first + entry.numel)
+            if start < stop:
+                moved = entry.offset - entry.first
+                found.append(read(start + moved, stop + moved))
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return a tensor in new memory."""
         if name not in self._places:
             return self._buffer(name).to(dtype)
-        entry, _ = self._places[name]
-        found = torch.empty(entry.shape, dtype=dtype)
+        entries = [entry for entry, _ in self._places[name]]
+        found = torch.empty(
+            (sum(entry.shape[0] for entry in entries), *entries[0].shape[1:]) if entries[0].shape else (), dtype=dtype
+        )
         flat, step = found.view(-1), max(1, PIECE_BYTES // _WIDEST_BYTES)
-        for start in range(0, entry.numel, step):
+        for start in range(0, flat.numel(), step):
             part = flat[start : start + step]
             part.copy_(self.read(name, start, part.numel()))
         return found

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,6 +16,7 @@ from torch import nn
 from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
 from megatrain.models.carried import Images, carried_modules, text_modules
 from megatrain.models.errors import UnsupportedModelError
+from megatrain.models.experts import ExpertsPart, around, cut_experts, part_name
 from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -34,6 +35,7 @@ __all__ = [
     "build_graph",
     "find_layers",
     "find_modules",
+    "whole_layers",
 ]
 
 UnitKind = Literal["layer", "resident", "container"]
@@ -57,6 +59,7 @@ class ModelSpec:
         lora: adapters that are trained in place of the model; None: there are none.
         images: whether rows may have images, and what reads them is trained.
         is_trained: False: it is only run, with all of it frozen.
+        cuts_experts: fused experts that are larger than a part are several units, of some experts each.
     """
 
     folder: str
@@ -72,6 +75,7 @@ class ModelSpec:
     lora: LoraSpec | None = None
     images: Images = "off"
     is_trained: bool = True
+    cuts_experts: bool = True
 
     @property
     def name(self) -> str:
@@ -89,6 +93,7 @@ class ModelSpec:
             lora=self.lora,
             images=self.images,
             is_trained=self.is_trained,
+            cuts_experts=self.cuts_experts,
         )
 
 
@@ -204,10 +209,13 @@ class Unit:
         name: Path of the module in the model.
         module: The module; its parameters are on the meta device except while the engine runs it.
         is_layer: Whether it is one of the model's layers (else an embedding, norm, head, ...).
+        layer: Path of the layer that it is or, where the layer is several units, is a module of; empty: of none.
         params: `(dotted name inside the module, full name of the owner's parameter, name of the owner's layout)`. A
             tied parameter appears in every unit that uses it, with the same owner.
         is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
             visited at the very beginning of a forward.
+        share: The part of its tokens that it is expected to compute with: some of a layer's experts get so many.
+        shares_inputs: Its inputs may be those of units before it, in the same layer: they are saved once.
     """
 
     index: int
@@ -216,6 +224,9 @@ class Unit:
     is_layer: bool
     params: tuple[tuple[str, str, str], ...]
     is_container: bool = False
+    layer: str = ""
+    share: float = 1.0
+    shares_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,7 +265,8 @@ class ModelGraph:
     @property
     def trainable_parameters(self) -> tuple[str, ...]:
         """Full names of the parameters that are trained, in layout order."""
-        return tuple(e.name for layout in self.layouts.values() if layout.trainable for e in layout.entries)
+        trained = (layout for layout in self.layouts.values() if layout.trainable)
+        return tuple(dict.fromkeys(entry.parameter for layout in trained for entry in layout.entries))
 
     def persistent_buffers(self) -> tuple[str, ...]:
         """Names of the buffers that a checkpoint holds; the loader fills them, the others are final already."""
@@ -273,6 +285,7 @@ def build_graph(
     lora: LoraSpec | None = None,
     images: Images = "off",
     is_trained: bool = True,
+    cuts_experts: bool = True,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -286,6 +299,7 @@ def build_graph(
         lora: Adapters to train; the model's own weights are frozen then.
         images: As in `build_skeleton`.
         is_trained: False: all of it is frozen.
+        cuts_experts: As in `ModelSpec`.
 
     Raises:
         UnsupportedModelError: no language model, no layers, or quantized weights.
@@ -313,7 +327,20 @@ def build_graph(
         dtype=dtype,
         adapters=adapters,
         reads_images=images != "off",
+        cuts_experts=cuts_experts,
     )
+
+
+def whole_layers(graph: ModelGraph, stored: Collection[str]) -> list[str]:
+    """Return the layers that stored blocks have as one unit, and the graph as several: their experts are cut.
+
+    Args:
+        graph: of the model.
+        stored: keys of blocks.
+    """
+    names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
+    cut = {unit.layer: None for unit in graph.units if unit.layer and not unit.is_layer}
+    return [layer for layer in cut if layer in names]
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -337,6 +364,7 @@ def graph_of(
     dtype: torch.dtype,
     adapters: Adapters | None = None,
     reads_images: bool = False,
+    cuts_experts: bool = True,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
     names = _names_by_parameter(model)
@@ -345,10 +373,13 @@ def graph_of(
     if freeze is not None:
         _freeze(model, names, freeze)
     owner = {id(parameter): aliases[0] for parameter, aliases in names}
+    num_elements = sum(parameter.numel() for parameter, _ in names)
     units: list[Unit] = []
     layouts: dict[str, UnitLayout] = {}
     layout_of: dict[str, str] = {}
-    for path, module, kind in find_modules(model):
+    covered: set[str] = set()
+
+    def add(path: str, module: nn.Module, kind: UnitKind, *, of_layer: str = "") -> None:
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
         own: dict[str, nn.Parameter] = {}
         for _, parameter in parameters:
@@ -357,16 +388,56 @@ def graph_of(
         for layout in build_layouts(path, own):
             layouts[layout.name] = layout
             layout_of.update((entry.name, layout.name) for entry in layout.entries)
+        covered.update(own)
         params = tuple(
             (local, owner[id(parameter)], layout_of[owner[id(parameter)]]) for local, parameter in parameters
         )
-        units.append(Unit(len(units), path, module, kind == "layer", params, kind == "container"))
-    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
-    assert len(layout_of) == len(names), (len(layout_of), len(names), type(model).__name__)
-    layouts = {layout.name: layout for layout in in_parts(layouts.values())}
+        is_layer = kind == "layer"
+        layer = path if is_layer else of_layer
+        unit = Unit(
+            len(units), path, module, is_layer, params, kind == "container", layer, shares_inputs=bool(of_layer)
+        )
+        units.append(unit)
+
+    def add_part(path: str, whole: nn.Module, part: ExpertsPart, layer: str) -> None:
+        inside = {name: owner[id(parameter)] for name, parameter in whole.named_parameters(recurse=False)}
+        rows = f"[{part.experts.start}:{part.experts.stop}]"
+        own = {f"{inside[name]}{rows}": parameter for name, parameter in part.named_parameters()}
+        (layout,) = build_layouts(path, own)
+        entries = tuple(
+            replace(entry, part_of=name, first=part.experts.start * (entry.numel // len(part.experts)))
+            for entry, name in zip(layout.entries, inside.values(), strict=True)
+        )
+        layouts[path] = replace(layout, entries=entries)
+        layout_of.update((name, path) for name in own)
+        covered.update(inside.values())
+        params = tuple((local, name, path) for local, name in zip(inside, own, strict=True))
+        share = len(part.experts) / part.num_all
+        units.append(Unit(len(units), path, part, False, params, layer=layer, share=share, shares_inputs=True))
+
     text = {id(module) for module in text_modules(model)} if reads_images else set()
+    for path, module, kind in find_modules(model):
+        may_cut = cuts_experts and kind == "layer" and (not reads_images or id(module) in text)
+        cut = cut_experts(module, num_elements) if may_cut else []
+        if not cut:
+            add(path, module, kind)
+            continue
+        parts_of = {id(each.module): each.parts for each in cut}
+        for local, child in around(module, [each.module for each in cut]):
+            for number, part in enumerate(parts_of.get(id(child), ())):
+                add_part(part_name(f"{path}.{local}", number), child, part, path)
+            if id(child) not in parts_of:
+                add(f"{path}.{local}", child, "resident", of_layer=path)
+    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
+    assert len(covered) == len(names), (len(covered), len(names), type(model).__name__)
+    layouts = {layout.name: layout for layout in in_parts(layouts.values())}
     image_units = frozenset(
-        unit.index for unit in units if reads_images and not unit.is_container and id(unit.module) not in text
+        unit.index
+        for unit in units
+        if reads_images
+        and not unit.is_container
+        and not isinstance(unit.module, ExpertsPart)  # only text's are cut
+        and id(unit.module) not in text
     )
     return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters, image_units)
 

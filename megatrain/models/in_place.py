@@ -116,10 +116,10 @@ def _frozen_block(loader: WeightLoader, layout: UnitLayout, dtype: torch.dtype) 
     for plain in packing.plain:
         start = plain.offset // dtype.itemsize
         ranges += _ranges(plain.source, torch.empty(start + plain.source.numel, device="meta")[start:])
-    for name, (offset, decoder) in packing.raw.items():
-        stored = folder.stored[name]
-        record = replace(stored, dtype=torch.uint8, shape=(stored.nbytes,))
-        place = torch.empty(offset + stored.nbytes, dtype=torch.uint8, device="meta")[offset:]
+    for (name, held), (offset, decoder) in packing.raw.items():
+        start = folder.stored[name].offset + held.start
+        record = replace(folder.stored[name], dtype=torch.uint8, shape=(len(held),), offset=start, nbytes=len(held))
+        place = torch.empty(offset + len(held), dtype=torch.uint8, device="meta")[offset:]
         check = partial(decoder.is_finite, name)
         ranges += (replace(each, is_finite=check) for each in _ranges(record, place))
     return FrozenBlock(layout, tuple(ranges), packing.gaps, packing.nbytes, packing)

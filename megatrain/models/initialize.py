@@ -119,12 +119,17 @@ class Initializer:
 
         Args:
             name: one of ``names``.
-            start: a multiple of 16.
+            start: of the range.
             out: 1-D CPU tensor, as long as the range; fp32 numbers, rounded to its dtype.
 
         Raises:
             InitializationError: neither transformers nor torch has a rule for a parameter.
         """
+        if self._rules is not None and (before := start % _GROUP):  # some experts may begin anywhere
+            wider = torch.empty(before + out.numel())
+            self._rules.read(name, start - before, wider)
+            out.copy_(wider[before:])
+            return
         if self._rules is not None:
             self._rules.read(name, start, out)
             return

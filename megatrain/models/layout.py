@@ -53,11 +53,20 @@ class TensorEntry:
         name: Full parameter name as in `model.named_parameters()`.
         shape: Shape of the parameter; `()` for a scalar.
         offset: First element inside the block; a multiple of `ALIGNMENT_ELEMENTS`.
+        part_of: Name of the model's parameter of which this is a range of the first dimension; empty: it is whole.
+        first: First element of that range, in the model's parameter.
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
+    part_of: str = ""
+    first: int = 0
+
+    @property
+    def parameter(self) -> str:
+        """Name of the parameter in the model."""
+        return self.part_of or self.name
 
     @property
     def numel(self) -> int:

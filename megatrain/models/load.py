@@ -149,17 +149,17 @@ class WeightLoader:
 
     def _fill_range(self, layout: UnitLayout, entry: TensorEntry, start: int, out: Tensor) -> None:
         """Fill ``out`` with the elements of a parameter from ``start`` on."""
-        step = self._step(entry.name)
+        step, start = self._step(entry.parameter), entry.first + start
         with torch.no_grad():
             if step is None:  # transformers says that it may be absent: it is then initialised
-                self._initializer(layout).read(entry.name, start, out)
+                self._initializer(layout).read(entry.parameter, start, out)
             else:
-                self._run(step, entry.name, start, out)
-            self._check_finite(entry.name, out)
+                self._run(step, entry.parameter, start, out)
+            self._check_finite(entry.parameter, out)
 
     def _initializer(self, layout: UnitLayout) -> Initializer:
         if self._absent is None or self._absent[0] is not layout:
-            absent = [entry.name for entry in layout.entries if self._step(entry.name) is None]
+            absent = [entry.parameter for entry in layout.entries if self._step(entry.parameter) is None]
             self._absent = layout, Initializer(self._model, absent, seed=0)
         return self._absent[1]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,7 +71,8 @@ class PackedWeight:
 
     Attributes:
         decoder: of the tensor.
-        offsets: bytes of the block at which the tensors begin that the decoder computes from.
+        offsets: bytes of the block at which the tensors begin that the decoder computes from; where the block has a
+            range of one, where the whole would begin.
         first: number of the tensor.
         target: where they go.
     """
@@ -88,7 +90,7 @@ class Packing:
     Attributes:
         plain: its weights that are not quantized.
         weights: those that are; none: the block is an ordinary one.
-        raw: name of a tensor in the files that is in the block as it is -> (its offset, its decoder).
+        raw: (name of a tensor in the files, range of its bytes) that is in the block as it is -> (offset, decoder).
         gaps: bytes of the block that nothing fills.
         nbytes: of the block.
         num_elements: of the layout.
@@ -97,7 +99,7 @@ class Packing:
 
     plain: tuple[PlainWeight, ...]
     weights: tuple[PackedWeight, ...]
-    raw: Mapping[str, tuple[int, Decoder]]
+    raw: Mapping[tuple[str, range], tuple[int, Decoder]]
     gaps: tuple[range, ...]
     nbytes: int
     num_elements: int
@@ -174,7 +176,7 @@ def pack(
     """
     plain: list[PlainWeight] = []
     weights: list[PackedWeight] = []
-    raw: dict[str, tuple[int, Decoder]] = {}
+    raw: dict[tuple[str, range], tuple[int, Decoder]] = {}
     gaps: list[range] = []
     end = 0
 
@@ -187,15 +189,16 @@ def pack(
         return start
 
     for entry in layout.entries:
-        regions = regions_of(entry.name)
+        regions = regions_of(entry.parameter)
         if regions is None:
             return None
-        for region in regions:
+        stop = entry.first + entry.numel
+        for region in chain.from_iterable(region.within(entry.first, stop) for region in regions):
             record = folder.records[region.source]
             is_row_of_file = region.source_strides == torch.empty(region.shape, device="meta").stride()
             if not record.dtype.is_floating_point or not is_row_of_file:
                 return None
-            target = Target(region.shape, region.target_strides, entry.offset + region.target_start)
+            target = Target(region.shape, region.target_strides, entry.offset + region.target_start - entry.first)
             decoder = record.decoder
             if decoder is None:
                 offset = record.offset + region.source_start * record.dtype.itemsize
@@ -204,17 +207,29 @@ def pack(
                 plain.append(PlainWeight(box, target, place(region.num_elements * dtype.itemsize)))
                 continue
             if decoder.is_transposed:
-                if region.num_elements != record.numel or len(target.shape) < 2:
+                if not _has_whole_matrices(region, record):
                     return None
                 *shape, rows, columns = target.shape
                 *strides, of_row, of_column = target.stride
                 target = replace(target, shape=(*shape, columns, rows), stride=(*strides, of_column, of_row))
-            for name in decoder.packed:
-                if name not in raw:
-                    raw[name] = place(folder.stored[name].nbytes), decoder
-            offsets = tuple(raw[name][0] for name in decoder.packed)
-            weights.append(PackedWeight(decoder, offsets, region.source_start, target))
+            # Of a weight that other layouts have a part of, only the bytes that this one is computed from.
+            spans = decoder.spans(region.source_start, region.num_elements)
+            offsets = []
+            for name, span in zip(decoder.packed, spans, strict=True):
+                held = span if entry.part_of else range(folder.stored[name].nbytes)
+                if (name, held) not in raw:
+                    raw[name, held] = place(len(held)), decoder
+                offsets.append(raw[name, held][0] - held.start)
+            weights.append(PackedWeight(decoder, tuple(offsets), region.source_start, target))
     return Packing(tuple(plain), tuple(weights), raw, tuple(gaps), end, layout.num_elements, dtype)
+
+
+def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:
+    """Return whether a region of contiguous numbers is some of a tensor's matrices, or its only one."""
+    if len(region.shape) < 2 or len(record.shape) < 2:
+        return False
+    matrix = record.shape[-2:]
+    return region.shape[-2:] == matrix and region.source_start % max(1, matrix[0] * matrix[1]) == 0
 
 
 def decoding_bytes(packings: Sequence[Packing], device: torch.device) -> int:

@@ -237,7 +237,7 @@ def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
         entry: The parameter.
         exclude: Globs matched against its full name, case-sensitively.
     """
-    return len(entry.shape) >= 2 and not any(fnmatchcase(entry.name, glob) for glob in exclude)
+    return len(entry.shape) >= 2 and not any(fnmatchcase(entry.parameter, glob) for glob in exclude)
 
 
 def build_segments(
@@ -259,7 +259,7 @@ def build_segments(
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []
     for entry in layout.entries:
-        group = next((group for group in groups if group.matches(entry.name)), ParameterGroup(()))
+        group = next((group for group in groups if group.matches(entry.parameter)), ParameterGroup(()))
         decay = weight_decay if group.weight_decay is None else group.weight_decay
         segments.append(
             Segment(

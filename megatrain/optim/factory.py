@@ -141,12 +141,13 @@ def layer_scales(graph: ModelGraph, layer_decay: float) -> Mapping[str, float]:
     As in timm: what comes after the last layer has 1, the last layer `layer_decay`, each layer before it once more,
     and what comes before the first layer most of all. A tied weight is where it is used first.
     """
-    num_layers = sum(unit.is_layer for unit in graph.units)
+    num_layers = len({unit.layer for unit in graph.units if unit.layer})
     scales: dict[str, float] = {}
-    depth = 0
+    depth, last = 0, ""
     for unit in graph.units:
-        depth += unit.is_layer
-        is_after = depth == num_layers and not unit.is_layer
+        if unit.layer and unit.layer != last:
+            depth, last = depth + 1, unit.layer
+        is_after = depth == num_layers and not unit.layer
         for _, _, layout in unit.params:
             scales.setdefault(layout, 1.0 if is_after else layer_decay ** (num_layers + 1 - depth))
     return scales
@@ -192,7 +193,7 @@ def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
         ParameterGroupError: names the group, the glob, and the parameter that looks most like it.
     """
     entries = list(trained)
-    names = [entry.name for entry in entries]
+    names = list(dict.fromkeys(entry.parameter for entry in entries))
     left = set(names)
     for number, group in enumerate(spec.groups):
         key = f"optimizer.groups.{number}"
@@ -207,7 +208,9 @@ def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
             raise ParameterGroupError(
                 f"{key} has no effect: groups before it name all of its parameters. Put it before them, or take it out"
             )
-        if group.weight_decay and not any(entry.name in own and decays(entry, spec.decay_exclude) for entry in entries):
+        if group.weight_decay and not any(
+            entry.parameter in own and decays(entry, spec.decay_exclude) for entry in entries
+        ):
             raise ParameterGroupError(
                 f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which never "
                 "decay, or stand in optimizer.weight_decay_exclude. Take them out there, or the key out here"

@@ -136,23 +136,28 @@ class GraphKeeper:
     def candidates(self) -> list[int]:
         """Return the visits that are run again unless their graphs are kept.
 
-        A graph has views of the weights, so not those whose weights are there for one visit only.
+        A graph has views of the weights, so not those whose weights are there for one visit only; and an input that
+        such a visit has in common with one before it is saved by that one.
         """
-        return [
-            number
-            for number, visit in enumerate(self.trace.visits)
-            if visit.has_backward and not visit.is_head and not self._unpacks(visit.unit)
-        ]
+        visits = self.trace.visits
+        are_run_again = [n for n, visit in enumerate(visits) if visit.has_backward and not visit.is_head]
+        left_out = {number for number in are_run_again if self._unpacks(visits[number].unit)}
+        left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
+        return [number for number in are_run_again if number not in left_out]
 
     def _unpacks(self, unit: int) -> bool:
         return any(name in self._program.packed for name in layouts_of_unit(self._graph, unit))
 
     def _last(self, num_layers: int) -> Iterator[int]:
         """Yield the visits of so many of the last layers, and of all that comes after the first of them."""
+        above = ""
         for visit in reversed(self.candidates()) if num_layers else ():
-            num_layers -= self._graph.units[self.trace.visits[visit].unit].is_layer
+            unit = self._graph.units[self.trace.visits[visit].unit]
+            if unit.is_layer or unit.layer not in ("", above):  # a layer may be several visits, one after the other
+                num_layers -= 1
             if num_layers < 0:
                 return
+            above = unit.layer
             yield visit
 
     def _last_with_attention(self, num_layers: int) -> frozenset[int]:
@@ -261,14 +266,21 @@ def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, st
 
 def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> tuple[int, int]:
     """Return how many layers are not run again in the backward, and how many there are that could be."""
-    visits = enumerate(trace.visits)
-    layers = [n for n, visit in visits if visit.has_backward and not visit.is_head and graph.units[visit.unit].is_layer]
-    return sum(layer in program.kept for layer in layers), len(layers)
+    layers: list[list[int]] = []  # visits of each
+    above = ""
+    for number, visit in enumerate(trace.visits):
+        unit = graph.units[visit.unit]
+        if visit.has_backward and not visit.is_head and unit.layer:
+            if unit.is_layer or unit.layer != above:
+                layers.append([])
+            layers[-1].append(number)
+        above = unit.layer
+    return sum(program.kept.issuperset(visits) for visits in layers), len(layers)
 
 
 def num_layers_saving_attention(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return how many layers are run again in the backward but for their attention."""
-    return sum(graph.units[trace.visits[visit].unit].is_layer for visit in program.saved_attention)
+    return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in program.saved_attention)
 
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:

@@ -23,7 +23,7 @@ def headline(plan: Plan) -> str:
     run, count = plan.run, plan.graph.num_parameters
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
-    layers = sum(unit.is_layer for unit in plan.graph.units)
+    layers = len({unit.layer for unit in plan.graph.units if unit.layer})
     dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
     if run.objective.distillation is not None:
         task = "distill"
@@ -103,6 +103,19 @@ def process_line(plan: Plan, other_bytes: int) -> str:
     )
 
 
+def _experts(plan: Plan) -> tuple[str, ...]:
+    """Return how many parts of experts the tokens of a step are expected to reach."""
+    parts = [visit for visit in plan.trace.visits if visit.chance_of_no_token]
+    if not parts or not plan.run.world.is_single:
+        return ()
+    tokens = plan.shape.tokens_per_step
+    reached = sum(1 - visit.chance_of_no_token**tokens for visit in parts)
+    return (
+        f"experts come in {len(parts):,} parts, of which {tokens:,} tokens are expected to reach {reached:,.0f}; the "
+        "weights of the others do not move, so the bytes of this plan are the most that move",
+    )
+
+
 def _moves(plan: Plan) -> tuple[str, ...]:
     compute = plan.program.compute_tier
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
@@ -122,6 +135,7 @@ def _moves(plan: Plan) -> tuple[str, ...]:
     if not any(plan.traffic.values()):
         return (f"every block is resident in {compute}: nothing is streamed", *updates)
     held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
+    updates += _experts(plan)
     return (
         f"{format_size(capacity - held)} of {compute} are prefetch room, beside what is resident: half of the ticks "
         f"need at most {format_size(placement.median_working_bytes[compute])} of it, the rest is fetched ahead",

@@ -439,7 +439,7 @@ def _same_bits(what: str, run: TieredRun, base: TieredRun) -> Check:
     problems += [
         f"{link} moved {nbytes:,} bytes, planned were {run.planned_link_bytes[link]:,}"
         for link, nbytes in run.link_bytes.items()
-        if nbytes != run.planned_link_bytes[link]
+        if nbytes > run.planned_link_bytes[link] or (nbytes < run.planned_link_bytes[link] and not run.planned_is_most)
     ]
     problems += [
         f"tier {tier} held {nbytes:,} bytes, it has {run.capacity_bytes[tier]:,}"
@@ -448,7 +448,8 @@ def _same_bits(what: str, run: TieredRun, base: TieredRun) -> Check:
     ]
     found = f"{len(run.losses)} losses and norms, {len(run.state)} blocks"
     if run.moved_bytes:
-        found += f"; {format_size(run.moved_bytes)} moved, as planned"
+        is_less = run.moved_bytes < sum(run.planned_link_bytes.values())
+        found += f"; {format_size(run.moved_bytes)} moved, {'less than' if is_less else 'as'} planned"
     return Check(what, "same bits", found if not problems else "different", tuple(problems))
 
 

@@ -36,6 +36,7 @@ class TieredRun:
         files: by name, of the model.
         link_bytes: bytes moved by each link, over all starts of the run.
         planned_link_bytes: what the plan promised for them.
+        planned_is_most: less may move: experts that no token goes to stay where they are.
         high_water_bytes: peak bytes in use, by tier.
         capacity_bytes: capacity, by tier.
     """
@@ -47,6 +48,7 @@ class TieredRun:
     files: Mapping[str, str] = field(default_factory=dict)
     link_bytes: dict[str, int] = field(default_factory=dict)
     planned_link_bytes: dict[str, int] = field(default_factory=dict)
+    planned_is_most: bool = False
     high_water_bytes: Mapping[str, int] = field(default_factory=dict)
     capacity_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -82,6 +84,7 @@ def train(trainer: Trainer, before: TieredRun | None = None) -> TieredRun:
         raise KeyboardInterrupt
     assert summary.export_dir is not None, summary
     planned = _planned_bytes(trainer.plan, len(run.losses) - done)
+    run.planned_is_most = any(visit.chance_of_no_token for visit in trainer.plan.trace.visits)
     for link, nbytes in summary.link_bytes.items():
         run.link_bytes[link] = run.link_bytes.get(link, 0) + nbytes
         run.planned_link_bytes[link] = run.planned_link_bytes.get(link, 0) + planned.get(link, 0)

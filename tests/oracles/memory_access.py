@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -30,6 +30,7 @@ class MemoryAccess:
         self._filled: dict[int, set[str]] = {}
         self._open: list[str] = []
         self.log: list[tuple[str, int]] = []
+        self.skipped: list[str] = []  # units whose weights were not needed, once for each visit
         self.largest_num_activations = 0
         self.attention_nbytes = 1 << 20  # of the room for a micro-batch's results
         self._rooms: dict[tuple[int, int], torch.Tensor] = {}
@@ -40,6 +41,12 @@ class MemoryAccess:
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor]]:
         yield {owner: self._weights[owner].view_as(self._weights[owner]) for _, owner, _ in unit.params}
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        self.skipped.append(unit.name)
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        pass
 
     @contextmanager
     def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
@@ -55,11 +62,20 @@ class MemoryAccess:
         self._activations[visit, micro_batch, index] = tensor.clone(memory_format=torch.contiguous_format)
         self.largest_num_activations = max(self.largest_num_activations, len(self._activations))
 
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        assert (place[0], micro_batch, place[1]) in self._activations and place[0] < visit
+
+    def _log_visit(self) -> int:
+        return self.log[-1][1]
+
     @contextmanager
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        tensor = self._activations.pop((visit, micro_batch, index))
+        key = (visit, micro_batch, index)
+        tensor = self._activations[key]
         yield tensor
-        tensor.fill_(0)  # whoever still uses it is seen
+        if self._log_visit() <= visit:  # else a visit before this one, whose own it is, reads it as well
+            del self._activations[key]
+            tensor.fill_(0)  # whoever still uses it is seen
 
     @contextmanager
     def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:

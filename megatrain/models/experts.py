@@ -1,0 +1,254 @@
+"""Fused experts of a mixture, cut into parts that are units of their own.
+
+Transformers keeps the experts of a layer in a few tensors of three dimensions, `[experts, ...]`, of one module, which
+its registry of implementations runs. Such a module is called with tokens, with the experts that each of them goes to,
+and with the weights of these: nothing else of the layer looks at its parameters. Where the tensors are larger than a
+part, the module's forward becomes a sum over parts: modules with some of the experts each, which give what their own
+experts add to a token. The model keeps its tensors and their names; they are on meta, and only the parts have weights.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatrain.models.layout import MAX_PARTS, PART_ELEMENTS
+
+__all__ = ["ExpertsPart", "cut_experts", "part_name"]
+
+#: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
+EXPERTS_ELEMENTS = PART_ELEMENTS
+#: Parameters that transformers' implementations of experts know.
+_NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
+
+
+@torch.library.custom_op("megatrain::places_of_experts", mutates_args=())
+def places_of_experts(chosen: Tensor, first: int, stop: int) -> Tensor:
+    """Return where experts from ``first`` to ``stop`` were chosen: indexes into ``chosen``, expert by expert.
+
+    The host waits for the number of them.
+    """
+    flat = chosen.reshape(-1)
+    places = ((flat >= first) & (flat < stop)).nonzero().squeeze(1)
+    return places[torch.sort(flat[places], stable=True).indices]
+
+
+@places_of_experts.register_fake
+def _most_places(chosen: Tensor, first: int, stop: int) -> Tensor:
+    """All tokens may go to the experts of one part: memory is planned for that."""
+    return chosen.new_empty(chosen.numel())
+
+
+class ExpertsPart(nn.Module):
+    """Some of the experts of a layer.
+
+    Args:
+        experts: the module with all of them.
+        first: the first of the part's.
+        stop: end of them.
+
+    Attributes:
+        experts: range of them.
+        num_all: experts of the layer.
+    """
+
+    def __init__(self, experts: nn.Module, first: int, stop: int) -> None:
+        super().__init__()
+        self.experts = range(first, stop)
+        self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
+        self._siblings: tuple[ExpertsPart, ...] = (self,)
+        # Not a module of this one: its parameters are those of all experts.
+        self._whole: tuple[Any] = (experts,)
+        for name, parameter in experts.named_parameters(recurse=False):
+            shape = (stop - first, *parameter.shape[1:])
+            values = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What all parts have in common that compute alike, with as much memory."""
+        shapes = tuple((name, tuple(each.shape), each.requires_grad) for name, each in self.named_parameters())
+        return (type(self._whole[0]), shapes)
+
+    @property
+    def siblings(self) -> tuple[ExpertsPart, ...]:
+        """All parts of the layer, in the order in which they are called, one right after the other."""
+        return self._siblings
+
+    @staticmethod
+    def is_known(chosen: Iterable[Tensor]) -> bool:
+        """Return whether tensors of chosen experts have values."""
+        return all(_hit_experts(each) is not None for each in chosen)
+
+    def is_idle(self, chosen: Iterable[Tensor]) -> bool:
+        """Return whether no token goes to any of them. The host waits for the first look at what was chosen.
+
+        Args:
+            chosen: experts of each token, of some calls. Of tensors without values it is not known: False.
+        """
+        return all(self._is_idle(each) for each in chosen)
+
+    def _is_idle(self, chosen: Tensor) -> bool:
+        hit = _hit_experts(chosen)
+        return hit is not None and hit.isdisjoint(self.experts)
+
+    def chance_of_no_token(self, num_chosen: int) -> float:
+        """Return how likely a token goes to none of them, if it goes to each of the layer's as likely.
+
+        Args:
+            num_chosen: experts of a token.
+        """
+        others = self.num_all - len(self.experts)
+        return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
+
+    def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return what the part's experts add to each token, in fp32.
+
+        Args:
+            hidden_states: [tokens, width].
+            chosen: experts of each token, [tokens, experts per token].
+            weights: of these, likewise.
+        """
+        from transformers.integrations.moe import _grouped_linear
+
+        (whole,) = self._whole
+        places = torch.ops.megatrain.places_of_experts(chosen, self.experts.start, self.experts.stop)
+        tokens = places // chosen.shape[-1]
+        experts = chosen.reshape(-1)[places] - self.experts.start
+        ends = torch.arange(1, len(self.experts) + 1, device=experts.device)
+        offsets = torch.searchsorted(experts, ends).to(torch.int32)
+
+        def linear(rows: Tensor, name: str) -> Tensor:
+            weight: Tensor = getattr(self, name)
+            bias: Tensor | None = getattr(self, f"{name}_bias") if whole.has_bias else None
+            if not len(places):  # gradients that are zero, not missing: other experts of the layer have one
+                width = weight.shape[-1 if whole.is_transposed else -2]
+                zeros = [each[(0,) * each.dim()] * 0 for each in (weight, bias) if each is not None]
+                return rows.new_zeros(0, width) + rows[:, :1] * 0 + sum(zeros)
+            bias = None if bias is None else bias[experts]
+            made: Tensor = _grouped_linear(rows, weight, offsets, bias=bias, is_transposed=whole.is_transposed)
+            return made
+
+        rows = linear(hidden_states[tokens], "gate_up_proj" if whole.has_gate else "up_proj")
+        rows = whole._apply_gate(rows) if whole.has_gate else whole.act_fn(rows)
+        rows = linear(rows, "down_proj") * weights.reshape(-1)[places].unsqueeze(1)
+        total = hidden_states.new_zeros(hidden_states.shape, dtype=torch.float32)
+        return total.index_add(0, tokens, rows.float())
+
+
+#: Attribute of a tensor of chosen experts: which these are, on the host.
+_HIT = "_megatrain_hit_experts"
+
+
+def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
+    """Return the experts that tokens go to, looked at once for all parts of a layer; None: there are no values."""
+    if isinstance(chosen, FakeTensor) or chosen.is_meta:
+        return None
+    found: frozenset[int] | None = getattr(chosen, _HIT, None)
+    if found is None:
+        found = frozenset(torch.unique(chosen.detach()).tolist())
+        setattr(chosen, _HIT, found)
+    return found
+
+
+@dataclass(frozen=True)
+class CutExperts:
+    """The parts of one module of experts."""
+
+    module: nn.Module
+    parts: tuple[ExpertsPart, ...]
+
+
+def part_name(path: str, number: int) -> str:
+    """Return the name of the unit of a part."""
+    return f"{path}.part{number}"
+
+
+def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
+    """Return the experts of a layer that are larger than a part, cut; their forwards become sums over the parts.
+
+    Args:
+        layer: is called once a forward, and looks at parameters in modules of its own only.
+        model_elements: of all parameters of the model: larger parts, rather than too many.
+    """
+    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_PARTS)))
+    found: list[CutExperts] = []
+    adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
+    for module in layer.modules():
+        # An adapter of a weight of all experts changes that weight while they run.
+        if module is layer or id(module) in adapted or not _is_fused(module):
+            continue
+        size = sum(parameter.numel() for parameter in module.parameters())
+        count = int(module.num_experts)  # type: ignore[arg-type]
+        step = max(1, most_elements * count // size)
+        if size <= most_elements or step >= count:
+            continue
+        parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
+        for part in parts:
+            part._siblings = parts
+        module.__dict__["forward"] = _sum_of(module, parts)
+        found.append(CutExperts(module, parts))
+    return found
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Return whether transformers' implementations can run a module: it was made for them, and has nothing else."""
+    flags = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "num_experts", "_apply_gate")
+    if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
+        return False
+    own = dict(module.named_parameters(recurse=False))
+    wanted = {"gate_up_proj" if module.has_gate else "up_proj", "down_proj"}
+    wanted |= {f"{name}_bias" for name in wanted} if module.has_bias else set()
+    has_others = any(True for child in module.children() for _ in child.parameters())
+    return (
+        own.keys() == wanted <= _NAMES
+        and not has_others
+        and all(len(parameter) == module.num_experts for parameter in own.values())
+        and len({parameter.requires_grad for parameter in own.values()}) == 1
+        and len(inspect.signature(type(module).forward).parameters) == 4
+    )
+
+
+def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Tensor]:
+    """Return the forward of all experts: the sum of the parts', in their order."""
+    signature = inspect.signature(type(module).forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        _, hidden_states, chosen, weights = signature.bind(module, *args, **kwargs).arguments.values()
+        total: Tensor = parts[0](hidden_states, chosen, weights)
+        for part in parts[1:]:
+            total = total + part(hidden_states, chosen, weights)
+        return total.to(hidden_states.dtype)
+
+    return forward
+
+
+def around(layer: nn.Module, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that together have all of its parameters but those of some experts, by local path.
+
+    Raises:
+        ValueError: a module around experts has parameters of its own.
+    """
+    inside = {id(module) for module in experts}
+
+    def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in inside:
+            yield path, module
+            return
+        if not inside.intersection(map(id, module.modules())):
+            if next(module.parameters(), None) is not None:
+                yield path, module
+            return
+        if any(parameter is not None for parameter in module._parameters.values()):
+            raise ValueError(path)
+        for leaf, child in module.named_children():
+            yield from visit(f"{path}.{leaf}" if path else leaf, child)
+
+    yield from visit("", layer)

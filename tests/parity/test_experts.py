@@ -1,0 +1,348 @@
+"""Experts in parts: fused experts of a layer that are larger than a part are units of some of them each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.chat import ChatSettings
+from megatrain.checkpoint.export import export_checkpoint
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.config import load_config
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.head import plan_head
+from megatrain.generation import Generator, config_of_folder
+from megatrain.models import experts
+from megatrain.models.experts import ExpertsPart
+from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.initialize import initialize_tensors
+from megatrain.models.layout import views
+from megatrain.models.load import open_loader
+from megatrain.optim.factory import layer_scales
+from megatrain.plan.show import messages
+from megatrain.ranks.world import World
+from megatrain.run.metrics import RunObserver, StepMetrics
+from megatrain.trainer import Trainer
+from megatrain.weights import RandomWeights
+from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
+from oracles.huggingface import assert_same_gradients, build_model, train_step
+from oracles.memory_access import MemoryAccess
+from oracles.quantize import quantized_pair
+from oracles.tiered_run import QUICKSTART, TieredRun, config_text, run_config
+from processes.worlds import RankResult, digests, run_world, train
+
+SEED = 3
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
+
+
+@pytest.fixture(autouse=True)
+def single_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cut the experts of the tiny models: each is a part."""
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch.set_num_threads(before)
+
+
+def _parts(graph: ModelGraph) -> list[ExpertsPart]:
+    return [unit.module for unit in graph.units if isinstance(unit.module, ExpertsPart)]
+
+
+def _cut_like(graph: ModelGraph, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the model under the names of the graph's, cut like these."""
+    entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
+    return {
+        entry.name: whole[entry.parameter]
+        .detach()
+        .reshape(-1)[entry.first : entry.first + entry.numel]
+        .view(entry.shape)
+        for entry in entries
+        if entry.parameter in whole
+    }
+
+
+def _joined(graph: ModelGraph, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for layout in graph.layouts.values():
+        for entry in layout.entries:
+            if entry.name in parts:
+                found.setdefault(entry.parameter, []).append(parts[entry.name])
+    return {name: torch.cat(tensors) if len(tensors) > 1 else tensors[0] for name, tensors in found.items()}
+
+
+def _compare_with_hugging_face(config: Any) -> ModelGraph:
+    batches = padded_batches()
+    model = build_model(config)
+    expected = train_step(model, batches, SEED)
+    graph = build_graph(config)
+    buffers = dict(model.named_buffers())
+    for name, buffer in graph.model.named_buffers():
+        if name in graph.persistent_buffers():
+            buffer.copy_(buffers[name])
+    access = MemoryAccess(graph, _cut_like(graph, dict(model.named_parameters())), torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    loss = runner.forward_backward(batches, seed=SEED)
+    gradients = access.finish()
+    assert_same_gradients(expected, loss.loss, _joined(graph, gradients))
+    kept_runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=range(1000))
+    assert kept_runner.forward_backward(batches, seed=SEED) == loss
+    kept = access.finish()
+    assert kept.keys() == gradients.keys()
+    assert all(torch.equal(kept[name], gradient) for name, gradient in gradients.items())
+    return graph
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_equal_hugging_face(family: str) -> None:
+    graph = _compare_with_hugging_face(tiny_config(family))
+    assert _parts(graph)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_every_family_with_fused_experts(model_type: str) -> None:
+    try:
+        config = shrunk_config(model_type)
+        train_step(build_model(config), padded_batches(), SEED)
+        graph = build_graph(config)
+    except Exception as error:
+        pytest.skip(f"no tiny text model of this type: {type(error).__name__}: {str(error)[:80]}")
+    if not _parts(graph):
+        pytest.skip("no fused experts")
+    _compare_with_hugging_face(config)
+
+
+def write_mixture(folder: Path, model_type: str = "qwen3_moe") -> Path:
+    """Write a mixture of 8 experts, with the tokenizer of the quickstart."""
+    words = AutoConfig.from_pretrained(QUICKSTART).vocab_size
+    values = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
+    values |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(tiny_config(model_type, **values)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, folder / name)
+    return folder
+
+
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "in RAM": {"nvme": 0},
+    "on NVMe": {
+        "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
+        "ram": "3MiB",
+    },
+    "on NVMe, one micro-batch at a time": {
+        "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
+        "ram": "3MiB",
+        "advanced": 'micro_batch_order = "micro_batch"',
+    },
+    "partly on a GPU": {"gpu": "5MiB", "ram": "3MiB"},
+}
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a small mixture of experts, with the tokenizer of the quickstart."""
+    return write_mixture(tmp_path_factory.mktemp("mixture"))
+
+
+def test_all_placements_have_the_same_bits(mixture: Path, tmp_path: Path) -> None:
+    runs: dict[str, TieredRun] = {}
+    for number, (name, options) in enumerate(PLACEMENTS.items()):
+        folder = tmp_path / str(number)
+        text = config_text(folder, mixture, precision='compute_dtype = "bfloat16"', **options)
+        runs[name] = run_config(text, folder, num_steps=3)
+        runs[name].assert_as_planned()
+    first = runs.pop("in RAM")
+    assert len(_parts(first.plan.graph)) == 8  # the first layer is dense
+    for run in runs.values():
+        run.assert_same(first)
+
+
+def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: Any) -> Path:
+    """Train four steps, or the first few of them; return ``output_dir``."""
+    folder.mkdir(exist_ok=True)
+    text = config_text(folder, model, **tables).replace("[training]\n", "[training]\nmax_steps = 4\n", 1)
+    path = folder / "run.toml"
+    path.write_text(text + '[checkpoint]\nmin_free_disk = "0MiB"\n')
+
+    class Stopper(RunObserver):
+        def on_step(self, metrics: StepMetrics) -> None:
+            if metrics.step == stop_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    Trainer(load_config(path).config, observer=Stopper()).train()
+    return folder / "out"
+
+
+def test_a_checkpoint_is_continued_and_exported(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bf16 = 'compute_dtype = "bfloat16"'
+    unbroken = _train(tmp_path / "unbroken", mixture, nvme=0, precision=bf16) / "final"
+    _train(tmp_path / "stopped", mixture, stop_after=2, precision=bf16, **PLACEMENTS["on NVMe"])
+    continued = _train(tmp_path / "stopped", mixture, precision=bf16, nvme=1)
+    expected = load_file(unbroken / "model.safetensors")
+    found = load_file(continued / "final" / "model.safetensors")
+    before = load_file(mixture / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in found.items()} == {n: t.shape for n, t in before.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert any(not torch.equal(found[name], before[name].to(found[name].dtype)) for name in found if "experts" in name)
+    exported = export_checkpoint(continued, tmp_path / "exported")
+    assert all(torch.equal(found[name], tensor) for name, tensor in load_file(exported / "model.safetensors").items())
+
+    # A checkpoint of a run whose layers were whole is exported all the same, and not continued.
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1 << 24)
+    whole = _train(tmp_path / "whole", mixture, stop_after=2, nvme=0, precision=bf16)
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
+    exported = export_checkpoint(whole, tmp_path / "exported whole")
+    assert load_file(exported / "model.safetensors").keys() == before.keys()
+    with pytest.raises(CheckpointError, match=r"has the experts of model\.layers\.1 in the block of their layer"):
+        _train(tmp_path / "whole", mixture, nvme=0, precision=bf16)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> None:
+    model = write_mixture(tmp_path / "model", family)
+    graph = build_graph(model)
+    assert _parts(graph)
+    whole = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    drawn = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
+    initialize_tensors(graph.model, drawn, 5)
+    for source, values in ((open_loader(model, graph), whole), (RandomWeights(graph.model, 5), drawn)):
+        expected = _cut_like(graph, values)
+        for layout in graph.layouts.values():
+            block = torch.zeros(layout.num_elements)
+            for start in range(0, layout.num_elements, 3072):
+                source.read(layout, start, block[start : start + 3072])
+            for name, found in views(block, layout).items():
+                assert torch.equal(found, expected[name]), name
+
+
+def test_adapters_on_packed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks have the packed bytes of their own experts, wherever they live, and together all of them."""
+    for method in ("mxfp4", "fp8 experts"):
+        model, _ = quantized_pair(tmp_path / method, method)
+        runs: dict[str, TieredRun] = {}
+        for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
+            monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", elements)
+            folder = tmp_path / method / name
+            text = config_text(folder, model, nvme=0, placement=f'weights = ["{homes}"]')
+            lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
+            runs[name] = run_config(text.replace("[training]", lora, 1), folder, num_steps=2)
+            runs[name].assert_as_planned()
+        runs["folder"].assert_same(runs["ram"])
+        assert runs["ram"].losses == pytest.approx(runs["whole"].losses, rel=2e-3)
+        packed = {
+            name: [block for block in run.plan.program.blocks.values() if block.num_packed]
+            for name, run in runs.items()
+        }
+        assert len(packed["ram"]) > len(packed["whole"])
+        of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
+        whole = sum(block.nbytes for block in packed["whole"])
+        # What is not packed in such a layer, norms and attention, is in blocks of its own now.
+        assert len(of_experts) >= 4 and sum(of_experts) <= whole, (method, [(b.key, b.nbytes) for b in packed["ram"]])
+        assert max(of_experts) < whole / 8, (method, of_experts, whole)
+
+
+def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
+    """With the weights in parts, and what the cache holds."""
+    values: dict[str, Any] = {
+        "device": "cpu",
+        "precision": {"compute_dtype": "float32"},
+        "training": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2},
+        "tiers": {"ram": {"size": "16MiB"}},
+        "placement": {"weights": ["folder"]},
+    }
+    generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], ChatSettings(5, 0.0, 7))
+    found = [list(each.token_ids) for each in generator.run()]
+    assert _parts(generator.plan.plan.graph)
+    # Two tokens do not go to all experts: what was planned is the most that moves.
+    assert generator.moved_bytes["folder->ram"] < generator.planned_bytes["folder->ram"]
+    tokenizer = AutoTokenizer.from_pretrained(mixture)
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    for prompt, ids in zip(["Call me", "The sea"], found, strict=True):
+        batch = tokenizer(prompt, return_tensors="pt")
+        out = model.generate(**batch, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert ids and ids == out[0, batch["input_ids"].shape[1] :].tolist()[: len(ids)]
+
+
+def test_layers_count_once(mixture: Path) -> None:
+    graph = build_graph(mixture)
+    scales = layer_scales(graph, 0.5)
+    assert set(scales.values()) == {1.0, 0.5, 0.25, 0.125}
+    assert {scale for name, scale in scales.items() if name.startswith("model.layers.1.")} == {0.5}
+    plan = plan_head(graph)
+    assert plan is not None and plan.trunk is graph.model.model
+
+
+def train_on_rank(world: World, folder: Path, model: Path) -> RankResult:
+    with mock.patch.object(experts, "EXPERTS_ELEMENTS", 1):
+        own = folder / f"world{world.size}"
+        own.mkdir(exist_ok=True)
+        text = config_text(own, model, placement='weights = ["nvme"]' if world.rank else "")
+        lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 2"
+        text = text.replace("gradient_accumulation_steps = 3", lanes).replace("size = 2", "size = 1")
+        return train(world, own, [text], 2)
+
+
+@pytest.mark.slow
+def test_ranks_have_the_bits_of_one_process(mixture: Path, tmp_path: Path) -> None:
+    (expected,) = run_world(1, train_on_rank, tmp_path, mixture)
+    results = run_world(2, train_on_rank, tmp_path, mixture)
+    assert all(result.losses == expected.losses and result.norms == expected.norms for result in results)
+    assert digests(results) == digests([expected])
+
+
+def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_path: Path) -> None:
+    """Few tokens reach few experts: less moves than planned, and no bit depends on it."""
+
+    def run(name: str, lora: str = "", **options: Any) -> TieredRun:
+        folder = tmp_path / name.replace(" ", "_")
+        text = config_text(folder, mixture, **options).replace("max_length = 64", "max_length = 2")
+        text = text.replace("train_batch_size = 2", "train_batch_size = 1").replace("steps = 3", "steps = 1")
+        return run_config(text.replace("[training]", f"{lora}\n[training]", 1), folder, num_steps=3)
+
+    def traffic(run: TieredRun) -> tuple[dict[str, int], dict[str, int]]:
+        assert run.moved is not None
+        moved = {link: stats.num_bytes for link, stats in run.moved.links.items()}
+        planned = run.plan.placement.run_traffic_bytes(len(run.losses))
+        assert all(nbytes <= planned[link] for link, nbytes in moved.items()), (moved, planned)
+        return moved, planned
+
+    first = run("in RAM", nvme=0)
+    for name in ("on NVMe", "partly on a GPU"):
+        placed = run(name, **PLACEMENTS[name])
+        traffic(placed)
+        placed.assert_same(first)
+    lora = '[lora]\nr = 4\ntarget_modules = ["q_proj"]'
+    adapted = run("adapters", lora, nvme=0, ram="1600KiB", placement='weights = ["folder"]')
+    adapted.assert_same(run("adapters in RAM", lora, nvme=0))
+    moved, planned = traffic(adapted)
+    assert moved["folder->ram"] < planned["folder->ram"]
+    assert any("are the most that move" in line for line in messages(adapted.plan))
+
+
+def test_idle_experts_are_not_leased() -> None:
+    config = tiny_config("qwen3_moe", num_experts=8, num_experts_per_tok=1)
+    model = build_model(config)
+    batch = {"input_ids": torch.tensor([[5, 5, 5]]), "labels": torch.tensor([[5, 5, 5]])}
+    expected = train_step(model, [batch], SEED)
+    graph = build_graph(config)
+    access = MemoryAccess(graph, _cut_like(graph, dict(model.named_parameters())), torch.float32)
+    for kept in ((), range(1000)):
+        runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=kept)
+        loss = runner.forward_backward([batch], seed=SEED)
+        assert_same_gradients(expected, loss.loss, _joined(graph, access.finish()))
+    assert len(access.skipped) >= 2 * 2 * len(_parts(graph)) * 5 // 8  # forward and backward, twice
