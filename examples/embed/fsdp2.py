@@ -1,4 +1,4 @@
-"""A loop as torchtitan and accelerate have it, with FSDP2, whose optimizer keeps its state in RAM and on a drive.
+"""A loop as torchtitan and accelerate have it, with FSDP2, whose optimizer keeps its state on a drive.
 
 Without the marked lines AdamW keeps 8 bytes per parameter in the memory of the ranks. Sharding, clipping, schedule and
 checkpoints by ``torch.distributed.checkpoint`` are as before; ``--resume`` goes on from the last checkpoint, bit for
@@ -52,9 +52,10 @@ def main() -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    store = megatrain.open_store(ram="3MiB", nvme=options.output / "store", nvme_size="64MiB")  # megatrain
+    store = megatrain.open_store(ram="4MiB", nvme=options.output / "store", nvme_size="64MiB")  # megatrain
     # was: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, store=store)  # megatrain
+    settings = {"store": store, "state": "nvme"}  # megatrain
+    optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, **settings)  # megatrain
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
 
     first_step = 0

@@ -19,7 +19,9 @@ NAME = "fsdp2"
 
 def main(which: str, *options: str) -> None:
     """Run the program, or what it was before it had a store."""
-    threading.Timer(100, os._exit, [2]).start()  # a collective that one rank leaves out would wait for ever
+    limit = threading.Timer(100, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    limit.daemon = True
+    limit.start()
     torch.set_num_threads(1)
     # At its end alone: gloo's destructor joins, with the GIL held, a thread that may wait for the GIL.
     torch.distributed.destroy_process_group = torch.distributed.barrier  # type: ignore[assignment]
