@@ -437,10 +437,10 @@ class TieredOptimizer(torch.optim.Optimizer):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # All that have state, whether there is a gradient or not: so ranks never wait for each other in vain.
-        sharded = [p for p in self._parameters() if id(p) in self._with_state and is_dtensor(p)]
-        if sharded:
-            totals = add_over_shards(sharded, [squares.get(parameter, 0.0) for parameter in sharded])
-            squares.update(zip(sharded, totals, strict=True))
+        owners = [parameter for parameter in self._parameters() if id(parameter) in self._with_state]
+        if any(map(is_dtensor, owners)):
+            totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
+            squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self._parameters() if parameter in squares)
         self._measured = [group.gradients_now() for group in self.groups]  # equal until one comes, changes or goes
         return self.grad_norm

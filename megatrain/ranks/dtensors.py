@@ -126,8 +126,8 @@ def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
     )
 
 
-def add_over_shards(parameters: Sequence[DTensor], values: Sequence[float]) -> list[float]:
-    """Return, for each parameter, the sum of a value over the ranks that have shards of it.
+def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
+    """Return, for each parameter, the sum of a value over the ranks that have shards of it; others keep theirs.
 
     Added in the order of the ranks, so that all have the same bits. A collective: all ranks call it with the same
     parameters.
@@ -139,6 +139,8 @@ def add_over_shards(parameters: Sequence[DTensor], values: Sequence[float]) -> l
     totals = list(values)
     alike: dict[Any, list[int]] = {}
     for number, parameter in enumerate(parameters):
+        if not is_dtensor(parameter):
+            continue
         alike.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
     for (mesh, dims), numbers in alike.items():
         mine = torch.tensor([totals[number] for number in numbers], dtype=torch.float64, device=mesh.device_type)
