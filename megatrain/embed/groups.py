@@ -29,6 +29,7 @@ from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind,
 from megatrain.optim.clip import squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
+from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
 from tiered.errors import TieredError
 from tiered.ext import HostSlab
 
@@ -148,6 +149,7 @@ class StateGroup(ABC):
     Attributes:
         gradients: block that gradients move to as autograd makes them; None: they stay with the parameters.
         names: name in the layout -> name in segments, which must not depend on where a parameter's state is kept.
+        firsts: name -> number of the first element that this rank has, of parameters that are sharded.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class StateGroup(ABC):
         self.store, self.layout, self.parameters = store, layout, dict(parameters)
         self.gradients: GradientBlock | None = None
         self.names: dict[str, str] = {name: name for name in parameters}
+        self.firsts = {name: first_element(p) for name, p in parameters.items() if is_dtensor(p)}
         self.kinds = {kind.name: kind for kind in kinds}
         self.keys = {kind.name: state_key(root, kind.name) for kind in kinds}
         self.starts = {kind.name: kind.starts(layout) for kind in kinds}
@@ -230,6 +233,7 @@ class StateGroup(ABC):
             shape=entry.shape,
             state_starts=own,
             name=self.names[entry.name],
+            first=self.firsts.get(entry.name, 0),
         )
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
@@ -311,11 +315,15 @@ class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
     A parameter in RAM is the upper half of its master: nothing is kept twice. A parameter on a device has its whole
-    master in the store, and is a copy of it.
+    master in the store, and is a copy of it. Of a parameter that several ranks have together (``DTensor``) the layout
+    has this rank's part, which no other rank is needed to update.
 
     Args:
         offload_gradients: gradients move to the store as autograd makes them.
         copies: between devices and RAM.
+
+    Attributes:
+        dtensors: names of the parameters that are sharded.
     """
 
     def __init__(
@@ -334,10 +342,12 @@ class OrdinaryGroup(StateGroup):
             raise ValueError(
                 "offload_gradients=True with several ranks: gradients would leave before they are averaged"
             )
-        self._on_device = any(parameter.is_cuda for parameter in parameters.values())
+        self.dtensors = frozenset(name for name, parameter in parameters.items() if is_dtensor(parameter))
+        values = {name: local_of(parameter) for name, parameter in parameters.items()}
+        self._on_device = any(value.is_cuda for value in values.values())
         self._copies = copies
-        self._places = {name: (parameter.dtype, parameter.device) for name, parameter in parameters.items()}
-        self._versions: dict[str, int] = {}  # of parameters on a device, when they equalled their masters
+        self._places = {name: (value.dtype, value.device) for name, value in values.items()}
+        self._versions: dict[str, object] = {}  # of parameters on a device, when they equalled their masters
         own = [kind for kind in kinds if self._on_device or kind.name != "weight"]
         super().__init__(store, root, layout, parameters, own, homes)
         if offload_gradients:
@@ -349,26 +359,41 @@ class OrdinaryGroup(StateGroup):
         if self.gradients is not None:
             return super().gradients_now()
         found = (parameter.grad for parameter in self.parameters.values())
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in found]
+        return [None if gradient is None else (id(gradient), version_of(gradient)) for gradient in found]
+
+    def values(self, name: str) -> Tensor:
+        """Return what this process has of a parameter: the parameter itself, where it is not sharded."""
+        parameter = self.parameters[name]
+        return local_of(parameter) if name in self.dtensors else parameter
 
     def copy_masters(self) -> None:
         """Copy parameters on a device into their masters."""
         with torch.no_grad(), self.store.acquire(self.keys["weight"], "ram", "w") as lease:
             lease.tensor.zero_()
             for entry in self.layout.entries:
-                self.part("weight", lease.tensor, entry).copy_(self.parameters[entry.name].reshape(-1))
-                self._versions[entry.name] = self.parameters[entry.name]._version
+                self.part("weight", lease.tensor, entry).copy_(self.values(entry.name).reshape(-1))
+                self._note_equal(entry.name)
+
+    def _note_equal(self, name: str) -> None:
+        """Note that a parameter on a device and its master are equal now."""
+        self._versions[name] = version_of(self.parameters[name])
 
     def invalidate_masters(self) -> None:
         """Compare masters with their parameters before the next update: each was loaded without the other."""
         self._versions.clear()
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
-        for device in {parameter.device for parameter in self.parameters.values() if parameter.is_cuda}:
+        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
             self._copies.mark(device)
         if self.gradients is not None:
             return super().take_gradients()
-        return {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        found = {name: p.grad for name, p in self.parameters.items() if p.grad is not None}
+        for name in found.keys() & self.dtensors:
+            parameter = self.parameters[name]
+            assert is_dtensor(parameter), name
+            check_gradient(found[name], parameter)
+            found[name] = local_of(found[name])
+        return found
 
     def squared_norms(self, threads: KernelThreads) -> Mapping[str, float]:
         if self.gradients is not None:
@@ -403,11 +428,11 @@ class OrdinaryGroup(StateGroup):
         Raises:
             RuntimeError: it was moved or converted.
         """
-        parameter, place = self.parameters[name], self._places[name]
-        if (parameter.dtype, parameter.device) != place:
+        values, place = self.values(name), self._places[name]
+        if (values.dtype, values.device) != place:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} was {place[0]} on {place[1]} when its optimizer was "
-                f"made, and is {parameter.dtype} on {parameter.device} now: move and convert the module before"
+                f"a parameter of shape {tuple(values.shape)} was {place[0]} on {place[1]} when its optimizer was "
+                f"made, and is {values.dtype} on {values.device} now: move and convert the module before"
             )
 
     def _update_one(
@@ -418,7 +443,7 @@ class OrdinaryGroup(StateGroup):
         tensors: Mapping[str, Tensor],
         grad_scale: float,
     ) -> None:
-        parameter = self.parameters[entry.name]
+        parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
         blocks = {
             kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
@@ -426,20 +451,23 @@ class OrdinaryGroup(StateGroup):
         }
         self.check_place(entry.name)
         if not self._on_device:
-            blocks["weight"] = parameter.detach().reshape(-1)
-        elif self._versions.get(entry.name) != parameter._version:
+            blocks["weight"] = values.detach().reshape(-1)
+        elif self._versions.get(entry.name) != version_of(parameter):
             # On the stream of the copies: this thread's own is not ordered after the kernels that replaced it.
-            _follow(blocks, self._copies.to_new_ram(parameter.detach()))
+            _follow(blocks, self._copies.to_new_ram(values.detach()))
         now = Update(settings.step, settings.lr, grad_scale)
         settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
-        if parameter.is_cuda:
-            self._copies.to_device(parameter, blocks["weight"])
-            self._versions[entry.name] = parameter._version
-        elif blocks["weight"].data_ptr() != parameter.data_ptr():
-            parameter.copy_(blocks["weight"].view(entry.shape))
-            self._versions[entry.name] = parameter._version
+        if values.is_cuda:
+            self._copies.to_device(values, blocks["weight"])
+            self._note_equal(entry.name)
+        elif blocks["weight"].data_ptr() != values.data_ptr():
+            values.copy_(blocks["weight"].view(entry.shape))
+            self._note_equal(entry.name)
         else:
-            increment_version(parameter)  # the kernel wrote past autograd: a graph that saved it must raise
+            increment_version(values)  # the kernel wrote past autograd: a graph that saved it must raise
+        if values is not parameter:
+            increment_version(parameter)  # likewise: what is over the memory of a DTensor has a count of its own
+            self._note_equal(entry.name)
 
     def _flat(self, gradient: Tensor) -> Tensor:
         """Return a gradient flat, fp32 or bf16, in RAM; that of a device is valid until the next call."""
@@ -494,13 +522,14 @@ class _Batch:
         settings: of all of them.
         split_master: masters have a lower half.
         gradient_dtype: of the gradients.
+        parameters: what this process has of each.
     """
 
     settings: Settings
     split_master: bool
     gradient_dtype: torch.dtype
     names: list[tuple[OrdinaryGroup, str]] = field(default_factory=list)
-    parameters: list[nn.Parameter] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
 
@@ -544,6 +573,7 @@ class UpdatesInRam:
                 addresses = {lease.key: lease.tensor.data_ptr() for lease in leases}
                 self._threads.run(list(self._calls(alike, grad_scale, addresses)))
             increment_version([parameter for each in alike for parameter in each.parameters])
+            increment_version([g.parameters[name] for g in mine for name in g.dtensors & works[g].settings.keys()])
         return {group: work for group, work in works.items() if group not in mine}
 
     def _calls(
@@ -555,7 +585,7 @@ class UpdatesInRam:
             arithmetic = cast("ElementwiseOptimizer", settings.arithmetic)
             sizes = [parameter.numel() for parameter in each.parameters]
             assert [gradient.numel() for gradient in each.gradients] == sizes
-            own = (list(map(id, each.parameters)), [parameter.data_ptr() for parameter in each.parameters], sizes)
+            own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
             places = (each.split_master, type(arithmetic), num_threads, *own, blocks)
             table = self._tables.get(number)
             if table is None or table.places != places:
@@ -593,9 +623,9 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGrou
         if not isinstance(group, OrdinaryGroup) or not group.is_in_ram:
             continue
         dtype, split_master = group.dtype, "low" in group.kinds
-        entries: list[tuple[tuple[object, ...], str, Settings, nn.Parameter, Tensor]] = []
+        entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
         for name, settings in work.settings.items():
-            parameter, gradient = group.parameters[name], work.gradients[name]
+            parameter, gradient = group.values(name), work.gradients[name]
             has_kernel = isinstance(settings.arithmetic, ElementwiseOptimizer) and settings.arithmetic.has_rows
             if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
                 break
@@ -638,7 +668,7 @@ def _make_table(
 
 
 def _place(
-    group: OrdinaryGroup, kind: str | None, name: str, parameter: nn.Parameter, addresses: Mapping[str, int]
+    group: OrdinaryGroup, kind: str | None, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
     """Return the address and element size of a parameter's state of a kind; zeros for a kind that is not kept."""
     if kind == "weight":

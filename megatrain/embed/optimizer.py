@@ -29,7 +29,7 @@ from megatrain.embed.groups import (
     update_in_order,
 )
 from megatrain.embed.partition import mark_optimized
-from megatrain.embed.stores import home_order, room_for_homes, shared_state
+from megatrain.embed.stores import home_order, num_ranks, room_for_homes, shared_state, this_rank
 from megatrain.embed.weights import block_of, mapped_copy
 from megatrain.models.layout import build_layout
 from megatrain.optim.adafactor import Adafactor
@@ -38,6 +38,14 @@ from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_s
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import STATE_DTYPES, StateDtype, decode_moments, encode_moments, is_signed
 from megatrain.optim.threads import KernelThreads
+from megatrain.ranks.dtensors import (
+    add_over_shards,
+    check_parameter,
+    is_dtensor,
+    is_whole,
+    like_parameter,
+    local_of,
+)
 from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError
 
@@ -69,6 +77,8 @@ _MAX_ARITHMETICS = 64
 _FORMAT = 1
 #: Random text in the record of a generation: tells it from another one of the same number.
 _MARK = "mark"
+#: Name of the fp32 master among the tensors of a state; of bf16 parameters, which are its upper halves.
+_MASTER = "master"
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -79,6 +89,10 @@ class TieredOptimizer(torch.optim.Optimizer):
     the placement. ``step`` clips by the exact global norm and updates ordinary parameters; an offloaded unit is updated
     right before its next use, while the next unit's blocks are fetched. Reading weights earlier makes the update first.
     Parameter groups, LR schedulers and closures work as in torch; a parameter without a gradient is left alone.
+
+    Parameters that several ranks have together (``DTensor``: FSDP2, tensor parallelism) are updated by each rank in
+    the part that it has, whose state is in the rank's own store; gradients and weights stay where they are. All ranks
+    step together. ``max_grad_norm`` clips by the norm over all ranks.
 
     Args:
         params: as for any optimizer.
@@ -97,9 +111,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         seed: of that rounding.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
         name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
+        checkpoint: what ``state_dict`` returns: "generation", the number of a committed generation of the store, which
+            ranks save and load each for itself; "tensors", what ``torch.distributed.checkpoint`` needs; "auto":
+            tensors where a parameter is sharded, else a generation.
 
     Raises:
-        ValueError: a setting out of range, no store, or a dtype without master weights.
+        ValueError: a setting out of range, no store, a dtype without master weights, or something that sharded
+            parameters cannot have.
         CapacityError: no room.
     """
 
@@ -117,7 +135,10 @@ class TieredOptimizer(torch.optim.Optimizer):
         seed: int = 0,
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
+        checkpoint: Literal["auto", "generation", "tensors"] = "auto",
     ) -> None:
+        if checkpoint not in ("auto", "generation", "tensors"):
+            raise ValueError(f'checkpoint="{checkpoint}": there are "auto", "generation" and "tensors"')
         if not max_grad_norm >= 0:
             raise ValueError(f"max_grad_norm={max_grad_norm}: give the largest norm, or 0 for no clipping")
         if state_dtype not in STATE_DTYPES:
@@ -135,6 +156,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._copies = DeviceCopies()
+        self._checkpoint = checkpoint
         self._store = store
         self._arithmetics: dict[tuple[Any, ...], Arithmetic] = {}
         super().__init__(params, defaults)
@@ -211,6 +233,12 @@ class TieredOptimizer(torch.optim.Optimizer):
                 )
             block.check_frozen()
         kinds = self._arithmetic(self.widest(param_group)).state_kinds
+        self._check_sharded(new, kinds(False))
+        if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
+            raise ValueError(
+                'checkpoint="tensors" (the default with sharded parameters) has no weights of offloaded modules: write '
+                'checkpoint="generation"'
+            )
         homes = home_order(store, self._homes)
         num_before = len(self.groups)
         try:
@@ -233,6 +261,38 @@ class TieredOptimizer(torch.optim.Optimizer):
             else:
                 mark_optimized(group.parameters.values(), self)
 
+    def _check_sharded(self, parameters: Sequence[nn.Parameter], kinds: Sequence[StateKind]) -> None:
+        """Refuse what would go wrong with parameters of which this rank has a part."""
+        for parameter in parameters:
+            if not is_dtensor(parameter):
+                continue
+            if self._has_lost_parameters():
+                raise ValueError(
+                    "the parameters of this optimizer were replaced by sharded ones (fully_shard, accelerate's "
+                    "prepare): make the optimizer after that, from the model's parameters as they are then"
+                )
+            check_parameter(parameter)
+            shape = tuple(parameter.shape)
+            if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
+                raise ValueError(
+                    f"{type(self).__name__} needs whole matrices, and a parameter of shape {shape} is sharded: use "
+                    "TieredAdamW, TieredLion or TieredSGD"
+                )
+            if self._offload:
+                raise ValueError(
+                    f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
+                    "those of all ranks, after autograd. Leave it out"
+                )
+            if self._async is not None:
+                raise ValueError(
+                    f"overlap=model with a sharded parameter, of shape {shape}: its shards are gathered before the "
+                    "modules that own it would wait for the update. Leave it out"
+                )
+
+    def _has_lost_parameters(self) -> bool:
+        """Return whether there is state of parameters that are in no group any more."""
+        return not self._with_state <= set(map(id, self._parameters()))
+
     def _make_ordinary(
         self,
         parameters: Sequence[nn.Parameter],
@@ -244,12 +304,12 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f'this store has something of the name "{self._name}": give the optimizer name="..."')
         shared = shared_state(self.store)
         packs = list(_packed(parameters))
-        largest = max((sum(parameter.numel() for parameter in together) for together in packs), default=0)
+        largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
         shared.working_bytes = max(shared.working_bytes, _BYTES_AT_ONCE * largest)
         for number, together in enumerate(packs, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             root = f"{self._name}/{number:05d}"
-            layout = build_layout(root, ((name, parameter.shape) for name, parameter in named.items()), True)
+            layout = build_layout(root, ((name, local_of(p).shape) for name, p in named.items()), True)
             own = kinds(together[0].dtype.itemsize == 2)
             self.groups.append(
                 OrdinaryGroup(
@@ -369,13 +429,18 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         For trainers that clip before ``step``; it is measured anew if gradients change in between. Unlike the engine's,
         which sums over blocks, the norm is summed parameter by parameter in the optimizer's own order, so that it does
-        not depend on which parameters are offloaded.
+        not depend on which parameters are offloaded. With sharded parameters a collective, which all ranks call.
         """
         squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
         for group in self.groups:
             if squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
+        # All that have state, whether there is a gradient or not: so ranks never wait for each other in vain.
+        owners = [parameter for parameter in self._parameters() if id(parameter) in self._with_state]
+        if any(map(is_dtensor, owners)):
+            totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
+            squares.update(zip(owners, totals, strict=True))
         self.grad_norm = global_norm(squares[parameter] for parameter in self._parameters() if parameter in squares)
         self._measured = [group.gradients_now() for group in self.groups]  # equal until one comes, changes or goes
         return self.grad_norm
@@ -409,12 +474,23 @@ class TieredOptimizer(torch.optim.Optimizer):
         Commits where anything has changed since the last one, and returns when that would survive a power cut. Holds
         no big tensors: ``torch.save`` it where you like, and load it into an optimizer of a store on the same folder.
 
+        With ``checkpoint="tensors"`` all state instead, in tensors over files: those of sharded parameters are sharded
+        alike, so that ``torch.distributed.checkpoint`` saves them, and loads them with other ranks.
+
         Raises:
             GenerationError: the store has no folder (``open_store(path=...)``).
             TransferError: a drive refused.
+            OSError: a drive has no room for the tensors.
         """
         self.finish_updates()
         saved = super().state_dict()
+        if self.saves_tensors:
+            saved["state"] = {
+                number: self._tensors_of(parameter, with_master=True)
+                for number, parameter in enumerate(self._parameters())
+                if id(parameter) in self._with_state
+            }
+            return saved
         generation = _commit_changes(self.store)
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
         saved["tiered"] = {
@@ -424,8 +500,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             "mark": shared_state(self.store).mark,
             "blocks": _fingerprint(self.store),
             "steps": {numbers[id(parameter)]: count for parameter, count in self.steps.items()},
+            "shards": self._shards,
         }
         return saved
+
+    @property
+    def saves_tensors(self) -> bool:
+        """Whether ``state_dict`` returns all state in tensors."""
+        return self._checkpoint == "tensors" or (
+            self._checkpoint == "auto" and any(map(is_dtensor, self._parameters()))
+        )
+
+    @property
+    def _shards(self) -> list[int] | None:
+        """Rank and number of ranks, where blocks of the store hold shards of this rank."""
+        is_sharded = any(is_dtensor(parameter) and not is_whole(parameter) for parameter in self._parameters())
+        return [this_rank(), num_ranks()] if is_sharded else None
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim``'s optimizer of this kind would: all state, in tensors over files."""
@@ -451,7 +541,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         if "tiered" in state_dict:
             self._load_generation(state_dict["tiered"])
         else:
-            self._load_tensors(state_dict["state"])
+            keys = [key for group in groups for key in group["params"]]  # names, where a trainer's checkpoint has them
+            state = state_dict["state"]
+            self._load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
         for state_group in self.groups:
             if isinstance(state_group, OrdinaryGroup):
@@ -474,6 +566,12 @@ class TieredOptimizer(torch.optim.Optimizer):
         if record["format"] > _FORMAT:
             raise ValueError(
                 f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
+            )
+        if (saved_by := record.get("shards")) != self._shards:
+            raise ValueError(
+                f"this state names a generation of {_owner_of(saved_by)}, and this is {_owner_of(self._shards)}: each "
+                "rank loads what it saved, and as many ranks as saved. For checkpoints that other numbers of ranks can "
+                f'load, make the optimizer with checkpoint="tensors" ({type(self).__name__})'
             )
         self._load_blocks(record)
         parameters = self._parameters()
@@ -515,6 +613,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 found, shape = values.get(torch_name), tuple(parameters[number].shape)
                 if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
                     raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
+                if found is not None:
+                    _check_alike(f"{torch_name} of parameter {number}", found, parameters[number])
         for number, parameter in enumerate(parameters):
             values = state.get(number, {})
             if not values and parameter not in self.steps:
@@ -524,8 +624,10 @@ class TieredOptimizer(torch.optim.Optimizer):
             for kind, torch_name in names.items():
                 if kind in group.keys:
                     found = values.get(torch_name)
-                    flat = None if found is None else found.detach().reshape(-1).to("cpu", torch.float32)
+                    flat = None if found is None else _flat_local(found)
                     self._set_moment(group, kind, entry, flat)
+            if "low" in group.keys and isinstance(master := values.get(_MASTER), Tensor):
+                self._set_master(group, entry, _flat_local(master))
             self.steps.pop(parameter, None)
             if values:
                 self.steps[parameter] = int(values.get("step", 0))
@@ -548,25 +650,61 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not isinstance(parameter, nn.Parameter) or parameter not in self.steps:
             raise KeyError("this parameter has no state: no update of it was made")
         self.finish_updates()
+        return self._tensors_of(parameter)
+
+    def _tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
+        """Return copies of the state of one parameter, under torch's names; zeros where no update was made.
+
+        Args:
+            with_master: also the whole master of a parameter that is the upper half of one.
+        """
         group, name = self._group_of(parameter)
         (entry,) = group.entries({name: None})
-        found: dict[str, Any] = {"step": torch.tensor(float(self.steps[parameter]))}
+        found: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(parameter, 0)))}
         for kind in group.keys:
             if kind not in ("weight", "low") and group.kinds[kind].granularity == 1:
                 moment = self._moment(group, kind, entry)
-                own = group.kinds[kind].elements_of is not None
-                found[self.torch_names().get(kind, kind)] = moment if own else moment.view(entry.shape)
+                if group.kinds[kind].elements_of is None:
+                    moment = moment.view(entry.shape)
+                    moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
+                found[self.torch_names().get(kind, kind)] = moment
+        if with_master and "low" in group.keys and isinstance(group, OrdinaryGroup):
+            master = self._master(group, entry).view(entry.shape)
+            found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
         return found
+
+    @property
+    def _folder(self) -> str | None:
+        """Where copies of state go: the store's folder, where it has one."""
+        path = self.store.path
+        return path if path is not None and os.path.isdir(path) else None
+
+    def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
+        """Return a copy of the fp32 master of a parameter in bf16, flat."""
+        with self.store.acquire(group.keys["low"], "ram") as lease:
+            upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
+            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # as the kernels: low is signed
+            return mapped_copy(joined.view(torch.float32), self._folder)
+
+    def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
+        """Replace the lower half of a master, and the upper one where the store has that, too. ``values``: flat."""
+        bits = values.view(torch.int32)
+        with self.store.acquire(group.keys["low"], "ram", "rw") as lease:
+            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits
+        if "weight" in group.keys:
+            upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+            with self.store.acquire(group.keys["weight"], "ram", "rw") as lease:
+                group.part("weight", lease.tensor, entry).copy_(upper)
 
     def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
         """Return a copy of a kind of state of one parameter, flat and in fp32."""
         with self.store.acquire(group.keys[kind], "ram") as lease:
             part = group.part(kind, lease.tensor, entry)
             if part.dtype != torch.uint8:
-                return mapped_copy(part.float())
+                return mapped_copy(part.float(), self._folder)
             with self.store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
                 own = group.part(f"{kind}_scale", scales.tensor, entry)
-                return mapped_copy(decode_moments(part, own, is_signed(kind)))
+                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._folder)
 
     def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
         """Replace a kind of state of one parameter, rounding to nearest. ``values``: flat; None: zeros."""
@@ -758,19 +896,51 @@ def _check_state(
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Group ordinary parameters of one dtype and device, up to a size."""
+    """Group ordinary parameters of one dtype and device, up to a size, that of what this process has of them."""
     together: list[nn.Parameter] = []
     fewest, most = _GROUP_ELEMENTS
-    limit = max(fewest, min(most, max((parameter.numel() for parameter in parameters), default=0)))
-    for parameter in parameters:
-        if together:
-            alike = (parameter.dtype, parameter.device) == (together[0].dtype, together[0].device)
-            if not alike or sum(p.numel() for p in together) + parameter.numel() > limit:
-                yield together
-                together = []
+    values = [local_of(parameter) for parameter in parameters]
+    limit = max(fewest, min(most, max((value.numel() for value in values), default=0)))
+    kind, num_elements = None, 0
+    for parameter, value in zip(parameters, values, strict=True):
+        own_kind = (value.dtype, value.device)
+        if together and (own_kind != kind or num_elements + value.numel() > limit):
+            yield together
+            together, num_elements = [], 0
+        kind, num_elements = own_kind, num_elements + value.numel()
         together.append(parameter)
     if together:
         yield together
+
+
+def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
+    """Refuse loaded state that is not cut as its parameter is.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if is_dtensor(parameter) != is_dtensor(values):
+        raise ValueError(
+            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, and the parameter is not: load "
+            "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which cuts it"
+        )
+    if is_dtensor(parameter) and is_dtensor(values):
+        found, wanted = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
+        if found != wanted:
+            raise ValueError(
+                f"{what} has the placements {found[1]} on {found[0]}, the parameter {wanted[1]} on {wanted[0]}: "
+                "redistribute it, or load it with torch.distributed.checkpoint, which does"
+            )
+
+
+def _flat_local(values: Tensor) -> Tensor:
+    """Return what this process has of a loaded tensor, flat, in fp32 in RAM."""
+    return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
+
+
+def _owner_of(shards: Sequence[int] | None) -> str:
+    """Return whose generation it is, for messages."""
+    return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
 
 
 def _comparable(value: Any) -> Any:
@@ -781,7 +951,8 @@ def _comparable(value: Any) -> Any:
 class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
     """``optimizer.state``: looks empty, so that no trainer moves it; ``state[parameter]`` reads copies from the store.
 
-    It cannot be set: load a ``state_dict`` instead.
+    It cannot be set: load a ``state_dict`` instead. ``torch.distributed.checkpoint`` asks for its truth, and makes
+    state by a step with gradients of zeros where there is none; that would change moments, which exist from the start.
     """
 
     def __init__(self, optimizer: TieredOptimizer) -> None:
@@ -795,6 +966,15 @@ class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def __delitem__(self, parameter: nn.Parameter) -> None:
         raise TypeError("the state is in the store: it cannot be removed")
+
+    def __bool__(self) -> bool:
+        if not self._optimizer.saves_tensors:
+            raise TypeError(
+                "state_dict() of this optimizer names a generation of its store, from which "
+                "torch.distributed.checkpoint would save nothing. Make the optimizer with "
+                f'checkpoint="tensors" ({type(self._optimizer).__name__}), or save its state_dict() on each rank'
+            )
+        return True
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return iter(())

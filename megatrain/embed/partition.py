@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatrain.embed.weights import block_of
 from megatrain.engine.program import gradient_key, weight_key
 from megatrain.models.layout import UnitLayout, build_layouts
+from megatrain.ranks.dtensors import is_dtensor
 
 #: Name of the part of what the outermost module owns directly; no module inside can have it.
 ROOT = "(root)"
@@ -130,6 +131,11 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
 def _check(name: str, parameter: nn.Parameter) -> None:
     if block_of(parameter) is not None:
         raise OffloadError(f"{name} is in a store already: megatrain.offload was called before")
+    if is_dtensor(parameter):
+        raise OffloadError(
+            f"{name} is sharded (DTensor): its weights are torch's to gather. Leave the module as it is and keep the "
+            "optimizer's state in the store: megatrain.TieredAdamW(model.parameters(), store=store)"
+        )
     if not parameter.is_floating_point():
         raise OffloadError(f'{name} holds {parameter.dtype} numbers. Leave it out: leave=["{name}"]')
     if parameter.requires_grad and parameter.dtype not in _DTYPES:

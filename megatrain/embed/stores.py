@@ -343,8 +343,13 @@ def num_ranks() -> int:
     return torch.distributed.get_world_size()
 
 
+def this_rank() -> int:
+    """Return the number of this process among those that ``torch.distributed`` has joined; 0 without it."""
+    return torch.distributed.get_rank() if num_ranks() > 1 else 0
+
+
 def _rank_folder() -> str:
-    return f"rank{torch.distributed.get_rank()}" if num_ranks() > 1 else ""
+    return f"rank{this_rank()}" if num_ranks() > 1 else ""
 
 
 def _processes_here() -> int:

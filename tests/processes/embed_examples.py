@@ -69,7 +69,9 @@ def run(name: str, text: str, options: Sequence[str]) -> dict[str, object]:
             exec(compile(text, str(EXAMPLES / f"{name}.py"), "exec"), _main_module(name))
     finally:
         sys.argv = before
-    result: dict[str, object] = {"losses": re.findall(r"^step \d+: loss (\S+)$", printed.getvalue(), re.MULTILINE)}
+    result: dict[str, object] = {
+        "losses": re.findall(r"^step \d+: (?:rank \d+: )?loss (\S+)$", printed.getvalue(), re.MULTILINE)
+    }
     for store in stores:
         ram = store.stats().tiers["ram"]
         result |= {"ram_bytes": ram.capacity_bytes, "high_water_bytes": ram.high_water_bytes}

@@ -1,0 +1,163 @@
+"""Parameters that torch.distributed shards (FSDP2, tensor parallelism): what of them this rank has.
+
+Public interfaces of ``DTensor`` alone. Importing ``torch.distributed.tensor`` takes a second: where nobody has done so
+there is no ``DTensor``, so nothing here imports it before it has met one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+from torch import Tensor
+
+from megatrain.ranks.collectives import Collectives
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "add_over_shards",
+    "check_gradient",
+    "check_parameter",
+    "first_element",
+    "is_dtensor",
+    "is_whole",
+    "like_parameter",
+    "local_of",
+    "version_of",
+]
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is one of several ranks together."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor, over the same memory and without autograd; an ordinary tensor itself."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def version_of(tensor: Tensor) -> object:
+    """Return a value that changes when the contents do, also when code wrote to what this rank has of them."""
+    return (tensor._version, local_of(tensor)._version) if is_dtensor(tensor) else tensor._version
+
+
+def is_whole(parameter: DTensor) -> bool:
+    """Return whether this rank has all of a parameter."""
+    return not _sharded_dims(parameter)
+
+
+def check_parameter(parameter: DTensor) -> None:
+    """Refuse a parameter whose values no rank has.
+
+    Raises:
+        ValueError: it is a sum that has not been made yet.
+    """
+    if any(placement.is_partial() for placement in parameter.placements):
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} is a DTensor with the placements "
+            f"{tuple(parameter.placements)}: what each rank has is a term of a sum, which cannot be trained. Make it "
+            "Shard or Replicate first: parameter.redistribute(...)"
+        )
+
+
+def check_gradient(gradient: Tensor, parameter: DTensor) -> None:
+    """Refuse a gradient that is not cut as its parameter is: this rank would not have that of its own elements.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not is_dtensor(gradient):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is an ordinary tensor, and the parameter a "
+            "DTensor: assign a DTensor of the same mesh and placements"
+        )
+    if (gradient.device_mesh, gradient.placements) != (parameter.device_mesh, parameter.placements):
+        raise ValueError(
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} has the placements "
+            f"{tuple(gradient.placements)}, the parameter {tuple(parameter.placements)}. Before the step: "
+            "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
+        )
+
+
+def first_element(parameter: DTensor) -> int:
+    """Return a number for the first element that this rank has of a parameter.
+
+    Where rows are dealt once, as FSDP2 does, it is the element's number in the whole parameter. Else it only tells
+    ranks apart.
+    """
+    from torch.distributed.tensor import Shard
+
+    dims = _sharded_dims(parameter)
+    if not dims:
+        return 0
+    (dim, *others) = dims
+    placement, mesh = parameter.placements[dim], parameter.device_mesh
+    if not others and type(placement) is Shard and placement.dim == 0:
+        num_rows = parameter.shape[0]
+        rows_of_rank = -(-num_rows // mesh.size(dim))
+        row = min(num_rows, mesh.get_local_rank(dim) * rows_of_rank)
+        return row * (parameter.numel() // max(1, num_rows))
+    number = 0
+    for dim in dims:
+        number = number * mesh.size(dim) + mesh.get_local_rank(dim)
+    return number * parameter.numel()
+
+
+def like_parameter(local: Tensor, parameter: DTensor) -> Tensor:
+    """Return a DTensor that is cut as a parameter is, of what this rank has of it."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> list[float]:
+    """Return, for each parameter, the sum of a value over the ranks that have shards of it; others keep theirs.
+
+    Added in the order of the ranks, so that all have the same bits. A collective: all ranks call it with the same
+    parameters.
+
+    Args:
+        parameters: any number, of any meshes.
+        values: of this rank, one for each parameter.
+    """
+    totals = list(values)
+    alike: dict[Any, list[int]] = {}
+    for number, parameter in enumerate(parameters):
+        if not is_dtensor(parameter):
+            continue
+        alike.setdefault((parameter.device_mesh, _sharded_dims(parameter)), []).append(number)
+    for (mesh, dims), numbers in alike.items():
+        mine = torch.tensor([totals[number] for number in numbers], dtype=torch.float64, device=mesh.device_type)
+        for dim in reversed(dims):
+            ranks = Collectives(mesh.get_group(dim))
+            found = torch.empty(ranks.size * len(mine), dtype=mine.dtype, device=mine.device)
+            ranks.gather(found, mine)
+            first, *others = found.view(ranks.size, -1).cpu().unbind()  # on the host: additions in this order
+            for other in others:
+                first = first + other
+            mine = first.to(mesh.device_type)
+        for number, total in zip(numbers, mine.tolist(), strict=True):
+            totals[number] = total
+    return totals
+
+
+def _sharded_dims(parameter: DTensor) -> tuple[int, ...]:
+    """Return the dimensions of the mesh whose ranks have different elements."""
+    sizes = parameter.device_mesh.shape
+    return tuple(dim for dim, one in enumerate(parameter.placements) if not one.is_replicate() and sizes[dim] > 1)

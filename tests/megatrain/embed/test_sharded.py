@@ -1,0 +1,166 @@
+"""Parameters that two ranks share under FSDP2, with the state of each rank in a store of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import megatrain
+from processes import sharded_ranks, warm
+from processes.sharded_ranks import CASES, STEPS, Net, load_half, loss_of, make, optimizer_of, step
+
+ROOT = Path(__file__).resolve().parents[3]
+#: Adds up as FSDP2's reduction of two ranks does. Clipping adds squares in other orders.
+SAME_BITS_AS_ONE_PROCESS = ("fp32", "bf16")
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two ranks have left what they found."""
+    found = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(sharded_ranks.__file__))]
+    children = [
+        warm.Popen([*command, str(rank), str(found)], env=environment, stderr=subprocess.PIPE) for rank in (0, 1)
+    ]
+    said = [child.communicate(timeout=120)[1].decode() for child in children]
+    assert [child.returncode for child in children] == [0, 0], said
+    return found
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    """What each rank found, by case."""
+    return [torch.load(folder / f"results{rank}.pt") for rank in (0, 1)]
+
+
+def train_alone(module: Net, optimizer: Any, case: str, steps: range) -> list[list[float]]:
+    """Return the losses of both halves of each batch, added up in one process."""
+    losses: list[list[float]] = [[], []]
+    for number in steps:
+        for half in (0, 1):
+            loss = loss_of(module, number, half)
+            (loss / 2).backward()
+            losses[half].append(loss.item())
+        step(module, optimizer, case)
+    return losses
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(numbers, other[name]) for name, numbers in one.items())
+
+
+def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) -> None:
+    for case, found in ((case, rank[case]) for case in CASES for rank in ranks):
+        kinds = ["ram", "nvme", *CASES[case][3]]
+        if case == "int8":
+            kinds.remove("tensors")  # encoded anew: see below
+        for kind in kinds:
+            assert found[kind]["losses"] == found["ram"]["losses"], (case, kind)
+            assert same(found[kind]["weights"], ranks[0][case]["ram"]["weights"]), (case, kind)
+        assert found["nvme"]["norm"] == found["ram"]["norm"] == ranks[0][case]["ram"]["norm"]
+        assert found["ram"]["is_kept"] and found["nvme"]["is_kept"]
+        assert not found["ram"]["home_bytes"]["nvme"] and not found["nvme"]["home_bytes"]["ram"]
+        assert found["nvme"]["home_bytes"]["nvme"] >= found["ram"]["home_bytes"]["ram"] > 0
+
+
+def test_moments_of_8_bits_in_tensors_are_encoded_anew(ranks: list[dict[str, Any]]) -> None:
+    for found in (rank["int8"] for rank in ranks):
+        for name, numbers in found["ram"]["weights"].items():
+            torch.testing.assert_close(found["tensors"]["weights"][name], numbers, rtol=2**-6, atol=2**-8)
+
+
+def test_two_ranks_and_one_process(ranks: list[dict[str, Any]]) -> None:
+    for case in CASES:
+        check_two_ranks_and_one_process(case, ranks)
+
+
+def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> None:
+    """Each rank's state is its share: nearly all parameters are halved, and padded."""
+    module = make(CASES[case][0])
+    with megatrain.open_store(ram="8MiB") as store:
+        optimizer = optimizer_of(module, case, store)
+        losses = train_alone(module, optimizer, case, range(STEPS))
+        alone_bytes = store.stats().tiers["ram"].home_bytes
+    weights = {name: numbers.detach() for name, numbers in module.state_dict().items()}
+    for rank, found in enumerate(each[case]["ram"] for each in ranks):
+        if case == "fp32":
+            assert found["home_bytes"]["ram"] < 0.75 * alone_bytes
+        if case in SAME_BITS_AS_ONE_PROCESS:
+            assert found["losses"] == losses[rank], case
+            assert same(found["weights"], weights), case
+            continue
+        if optimizer.grad_norm is not None:
+            assert found["norm"] == pytest.approx(optimizer.grad_norm, rel=1e-12)
+        close = 2**-6 if case == "int8" else 1e-6
+        assert found["losses"] == pytest.approx(losses[rank], rel=close)
+        for name, numbers in weights.items():
+            torch.testing.assert_close(found["weights"][name], numbers, rtol=close, atol=close)
+
+
+def test_beside_torch(ranks: list[dict[str, Any]]) -> None:
+    for case in ("fp32", "clipped"):
+        module = make(torch.float32)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+        train_alone(module, optimizer, case, range(STEPS))
+        for name, expected in module.state_dict().items():
+            found = ranks[0][case]["nvme"]["weights"][name]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_one_process_goes_on_from_the_checkpoint_of_two_ranks(folder: Path, ranks: list[dict[str, Any]]) -> None:
+    for case in SAME_BITS_AS_ONE_PROCESS:
+        module = make(CASES[case][0])
+        with megatrain.open_store(ram="4MiB") as store:
+            optimizer = optimizer_of(module, case, store, checkpoint="tensors")
+            load_half(module, optimizer, None, folder / case, None)
+            losses = train_alone(module, optimizer, case, range(STEPS // 2, STEPS))
+        assert losses[1] == ranks[1][case]["ram"]["losses"][STEPS // 2 :], case
+        assert same(dict(module.state_dict()), ranks[0][case]["ram"]["weights"]), case
+
+
+def test_a_generation_is_not_taken_for_tensors() -> None:
+    """torch.distributed.checkpoint would make a step with gradients of zeros, and save no state."""
+    module = nn.Linear(4, 4)
+    with megatrain.open_store(ram="4MiB") as store:
+        optimizer = megatrain.TieredAdamW(module.parameters(), store=store)
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        before = optimizer.state[module.weight]["exp_avg"].clone()
+        optimizer.zero_grad()
+        with pytest.raises(TypeError, match='checkpoint="tensors"'):
+            get_optimizer_state_dict(module, optimizer)
+        assert torch.equal(optimizer.state[module.weight]["exp_avg"], before)
+
+
+REFUSED = {
+    "offload": "its weights are torch's to gather",
+    "gradients": "offload_gradients=True with a sharded parameter",
+    "overlap": "overlap=model with a sharded parameter",
+    "whole": "TieredAdafactor needs whole matrices",
+    "partial": "a term of a sum, which cannot be trained",
+    "checkpoint": 'Make the optimizer with checkpoint="tensors"',
+    "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
+    "rank": "this state names a generation of rank {other} of 2, and this is rank {own} of 2",
+    "world": "this state names a generation of rank 0 of 4, and this is rank {own} of 2",
+    "replaced": "make the optimizer after that",
+}
+
+
+def test_what_cannot_be_done_is_said(ranks: list[dict[str, Any]]) -> None:
+    for own, found in enumerate(rank["refused"] for rank in ranks):
+        assert found.keys() == REFUSED.keys()
+        for name, expected in REFUSED.items():
+            assert expected.format(own=own, other=1 - own) in found[name], name

@@ -1,0 +1,223 @@
+"""One of two ranks that train a module under FSDP2, with its state in a store.
+
+``python sharded_ranks.py RANK FOLDER``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import megatrain
+from tiered import TieredStore
+
+STEPS = 4
+#: Case -> dtype of the parameters, options of the optimizer, largest norm for torch's clipping, what it resumes from.
+CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
+    "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
+    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, 0.0, ("generation", "tensors")),
+    "int8": (torch.bfloat16, {"state_dtype": "int8"}, 0.0, ("generation", "tensors")),
+    "clipped": (torch.float32, {}, 0.05, ()),
+    "own norm": (torch.float32, {"max_grad_norm": 0.05}, 0.0, ()),
+}
+
+
+class Net(nn.Module):
+    """Tied weights, rows that two ranks do not share evenly, a parameter of one row, a frozen and an unused one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 150), nn.Tanh(), nn.Linear(150, 8)) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers[0][0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x) * self.scale
+        return self.head(x)
+
+
+def make(dtype: torch.dtype) -> Net:
+    """Return the module that all train."""
+    torch.manual_seed(0)
+    return Net().to(dtype)
+
+
+def loss_of(module: nn.Module, step: int, half: int) -> Tensor:
+    """Return the loss of one half of a batch."""
+    tokens = torch.randint(11, (4, 6), generator=torch.Generator().manual_seed(10 * step + half))
+    loss: Tensor = nn.functional.cross_entropy(module(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
+    return loss
+
+
+def optimizer_of(module: nn.Module, case: str, store: TieredStore, **options: Any) -> megatrain.TieredAdamW:
+    """Return the optimizer of every run of a case; of one from the groups of torch's, which accelerate wants first."""
+    params: Any = module.parameters()
+    if case == "clipped":
+        params = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1).param_groups
+    return megatrain.TieredAdamW(params, lr=1e-2, weight_decay=0.1, store=store, **{**CASES[case][1], **options})
+
+
+def step(module: nn.Module, optimizer: torch.optim.Optimizer, case: str) -> None:
+    """Clip as the case says, step and clear."""
+    if CASES[case][2]:
+        nn.utils.clip_grad_norm_(module.parameters(), CASES[case][2])
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def shard(module: Net, *, offloads: bool = False) -> Net:
+    """Shard a module over all ranks, its layers apart."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    options: dict[str, Any] = {
+        "mesh": torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),)),
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+        "offload_policy": CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+    }
+    for layer in module.layers:
+        fully_shard(layer, **options)
+    return fully_shard(module, **options)
+
+
+def train(module: Net, optimizer: torch.optim.Optimizer, case: str, steps: Iterable[int], rank: int) -> list[float]:
+    """Return the losses of this rank's halves."""
+    losses = []
+    for number in steps:
+        loss = loss_of(module, number, rank)
+        loss.backward()
+        step(module, optimizer, case)
+        losses.append(loss.item())
+    return losses
+
+
+def whole(module: nn.Module) -> dict[str, Tensor]:
+    """Return all weights, whole."""
+    return {name: one.full_tensor().clone() for name, one in module.state_dict().items()}
+
+
+def said(spoil: Callable[[], object]) -> str:
+    """Return what a refusal says."""
+    try:
+        spoil()
+    except (ValueError, TypeError) as error:
+        return str(error)
+    return "nothing"
+
+
+def refusals(module: Net, folder: Path) -> dict[str, str]:
+    """Return what is said to things that cannot be done."""
+    from torch.distributed.tensor import Partial, distribute_tensor
+
+    with megatrain.open_store(ram="4MiB", nvme=folder, nvme_size="16MiB") as store:
+        found = {
+            "offload": said(lambda: megatrain.offload(module, store)),
+            "gradients": said(lambda: optimizer_of(module, "fp32", store, offload_gradients=True, name="a")),
+            "overlap": said(lambda: optimizer_of(module, "fp32", store, overlap=module, name="b")),
+            "whole": said(lambda: megatrain.TieredAdafactor(module.parameters(), store=store, name="c")),
+        }
+        mesh = module.scale.device_mesh
+        other = distribute_tensor(torch.ones(4), mesh).redistribute(placements=module.scale.placements)
+        with torch.no_grad():
+            term = nn.Parameter(type(other).from_local(torch.ones(2), mesh, [Partial()]))
+        found["partial"] = said(lambda: megatrain.TieredAdamW([term], store=store, name="d"))
+        optimizer = optimizer_of(module, "fp32", store, checkpoint="generation", name="e")
+        found["checkpoint"] = said(lambda: get_optimizer_state_dict(module, optimizer))
+        module.scale.grad = distribute_tensor(torch.ones(1), mesh)
+        found["gradient"] = said(optimizer.step)
+        optimizer.zero_grad()
+        saved = optimizer.state_dict()
+        saved["tiered"]["shards"] = [1 - torch.distributed.get_rank(), 2]
+        found["rank"] = said(lambda: optimizer.load_state_dict(saved))
+        saved["tiered"]["shards"] = [0, 4]
+        found["world"] = said(lambda: optimizer.load_state_dict(saved))
+        early = make(torch.float32)
+        optimizer = optimizer_of(early, "fp32", store, name="f")
+        optimizer.param_groups[0]["params"] = list(shard(early).parameters())
+        found["replaced"] = said(optimizer.step)
+    return found
+
+
+def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
+    """Train with everything in RAM, with state on a drive, and stopped halfway and resumed in two ways."""
+    dtype, _, _, resumed = CASES[case]
+    found: dict[str, Any] = {}
+    for place in ("ram", "nvme"):
+        module = shard(make(dtype), offloads=place == "nvme")
+        with megatrain.open_store(ram="4MiB", nvme=folder / place, nvme_size="16MiB") as store:
+            optimizer = optimizer_of(module, case, store, state=place)
+            found[place] = {"losses": train(module, optimizer, case, range(STEPS), rank), "weights": whole(module)}
+            found[place]["norm"] = optimizer.grad_norm
+            tiers = store.stats().tiers
+            found[place]["home_bytes"] = {name: tier.home_bytes for name, tier in tiers.items()}
+            found[place]["is_kept"] = all(tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values())
+    for kind in resumed:
+        module = shard(make(dtype))
+        with megatrain.open_store(ram="4MiB", nvme=folder / kind, nvme_size="16MiB") as store:
+            optimizer = optimizer_of(module, case, store, checkpoint=kind, state="nvme")
+            losses = train(module, optimizer, case, range(STEPS // 2), rank)
+            half = {name: one.detach().clone() for name, one in module.state_dict().items()}
+            if kind == "generation":
+                torch.save(optimizer.state_dict(), folder / f"optimizer{rank}.pt")
+            else:
+                save(
+                    {"model": half, "optimizer": get_optimizer_state_dict(module, optimizer)},
+                    checkpoint_id=folder / "saved",
+                )
+        module = shard(make(dtype))
+        with torch.no_grad():
+            for one in module.parameters():
+                one.zero_()
+        with megatrain.open_store(ram="4MiB", nvme=folder / kind, nvme_size="16MiB") as store:
+            optimizer = optimizer_of(module, case, store, checkpoint=kind)
+            load_half(module, optimizer, half, folder, f"optimizer{rank}.pt" if kind == "generation" else None)
+            losses += train(module, optimizer, case, range(STEPS // 2, STEPS), rank)
+            found[kind] = {"losses": losses, "weights": whole(module)}
+    return found
+
+
+def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: str | None) -> None:
+    """Resume: from a generation that a file names, or from what torch.distributed.checkpoint saved."""
+    if file is not None:
+        module.load_state_dict(half)
+        optimizer.load_state_dict(torch.load(folder / file))
+        return
+    states: dict[str, Any] = {
+        "model": {name: one.detach().clone() for name, one in module.state_dict().items()},
+        "optimizer": get_optimizer_state_dict(module, optimizer),
+    }
+    load(states, checkpoint_id=folder / "saved", no_dist=not torch.distributed.is_initialized())
+    module.load_state_dict(states["model"])
+    set_optimizer_state_dict(module, optimizer, states["optimizer"])
+
+
+def main() -> None:
+    """Run all cases; leave what was found in a file for each rank."""
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    limit = threading.Timer(100, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    limit.daemon = True
+    limit.start()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    results: dict[str, Any] = {case: run(case, rank, folder / case) for case in CASES}
+    results["refused"] = refusals(shard(make(torch.float32)), folder / "refused")
+    torch.save(results, folder / f"results{rank}.pt")
+    os._exit(0)  # see two_ranks.py
+
+
+if __name__ == "__main__":
+    main()
