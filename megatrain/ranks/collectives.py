@@ -9,7 +9,8 @@ need from others comes to one of them, and what they send is added up before. Th
 their own, and so have those with the same number on all hosts; both are counted as links of their own.
 
 Collectives are matched by their order, and a rank that leaves one out makes all others wait forever. So only ticks of a
-program issue them, which are the same on all ranks (`check_alike`), whatever the data are.
+program issue them, which are the same on all ranks (`check_alike`), whatever the data are; and, where there is no
+program, what is announced first (`megatrain.embed.shared`).
 """
 
 from __future__ import annotations
