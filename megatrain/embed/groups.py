@@ -361,7 +361,9 @@ class SharedGroup(OffloadedGroup):
         return inside if inside.start < inside.stop else None
 
 
-def exchange_gradients(groups: Sequence[StateGroup], threads: KernelThreads) -> dict[nn.Parameter, float]:
+def exchange_gradients(
+    groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
+) -> dict[nn.Parameter, float]:
     """Add up the gradients of parameters that ranks share; return the squared norm of each such group of them.
 
     The norm is that of the mean of all lanes. It stands under the first parameter of each group, and is summed in
@@ -370,6 +372,7 @@ def exchange_gradients(groups: Sequence[StateGroup], threads: KernelThreads) -> 
     Args:
         groups: any; those that are not shared, or are exchanged already, are left out.
         threads: to compute on.
+        with_norm: False: return nothing.
     """
     found: dict[nn.Parameter, float] = {}
     shared = [group for group in groups if isinstance(group, SharedGroup)]
@@ -382,6 +385,8 @@ def exchange_gradients(groups: Sequence[StateGroup], threads: KernelThreads) -> 
             for one, *names in zip(gradients, *filled, strict=True):
                 one.agreed(frozenset().union(*names))
                 one.exchange()
+        if not with_norm:
+            continue
         partials = ranks.gather_objects([one.partial_squares(threads) for one in gradients])
         for group, *of_ranks in zip(mine, *partials, strict=True):
             squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))

@@ -355,7 +355,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             self._make_state(param_group)  # of what was frozen until now
         scale = self._grad_scale()
         if self.max_grad_norm == 0:
-            exchange_gradients(self.groups, self.threads)
+            exchange_gradients(self.groups, self.threads, with_norm=False)
         if scale is None:
             self.zero_grad()
             if self.nonfinite == "skip":

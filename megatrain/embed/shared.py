@@ -43,7 +43,7 @@ class ModuleRanks:
         lane: of this rank's, that gradients are added to now.
 
     Raises:
-        ValueError: fewer lanes than ranks, or a store that computes on a GPU.
+        ValueError: fewer lanes than ranks, a store that computes on a GPU, or a group without gloo.
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
@@ -53,6 +53,11 @@ class ModuleRanks:
                 "the store without gpu="
             )
         self._collectives = Collectives(group, tier=tier)
+        if not self._collectives.serves("cpu"):
+            raise ValueError(
+                "group=... has no backend for host memory: make it with gloo, or the default group with "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
         self._store, self._tier = store, tier
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
@@ -207,8 +212,10 @@ class GatheredWeights:
         self._nbytes = ranks.num_gathered(layout) * dtype.itemsize
         ranks.take(self._nbytes)
         try:
-            full = torch.zeros(ranks.num_gathered(layout), dtype=dtype)
-            if mode != "w":
+            full = torch.empty(ranks.num_gathered(layout), dtype=dtype)
+            if mode == "w":
+                full.zero_()
+            else:
                 with store.acquire(key, "ram", "r") as lease:
                     ranks.gather(full, lease.tensor)
         except BaseException:

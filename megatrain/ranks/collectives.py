@@ -89,6 +89,10 @@ class Collectives:
         # torch 2.13 deprecates the name that versions before it have.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+    def serves(self, device_type: str) -> bool:
+        """Return whether the group has a backend for the memory of such devices: ``"cpu"``, ``"cuda"``."""
+        return f"{device_type}:" in self._dist.get_backend_config(self._group)
+
     def gather(
         self, full: Tensor, share: Tensor, *, beside: Tensor | None = None, is_async: bool = False
     ) -> Work | _Works | None:
