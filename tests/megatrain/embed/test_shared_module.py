@@ -29,7 +29,7 @@ def run_ranks(world: int, folder: Path, cases: list[str]) -> list[dict[str, Any]
         warm.Popen([*command, str(rank), str(world), str(folder), *cases], env=environment, stderr=subprocess.PIPE)
         for rank in range(world)
     ]
-    said = [child.communicate(timeout=120)[1].decode() for child in children]
+    said = [child.communicate(timeout=240)[1].decode() for child in children]
     assert not any(child.returncode for child in children), said
     return [torch.load(folder / f"results{rank}.pt") for rank in range(world)]
 
