@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatrain.config.load import load_config
     from megatrain.embed.activations import offload_activations
     from megatrain.embed.integrations import hf, lightning
-    from megatrain.embed.offload import gathered, offload
+    from megatrain.embed.offload import gathered, gradient_lanes, offload
     from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store
@@ -30,6 +30,7 @@ __all__ = [
     "Trainer",
     "gathered",
     "generate",
+    "gradient_lanes",
     "hf",
     "lightning",
     "load_config",
@@ -52,6 +53,7 @@ _MODULES = {
     "Trainer": "trainer",
     "gathered": "embed.offload",
     "generate": "generation",
+    "gradient_lanes": "embed.offload",
     "load_config": "config.load",
     "load_pretrained": "embed.pretrained",
     "offload": "embed.offload",

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from megatrain.embed.stores import num_ranks, shared_state
-from megatrain.embed.weights import GradientBlock, WeightInUseError
+from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
-from megatrain.optim.clip import squared_norm, squared_norms
+from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
@@ -171,12 +171,15 @@ class StateGroup(ABC):
         self._elsewhere: list[str] = []  # keys of blocks whose home is not RAM
         for kind in kinds:
             key = self.keys[kind.name]
-            home = shared_state(store).register(key, kind.num_elements(layout), kind.dtype, homes, durable=True)
+            home = shared_state(store).register(key, self._num_elements(kind), kind.dtype, homes, durable=True)
             with store.acquire(key, "ram", "w") as lease:
                 lease.tensor.zero_()
             if home != "ram":
                 self._elsewhere.append(key)
         self._evict_state()
+
+    def _num_elements(self, kind: StateKind) -> int:
+        return kind.num_elements(self.layout)
 
     def take_gradients(self) -> Mapping[str, Tensor | None]:
         """Return the gradients of a step by name, None for one in ``gradients``; those are consumed."""
@@ -263,6 +266,11 @@ class OffloadedGroup(StateGroup):
         self.gradients: GradientBlock = weights.gradients
         self.weights, self._deferred = weights, deferred
 
+    @property
+    def gradient_factor(self) -> float:
+        """On all gradients, besides what clips them."""
+        return 1.0
+
     def attach(self) -> None:
         """Become the updater of the weights."""
         assert self.weights.updater is None, self.layout.name
@@ -294,12 +302,18 @@ class OffloadedGroup(StateGroup):
         alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
         for entry in self.entries(work.settings):
             settings = work.settings[entry.name]
-            like = (id(settings.arithmetic), settings.step, settings.lr)
-            alike.setdefault(like, []).append((self.segment(entry, settings, entry.offset), settings))
+            segment = self._segment_here(entry, settings)
+            if segment is not None:
+                like = (id(settings.arithmetic), settings.step, settings.lr)
+                alike.setdefault(like, []).append((segment, settings))
         for parts in alike.values():
             settings = parts[0][1]
             now = Update(settings.step, settings.lr, work.grad_scale)
             settings.arithmetic.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+
+    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
+        """Return the segment of a parameter in the blocks of the group; None: they have nothing of it."""
+        return self.segment(entry, settings, entry.offset)
 
     def weights_changed(self, names: frozenset[str]) -> None:
         """Zero the lower half of masters whose weights were replaced."""
@@ -309,6 +323,76 @@ class OffloadedGroup(StateGroup):
             for entry in self.layout.entries:
                 if entry.name in names:
                     self.part("low", lease.tensor, entry).zero_()
+
+
+class SharedGroup(OffloadedGroup):
+    """The parameters of a block that several ranks share: this rank updates its share, which needs no other rank."""
+
+    def __init__(
+        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
+    ) -> None:
+        assert weights.ranks is not None and isinstance(weights.gradients, SharedGradients), weights.key
+        if any(kind.needs_whole for kind in kinds):
+            raise ValueError(
+                f"this optimizer needs whole matrices, and {weights.layout.name} is shared by {weights.ranks.size} "
+                "ranks: use TieredAdamW, TieredLion or TieredSGD"
+            )
+        self.ranks = weights.ranks
+        self._owned = self.ranks.owned(weights.layout)
+        super().__init__(weights, kinds, homes, deferred=deferred)
+
+    @property
+    def gradient_factor(self) -> float:
+        """By which the sum over all lanes becomes their mean."""
+        return 1.0 / self.ranks.lanes.count
+
+    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
+        """Return what a block of a kind holds of one parameter, flat: nothing, where other ranks have all of it."""
+        share, granularity = self._owned, self.kinds[kind].granularity
+        start = min(max(entry.offset, share.start), share.stop) - share.start
+        stop = max(start, min(entry.offset + entry.numel, share.stop) - share.start)
+        return flat[start // granularity : -(-stop // granularity)]
+
+    def _num_elements(self, kind: StateKind) -> int:
+        return kind.elements_for(self.ranks.num_elements(self.layout))
+
+    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
+        inside = self.segment(entry, settings, entry.offset).within(self._owned)
+        return inside if inside.start < inside.stop else None
+
+
+def exchange_gradients(
+    groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
+) -> dict[nn.Parameter, float]:
+    """Add up the gradients of parameters that ranks share; return the squared norm of each such group of them.
+
+    The norm is that of the mean of all lanes. It stands under the first parameter of each group, and is summed in
+    65,536 elements of the layout: the same bits for any number of ranks. A collective.
+
+    Args:
+        groups: any; those that are not shared, or are exchanged already, are left out.
+        threads: to compute on.
+        with_norm: False: return nothing.
+    """
+    found: dict[nn.Parameter, float] = {}
+    shared = [group for group in groups if isinstance(group, SharedGroup)]
+    for ranks in dict.fromkeys(group.ranks for group in shared):
+        ranks.announce("the end of a backward: step() or measure_grad_norm()")
+        mine = [group for group in shared if group.ranks is ranks]
+        gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
+        if not all(one.is_exchanged for one in gradients):
+            filled = ranks.gather_objects([one.filled for one in gradients])
+            for one, *names in zip(gradients, *filled, strict=True):
+                one.agreed(frozenset().union(*names))
+                one.exchange()
+        if not with_norm:
+            continue
+        partials = ranks.gather_objects([one.partial_squares(threads) for one in gradients])
+        for group, *of_ranks in zip(mine, *partials, strict=True):
+            squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
+            if group.gradients.filled:
+                found[next(iter(group.parameters.values()))] = squares * group.gradient_factor**2
+    return found
 
 
 class OrdinaryGroup(StateGroup):

@@ -21,11 +21,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError, Part, UnitPart, partition
+from megatrain.embed.shared import ModuleRanks, check_same_module
 from megatrain.embed.stores import Wanted, compute_device, compute_tier, home_order, room_for_homes, shared_state
 from megatrain.embed.weights import (
     AbsentWeightError,
     BackwardWindow,
     GradientBlock,
+    SharedGradients,
     UseOrder,
     WeightBlock,
     block_of,
@@ -37,6 +39,8 @@ from tiered.errors import CapacityError
 from tiered.units import round_up
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from tiered import TieredStore
 
 
@@ -54,6 +58,8 @@ def offload(
     weights: Sequence[str] | str = "auto",
     gradients: Sequence[str] | str = "auto",
     leave: Sequence[str] = (),
+    group: ProcessGroup | None = None,
+    gradient_lanes: int | None = None,
 ) -> AnyModule:
     """Move a module's parameters into a store, in place, and return the module.
 
@@ -63,32 +69,57 @@ def offload(
     ``state_dict``, ``load_state_dict``, ``save_pretrained`` work as before; moving it to another device is ignored,
     converting its dtype is refused. It computes on the device of the store's fastest tier.
 
+    With ``group`` each rank has a share of the weights, gradients and state in its own store. Weights are gathered for
+    each forward and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does,
+    but in an order of its own: each rank's are a lane, and lanes are added in a fixed tree. Forward, backward,
+    ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives, and all ranks use the same
+    layers in the same order; where they do not, all of them raise ``RanksDifferError``.
+
     Args:
         name: of its blocks; a second module in one store needs another.
         weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         leave: globs over names of parameters that stay ordinary ones.
+        group: of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the module.
+        gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on fewer of them, each of which
+            computes several lanes (``gradient_lanes``); default: one for each rank.
 
     Raises:
         OffloadError: a dtype without master weights, nothing to offload, or offloaded already.
         CapacityError: no room.
+        RanksDifferError: the module is not the same on all ranks.
+        ValueError: settings that do not go together.
     """
+    if group is None and gradient_lanes is not None:
+        raise ValueError("gradient_lanes without group: one process adds gradients up in the order they come")
+    ranks = None if group is None else ModuleRanks(group, store, gradient_lanes)
     units = partition(model, name, leave)
     parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
     homes = home_order(store, weights), home_order(store, gradients)
-    check_room(store, name, units, parts, *homes)
+    if ranks is None:
+        check_room(store, name, units, parts, *homes)
+    else:
+        _refuse_left(model, parts)
+        before = shared_state(store).working_bytes
+        try:
+            ranks.all_or_none(lambda: check_room(store, name, units, parts, *homes, ranks))
+            check_same_module(ranks, model, [part.layout for part in parts])
+        except BaseException:  # perhaps of another rank: this one may have room
+            ranks.unreserve()
+            shared_state(store).working_bytes = before
+            raise
     _refuse_foreign_optimizers()
-    offloaded = OffloadedModule(store)
+    offloaded = OffloadedModule(store, ranks)
     blocks: dict[int, WeightBlock] = {}
     for part in parts:
-        block = WeightBlock(store, part.weight_key, part.layout, part.parameters, part.dtype, homes[0])
+        block = WeightBlock(store, part.weight_key, part.layout, part.parameters, part.dtype, homes[0], ranks)
         block.take_over()
         blocks[id(part)] = block
         offloaded.blocks.append(block)
     for part in parts:
         if part.layout.trainable:
-            gradients_of = GradientBlock(store, part.gradient_key, part.layout, part.parameters, homes[1])
-            blocks[id(part)].gradients = gradients_of
+            own = (store, part.gradient_key, part.layout, part.parameters, homes[1])
+            blocks[id(part)].gradients = GradientBlock(*own) if ranks is None else SharedGradients(*own, ranks)
     for unit in units:
         _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], offloaded).install()
     offloaded.install(model)
@@ -96,6 +127,31 @@ def offload(
     model.__dict__[_ATTRIBUTE] = offloaded
     install_methods(model, offloaded)
     return model
+
+
+def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Refuse trained parameters that ranks would not share: each would train its own."""
+    shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in shared:
+            raise OffloadError(
+                f"{name} is trained and left out of the store: with group=... its gradient would stay one rank's. "
+                "Freeze it, or do not leave it out"
+            )
+
+
+def gradient_lanes(model: nn.Module) -> Iterator[int]:
+    """Yield the lanes of this rank, of a module that was offloaded with ``group``: gradients are added to the last one.
+
+    Each stands for what one rank of as many ranks as lanes would compute, so give each a part of the batch by its
+    number. With several micro-batches per lane go through the lanes once for each.
+    """
+    offloaded = offloaded_module(model)
+    if offloaded is None or offloaded.ranks is None:
+        raise OffloadError("gradient lanes are those of a module that was offloaded with group=...")
+    for lane in offloaded.ranks.own_lanes:
+        offloaded.ranks.lane = lane
+        yield lane
 
 
 @contextmanager
@@ -138,10 +194,11 @@ class OffloadedModule:
         window: leases of the backward.
         order: in which units were used.
         calls: forwards that are running.
+        ranks: that share the module; None: this process has all of it.
     """
 
-    def __init__(self, store: TieredStore) -> None:
-        self.store = store
+    def __init__(self, store: TieredStore, ranks: ModuleRanks | None = None) -> None:
+        self.store, self.ranks = store, ranks
         self.blocks: list[WeightBlock] = []
         self.order = UseOrder(store)
         self.window = BackwardWindow(self.order)
@@ -570,8 +627,9 @@ class _NoParallel:
     def __iter__(self) -> Iterator[str]:
         raise OffloadError(
             "DistributedDataParallel around an offloaded module: its gradients leave for the store before they could "
-            "be averaged. Leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which "
-            "keeps the state of each rank in the store; or train on one rank"
+            "be averaged. Offload it with group=torch.distributed.group.WORLD, and leave DistributedDataParallel out; "
+            "or leave the module ordinary and give it to TieredAdamW(model.parameters(), store=...), which keeps the "
+            "state of each rank in the store"
         )
 
 
@@ -625,32 +683,49 @@ def check_room(
     parts: Sequence[Part],
     weights: Sequence[str],
     gradients: Sequence[str],
+    ranks: ModuleRanks | None = None,
 ) -> None:
     """Refuse what the store has no room for, as homes or while a layer runs; reserve the working set.
 
     Args:
         weights: tiers that they may live in, most wanted first.
         gradients: tiers that they may live in, most wanted first.
+        ranks: that share the module.
 
     Raises:
         CapacityError: with the tier, and what it would need.
         OffloadError: the name is in use.
     """
-    wanted = [Wanted(part.weight_key, part.weight_bytes, tuple(weights), True) for part in parts]
-    wanted += [
-        Wanted(part.gradient_key, part.gradient_bytes, tuple(gradients), False)
-        for part in parts
-        if part.layout.trainable
-    ]
+    if ranks is None:
+        wanted = [Wanted(part.weight_key, part.weight_bytes, tuple(weights), True) for part in parts]
+        wanted += [
+            Wanted(part.gradient_key, part.gradient_bytes, tuple(gradients), False)
+            for part in parts
+            if part.layout.trainable
+        ]
+    else:
+        wanted = [
+            Wanted(part.weight_key, ranks.stored_bytes(part.layout, part.dtype), tuple(weights), True) for part in parts
+        ]
+        for part in (part for part in parts if part.layout.trainable):
+            nbytes = ranks.stored_bytes(part.layout, torch.float32)
+            wanted.append(Wanted(part.gradient_key, nbytes, tuple(gradients), False))
+            nbytes = ranks.gathered_bytes(part.layout, torch.float32)
+            wanted += [
+                Wanted(f"{part.gradient_key}.lane{lane}", nbytes, tuple(gradients), False) for lane in ranks.own_lanes
+            ]
     known = {spec.key for spec in store.blocks()}
     if any(block.key in known for block in wanted):
         raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
     shared = shared_state(store)
-    working_bytes = max(shared.working_bytes, _working_bytes(units))
-    before, shared.working_bytes = shared.working_bytes, working_bytes
+    before = shared.working_bytes
+    shared.working_bytes = max(before, _working_bytes(units) if ranks is None else _shared_working_bytes(parts, ranks))
     try:
+        if ranks is not None:
+            ranks.reserve(_full_copies_bytes(units, ranks))
         homes = shared.placed(wanted)
-        _check_layers(store, units, dict(zip([block.key for block in wanted], homes, strict=True)), wanted)
+        if ranks is None:
+            _check_layers(store, units, dict(zip([block.key for block in wanted], homes, strict=True)), wanted)
     except BaseException:
         shared.working_bytes = before
         raise
@@ -676,6 +751,26 @@ def _check_layers(
                 max(0, room),
                 detail=f"to run {unit.name or 'the module'} with its weights and gradients. Give {where} more room",
             )
+
+
+def _full_copies_bytes(units: Sequence[UnitPart], ranks: ModuleRanks) -> int:
+    """Return what full copies take at most: a module's and those of the modules around it, or what an exchange does."""
+    most = 0
+    for unit in units:
+        around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
+        parts = dict.fromkeys(part for other in around for part in other.parts)
+        most = max(most, sum(ranks.gathered_bytes(part.layout, part.dtype) for part in parts))
+        most = max(most, *(ranks.exchange_bytes(part.layout) for part in parts))
+    return most
+
+
+def _shared_working_bytes(parts: Sequence[Part], ranks: ModuleRanks) -> int:
+    """Return what the update of the largest share takes, or the sums that are exchanged together."""
+    most = 0
+    for part in parts:
+        sums = len(ranks.own_lanes) * ranks.gathered_bytes(part.layout, torch.float32)
+        most = max(most, (_STATE_BYTES + 2 * 4) * ranks.num_elements(part.layout), sums)
+    return most
 
 
 def _working_bytes(units: Sequence[UnitPart]) -> int:

@@ -21,9 +21,11 @@ from megatrain.embed.groups import (
     OffloadedGroup,
     OrdinaryGroup,
     Settings,
+    SharedGroup,
     StateGroup,
     UpdatesInRam,
     Work,
+    exchange_gradients,
     norms_in_ram,
     take_gradients,
     update_in_order,
@@ -244,9 +246,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         try:
             with shared_state(store).all_or_nothing():
                 for block in blocks:
-                    self.groups.append(
-                        OffloadedGroup(block, kinds(block.dtype.itemsize == 2), homes, deferred=self._deferred)
-                    )
+                    kind_of_group = OffloadedGroup if block.ranks is None else SharedGroup
+                    own_kinds = kinds(block.dtype.itemsize == 2)
+                    self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
                 self._make_ordinary([p for p in new if block_of(p) is None], kinds, homes)
                 self._check_room()
         except BaseException:
@@ -352,6 +354,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         for param_group in self.param_groups:
             self._make_state(param_group)  # of what was frozen until now
         scale = self._grad_scale()
+        if self.max_grad_norm == 0:
+            exchange_gradients(self.groups, self.threads, with_norm=False)
         if scale is None:
             self.zero_grad()
             if self.nonfinite == "skip":
@@ -368,7 +372,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
             if mine and isinstance(group, OffloadedGroup):
-                group.defer(Work(mine, scale, gradients))
+                group.defer(Work(mine, scale * group.gradient_factor, gradients))
             elif mine:
                 works[group] = Work(mine, scale, gradients)
         if self._async is not None:
@@ -432,8 +436,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         not depend on which parameters are offloaded. With sharded parameters a collective, which all ranks call.
         """
         squares = norms_in_ram([group for group in self.groups if isinstance(group, OrdinaryGroup)], self.threads)
+        squares.update(exchange_gradients(self.groups, self.threads))
         for group in self.groups:
-            if squares.keys().isdisjoint(group.parameters.values()):
+            if not isinstance(group, SharedGroup) and squares.keys().isdisjoint(group.parameters.values()):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # All that have state, whether there is a gradient or not: so ranks never wait for each other in vain.
@@ -514,6 +519,9 @@ class TieredOptimizer(torch.optim.Optimizer):
     @property
     def _shards(self) -> list[int] | None:
         """Rank and number of ranks, where blocks of the store hold shards of this rank."""
+        shared = next((group.ranks for group in self.groups if isinstance(group, SharedGroup)), None)
+        if shared is not None:
+            return [shared.rank, shared.size]
         is_sharded = any(is_dtensor(parameter) and not is_whole(parameter) for parameter in self._parameters())
         return [this_rank(), num_ranks()] if is_sharded else None
 
@@ -620,6 +628,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             if not values and parameter not in self.steps:
                 continue
             group, name = self._group_of(parameter)
+            _check_not_shared(group)
             (entry,) = group.entries({name: None})
             for kind, torch_name in names.items():
                 if kind in group.keys:
@@ -659,6 +668,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             with_master: also the whole master of a parameter that is the upper half of one.
         """
         group, name = self._group_of(parameter)
+        _check_not_shared(group)
         (entry,) = group.entries({name: None})
         found: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(parameter, 0)))}
         for kind in group.keys:
@@ -911,6 +921,19 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         together.append(parameter)
     if together:
         yield together
+
+
+def _check_not_shared(group: StateGroup) -> None:
+    """Refuse to read or write the state of a parameter as a whole where this rank has a share of it.
+
+    Raises:
+        TypeError: it is so.
+    """
+    if isinstance(group, SharedGroup):
+        raise TypeError(
+            f"this rank has a share of the state of {group.layout.name}: state_dict() saves it on each rank, and "
+            "load_state_dict() loads that"
+        )
 
 
 def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:

@@ -76,9 +76,8 @@ def load_pretrained(
     offloaded = offloaded_module(model)
     assert offloaded is not None
     for block in offloaded.blocks:
-        with torch.no_grad(), store.acquire(block.key, "ram", "w") as lease:
-            lease.tensor.zero_()
-            weights.fill(block.layout, views(lease.tensor, block.layout))
+        with block.filling() as flat:
+            weights.fill(block.layout, views(flat, block.layout))
         block.filled()
     _load_left(model, weights, compute_device(store))
     weights.load_buffers()

@@ -13,7 +13,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatrain.embed.shared import GatheredWeights, ModuleRanks, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
 from megatrain.engine.visit import METADATA_QUERIES, placeholder
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.layout import views
-from megatrain.optim.clip import squared_norm
+from megatrain.optim.clip import partial_squares, squared_norm
 from tiered import checksum
 
 if TYPE_CHECKING:
@@ -318,6 +319,7 @@ class WeightBlock:
         key: of its block, which is registered here.
         parameters: by their name in the layout.
         homes: tiers that it may live in, most wanted first.
+        ranks: that share it; None: this process has all of it.
 
     Attributes:
         gradients: of its parameters; None where they are frozen.
@@ -335,8 +337,9 @@ class WeightBlock:
         parameters: Mapping[str, nn.Parameter],
         dtype: torch.dtype,
         homes: Sequence[str],
+        ranks: ModuleRanks | None = None,
     ) -> None:
-        self.store, self.key, self.layout, self.dtype = store, key, layout, dtype
+        self.store, self.key, self.layout, self.dtype, self.ranks = store, key, layout, dtype, ranks
         self.parameters = dict(parameters)
         self.gradients: GradientBlock | None = None
         self.owner: WeightOwner | None = None
@@ -344,13 +347,14 @@ class WeightBlock:
         self.version = 0
         self.tier, self._device = compute_tier(store), compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._lease: Lease | None = None
+        self._lease: Lease | GatheredWeights | None = None
         self._num_holders = 0
         self._num_references = 0
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
         self._checksums: dict[str, str] = {}  # of weights that may change without autograd seeing it
-        self.home = shared_state(store).register(key, layout.num_elements, dtype, homes, durable=True)
+        num_elements = layout.num_elements if ranks is None else ranks.num_elements(layout)
+        self.home = shared_state(store).register(key, num_elements, dtype, homes, durable=True)
         self.missing = set(parameters)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -367,14 +371,17 @@ class WeightBlock:
             for name in self.parameters:
                 self._detach(name)
             return
-        with torch.no_grad(), self.store.acquire(self.key, "ram", "w") as lease:
-            lease.tensor.zero_()
-            for name, place in views(lease.tensor, self.layout).items():
+        with self.filling() as flat:
+            for name, place in views(flat, self.layout).items():
                 if name not in self.missing:
                     place.copy_(self.parameters[name])
                 self._detach(name)
         _trim_heap()
         self._evict()
+
+    def filling(self) -> AbstractContextManager[Tensor]:
+        """Return a context with zeros, as long as the layout; what is written there is in the block afterwards."""
+        return filled_in(self.store, self.key, self.layout, self.dtype, self.ranks)
 
     def filled(self) -> None:
         """Note that all parameters have values now, and evict the block from RAM unless it lives there."""
@@ -440,14 +447,16 @@ class WeightBlock:
         changed = self._changes(lease)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
-        is_shared = references(lease.tensor) > self._num_references and self.tier != self.home
+        is_copy = self.ranks is not None or self.tier != self.home
+        is_shared = references(lease.tensor) > self._num_references and is_copy
         mode = lease.mode
         if mode == "w" and not changed:
             lease.abandon()
         else:
             lease.release()
-        if changed and mode == "r" and self.tier != self.home:
-            self.store.evict(self.key, self.tier)  # the changed copy: a lease for reading is not written back
+        if changed and mode == "r" and is_copy:
+            if self.ranks is None:
+                self.store.evict(self.key, self.tier)  # the changed copy: a lease for reading is not written back
         elif changed:
             self.changed(changed)
         if changed and mode == "r" and not is_failing:
@@ -461,7 +470,7 @@ class WeightBlock:
                 "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
-    def _changes(self, lease: Lease) -> frozenset[str]:
+    def _changes(self, lease: Lease | GatheredWeights) -> frozenset[str]:
         """Return the names of parameters that changed while the block was held."""
         changed = set()
         with torch.no_grad():
@@ -525,7 +534,7 @@ class WeightBlock:
         if self.updater is not None:
             self.updater.weights_changed(names)
 
-    def lease(self) -> Lease:
+    def lease(self) -> Lease | GatheredWeights:
         """Return a lease for the backward, which the caller releases; parameters stay absent."""
         return self._acquire("r")
 
@@ -534,13 +543,16 @@ class WeightBlock:
         """The flat weights, while held."""
         return None if self._lease is None else self._lease.tensor
 
-    def _acquire(self, mode: Literal["r", "rw"]) -> Lease:
+    def _acquire(self, mode: Literal["r", "rw"]) -> Lease | GatheredWeights:
         if self.missing and mode == "r":
             raise WeightInUseError(
                 f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
-        return self.store.acquire(self.key, self.tier, "w" if len(self.missing) == len(self.parameters) else mode)
+        how = "w" if len(self.missing) == len(self.parameters) else mode
+        if self.ranks is not None:
+            return GatheredWeights(self.ranks, self.store, self.key, self.layout, self.dtype, how)
+        return self.store.acquire(self.key, self.tier, how)
 
 
 def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
@@ -635,7 +647,7 @@ class GradientBlock:
         self.num_changes = 0
         self.updater: BlockUpdater | None = None
         self._tier = compute_tier(store)
-        shared_state(store).register(key, layout.num_elements, torch.float32, homes, durable=False)
+        self._register(homes)
         self._hooks: list[Any] = []
         self._nodes: list[Any] = []  # kept alive: their hooks die with them
         for parameter in parameters.values():
@@ -644,6 +656,9 @@ class GradientBlock:
             node: Any = get_gradient_edge(parameter).node
             self._hooks.append(node.register_prehook(partial(self._make_way, parameter)))
             self._nodes.append(node)
+
+    def _register(self, homes: Sequence[str]) -> None:
+        shared_state(self._store).register(self.key, self.layout.num_elements, torch.float32, homes, durable=False)
 
     def close(self) -> None:
         """Stop taking gradients, and unregister the block."""
@@ -730,13 +745,15 @@ class GradientBlock:
         if not self._filled and self.updater is not None:
             self.updater.finish_update()  # it reads the sums that this gradient replaces
         name = self._names[id(parameter)]
-        entry = self._entries[name]
-        with torch.no_grad(), self._store.acquire(self.key, self._tier, "rw" if self._filled else "w") as lease:
-            sums = {name: self.view(lease.tensor, entry).view(entry.shape)}
-            GradientAccumulator(sums, self._filled).add(name, gradient)
+        self._add(self._entries[name], gradient)
         self.num_changes += 1
         if name in self._ordinary:  # so that clipping or reading it raises, instead of finding no gradient
             set_gradient(parameter, stand_in(parameter, name, is_gradient=True))
+
+    def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
+        with torch.no_grad(), self._store.acquire(self.key, self._tier, "rw" if self._filled else "w") as lease:
+            sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
+            GradientAccumulator(sums, self._filled).add(entry.name, gradient)
 
     def _make_way(self, parameter: Tensor, arriving: Any) -> None:
         """Remove the stand-in of an earlier gradient before autograd adds the next one to it."""
@@ -744,6 +761,103 @@ class GradientBlock:
             set_gradient(parameter, None)
         else:
             self._filled.discard(self._names[id(parameter)])  # cleared by zero_grad, or replaced
+
+
+class SharedGradients(GradientBlock):
+    """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
+
+    ``key`` is the block of this rank's share of the sum over all lanes of all ranks.
+
+    Args:
+        ranks: that share the parameters.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        key: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        homes: Sequence[str],
+        ranks: ModuleRanks,
+    ) -> None:
+        self.ranks = ranks
+        self._lane_keys = {lane: f"{key}.lane{lane}" for lane in ranks.own_lanes}
+        self._filled_of: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
+        self.is_exchanged = False
+        super().__init__(store, key, layout, parameters, homes)
+
+    def _register(self, homes: Sequence[str]) -> None:
+        shared = shared_state(self._store)
+        shared.register(self.key, self.ranks.num_elements(self.layout), torch.float32, homes, durable=False)
+        for key in self._lane_keys.values():
+            shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
+
+    def exchange(self) -> None:
+        """Add up the lanes of all ranks; afterwards the block has this rank's share. A collective."""
+        self.ranks.announce(f"the gradients of {self.key}")
+        if self.updater is not None:
+            self.updater.finish_update()  # of the step before, which reads the block
+        room = self.ranks.exchange_bytes(self.layout)
+        self.ranks.take(room)
+        try:
+            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
+            requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
+            with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
+                sums = {lane: leases.of(key).tensor for lane, key in self._lane_keys.items()}
+                for lane, tensor in sums.items():
+                    self._clear_others(tensor, self._filled_of[lane])
+                leases.of(self.key).tensor.copy_(self.ranks.add_up(sums))
+        finally:
+            self.ranks.give(room)
+        for key in self._lane_keys.values():
+            self._store.discard(key)
+        self.is_exchanged = True
+
+    def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
+        """Make zeros of what has no gradient in a lane, and of what lies between parameters."""
+        if not filled:
+            sums.zero_()
+        for entry in self.layout.entries if filled else ():
+            if entry.name not in filled:
+                self.view(sums, entry).zero_()
+
+    def agreed(self, names: frozenset[str]) -> None:
+        """Take over which parameters have a gradient on any rank."""
+        self._filled = set(names)
+
+    def partial_squares(self, threads: KernelThreads) -> list[float]:
+        """Return the sums of squares of each 65,536 elements of this rank's share, in order."""
+        owned = len(self.ranks.owned(self.layout))
+        with self._store.acquire(self.key, "ram") as lease:
+            found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
+        return found
+
+    def clear(self) -> None:
+        super().clear()
+        self.is_exchanged = False
+        for filled in self._filled_of.values():
+            filled.clear()
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        super().forget(parameter)
+        for filled in self._filled_of.values():
+            filled.discard(self._names[id(parameter)])
+
+    def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
+        if self.is_exchanged:
+            raise WeightInUseError(
+                f"a gradient of {entry.name} came after the norm was measured: the ranks have added theirs up. Make "
+                "all backward passes of a step before measure_grad_norm(), or clear the gradients"
+            )
+        filled = self._filled_of[self.ranks.lane]
+        key = self._lane_keys[self.ranks.lane]
+        with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
+            if not filled:
+                lease.tensor.zero_()  # what lies between parameters and past the end is added up, too
+            sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
+            GradientAccumulator(sums, filled).add(entry.name, gradient)
+        self._filled.add(entry.name)
 
 
 class SavedTensor(ABC):
@@ -884,7 +998,7 @@ class BackwardWindow:
 
     def __init__(self, order: UseOrder) -> None:
         self._order = order
-        self._open: OrderedDict[WeightBlock, tuple[Lease, int]] = OrderedDict()
+        self._open: OrderedDict[WeightBlock, tuple[Lease | GatheredWeights, int]] = OrderedDict()
 
     def weights(self, block: WeightBlock) -> Tensor:
         """Return the flat weights of a block, valid as long as a view of them exists."""

@@ -9,7 +9,8 @@ need from others comes to one of them, and what they send is added up before. Th
 their own, and so have those with the same number on all hosts; both are counted as links of their own.
 
 Collectives are matched by their order, and a rank that leaves one out makes all others wait forever. So only ticks of a
-program issue them, which are the same on all ranks (`check_alike`), whatever the data are.
+program issue them, which are the same on all ranks (`check_alike`), whatever the data are; and, where there is no
+program, what is announced first (`megatrain.embed.shared`).
 """
 
 from __future__ import annotations
@@ -87,6 +88,10 @@ class Collectives:
             self.on_host.moved_bytes = self.across_hosts.moved_bytes = self.moved_bytes
         # torch 2.13 deprecates the name that versions before it have.
         self._all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+    def serves(self, device_type: str) -> bool:
+        """Return whether the group has a backend for the memory of such devices: ``"cpu"``, ``"cuda"``."""
+        return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
     def gather(
         self, full: Tensor, share: Tensor, *, beside: Tensor | None = None, is_async: bool = False

@@ -37,7 +37,7 @@ def run(which: str, folder: Path, *options: str) -> list[dict[str, Any]]:
         )
         for rank in (0, 1)
     ]
-    said = [child.communicate(timeout=120) for child in children]
+    said = [child.communicate(timeout=240) for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     return [json.loads(out.decode().splitlines()[-1]) for out, _ in said]
 

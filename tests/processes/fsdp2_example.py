@@ -19,7 +19,7 @@ NAME = "fsdp2"
 
 def main(which: str, *options: str) -> None:
     """Run the program, or what it was before it had a store."""
-    limit = threading.Timer(100, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
     limit.daemon = True
     limit.start()
     torch.set_num_threads(1)

@@ -209,7 +209,7 @@ def main() -> None:
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    limit = threading.Timer(100, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
     limit.daemon = True
     limit.start()
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)

@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     children = [
         warm.Popen([*command, str(rank), str(found)], env=environment, stderr=subprocess.PIPE) for rank in (0, 1)
     ]
-    said = [child.communicate(timeout=120)[1].decode() for child in children]
+    said = [child.communicate(timeout=240)[1].decode() for child in children]
     assert [child.returncode for child in children] == [0, 0], said
     return found
 

@@ -1,0 +1,273 @@
+"""Offloaded modules of several ranks: each has a share of every block, and they move weights and gradients by turns.
+
+The law of shares, the order of additions and the collectives are those of a run of several processes
+(``megatrain.ranks``). There a program says which collective comes next; here the user's code decides, so every
+collective is announced to all ranks first: where they are not about to do the same, all of them raise the same error,
+and none waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from xxhash import xxh3_128_digest
+
+from megatrain.engine.lanes import lanes_of_rank, total
+from megatrain.models.layout import UnitLayout
+from megatrain.ranks.collectives import Collectives, RanksDifferError
+from megatrain.ranks.shares import RankLanes, Shares
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from tiered import TieredStore
+
+_FP32_BYTES = 4
+
+
+class ModuleRanks:
+    """The ranks that an offloaded module is shared by, seen from one of them. Used by one thread at a time.
+
+    Args:
+        group: of torch.distributed, over host memory (gloo).
+        store: of this rank.
+        num_lanes: that gradients are added in, at least one for each rank; None: one for each.
+
+    Attributes:
+        shares: which elements of a block this rank has.
+        lanes: which lanes each rank has.
+        lane: of this rank's, that gradients are added to now.
+
+    Raises:
+        ValueError: fewer lanes than ranks, a store that computes on a GPU, or a group without gloo.
+    """
+
+    def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
+        if (tier := next(iter(store.stats().tiers))) != "ram":
+            raise ValueError(
+                f'group=... with a store that computes in "{tier}": shares are moved between host memories alone. Open '
+                "the store without gpu="
+            )
+        self._collectives = Collectives(group, tier=tier)
+        if not self._collectives.serves("cpu"):
+            raise ValueError(
+                "group=... has no backend for host memory: make it with gloo, or the default group with "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            )
+        self._store, self._tier = store, tier
+        self.rank, self.size = self._collectives.rank, self._collectives.size
+        count = self.size if num_lanes is None else num_lanes
+        if count < self.size:
+            raise ValueError(f"gradient_lanes={count} for {self.size} ranks: each rank needs one at least")
+        self.shares, self.lanes = Shares(self.rank, self.size), RankLanes(count, self.size)
+        self.own_lanes = lanes_of_rank(self.rank, self.size, count)
+        self.lane = self.own_lanes[0]
+        self._in_use_bytes = self._reserved_bytes = 0
+        self._num_announced = 0
+
+    def all_or_none(self, action: Callable[[], None]) -> None:
+        """Do something on all ranks that may be refused: then it is on all of them; see ``Collectives.all_or_none``."""
+        self._collectives.all_or_none(action)
+
+    def check_alike(self, what: str, lines: Sequence[str]) -> None:
+        """Refuse a description that is not the same on all ranks; see ``Collectives.check_alike``."""
+        self._collectives.check_alike(what, lines)
+
+    def announce(self, what: str) -> None:
+        """Tell all ranks what this one is about to do with them.
+
+        Raises:
+            RanksDifferError: others are about to do something else. On all ranks; nothing was done.
+        """
+        self._num_announced += 1
+        own = torch.frombuffer(bytearray(xxh3_128_digest(f"{self._num_announced} {what}".encode())), dtype=torch.uint8)
+        found = torch.empty(self.size * len(own), dtype=torch.uint8)
+        self._collectives.gather(found, own)
+        rows = found.view(self.size, -1)
+        if bool((rows == rows[0]).all()):
+            return
+        texts = self._collectives.gather_objects((self._num_announced, what))
+        other = next(rank for rank, each in enumerate(texts) if each != texts[0])
+        raise RanksDifferError(
+            f"the ranks of an offloaded module do different things: rank 0 comes to {_said(texts[0])}, rank {other} to "
+            f"{_said(texts[other])}. Each rank must use the same modules in the same order, in forward and backward, "
+            "and call step(), state_dict() and gathered() as the others do: give a rank without data a batch without "
+            "labels (loss * 0), and leave out modules on all ranks or on none"
+        )
+
+    def gather_objects(self, item: object) -> list[Any]:
+        """Return what every rank gave, by rank. After an announcement."""
+        return self._collectives.gather_objects(item)
+
+    # -- what is where -----------------------------------------------------------------------------------------
+
+    def num_elements(self, layout: UnitLayout) -> int:
+        """Return the length of a share of a layout: the same on all ranks."""
+        return self.shares.num_elements(range(layout.num_elements))
+
+    def num_gathered(self, layout: UnitLayout) -> int:
+        """Return the length of all shares of a layout, one after the other."""
+        return self.size * self.num_elements(layout)
+
+    def owned(self, layout: UnitLayout) -> range:
+        """Return the elements of a layout that this rank has."""
+        return self.shares.owned(range(layout.num_elements))
+
+    def put_share(self, share: Tensor, layout: UnitLayout, full: Tensor) -> None:
+        """Copy what this rank has of a layout's elements; zeros lie past its end."""
+        owned = self.owned(layout)
+        share[: len(owned)].copy_(full[owned.start : owned.stop])
+        share[len(owned) :].zero_()
+
+    def stored_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
+        """Return the size of a share."""
+        return self.num_elements(layout) * dtype.itemsize
+
+    def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
+        """Return the size of a full copy, which is that of a sum of gradients as well."""
+        return self.num_gathered(layout) * dtype.itemsize
+
+    # -- memory that is no block -------------------------------------------------------------------------------
+
+    def reserve(self, nbytes: int) -> None:
+        """Set room apart for full copies and sums that are on their way.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        if nbytes > self._reserved_bytes:
+            self._store.reserve(self._tier, nbytes - self._reserved_bytes)
+            self._reserved_bytes = nbytes
+
+    def unreserve(self) -> None:
+        """Give back all room that was set apart."""
+        self._store.reserve(self._tier, -self._reserved_bytes)
+        self._reserved_bytes = 0
+
+    def take(self, nbytes: int) -> None:
+        """Count memory that is about to be used; more than was reserved is reserved now.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        self.reserve(self._in_use_bytes + nbytes)
+        self._in_use_bytes += nbytes
+
+    def give(self, nbytes: int) -> None:
+        """Undo a ``take``."""
+        self._in_use_bytes -= nbytes
+
+    def exchange_bytes(self, layout: UnitLayout) -> int:
+        """Return the memory that an exchange of gradients of a layout takes."""
+        return self.lanes.num_sums * self.num_elements(layout) * _FP32_BYTES
+
+    # -- collectives -------------------------------------------------------------------------------------------
+
+    def gather(self, full: Tensor, share: Tensor) -> None:
+        """Write the shares of all ranks into ``full``, one after the other."""
+        self._collectives.gather(full, share)
+
+    def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
+        """Return this rank's share of the sum over all lanes of all ranks: the same bits for any number of ranks.
+
+        Args:
+            sums: by own lane: all shares of its sum, one after the other. Written.
+        """
+        own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
+        of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
+        mine = [total(first, stop, own, Tensor.add_) for first, stop in of_ranks[self.rank]]
+        length = mine[0].numel() // self.size
+        received = torch.empty(self.lanes.num_sums * length, dtype=torch.float32)
+        found: dict[tuple[int, int], Tensor] = {}
+        start = 0
+        for number in range(max(map(len, of_ranks))):
+            lengths = [length * (number < len(ranges)) for ranges in of_ranks]
+            stop = start + sum(lengths)
+            has_one = number < len(mine)
+            sent = mine[number] if has_one else received[:0]
+            self._collectives.exchange(received[start:stop], sent, lengths, [length * has_one] * self.size)
+            rows = iter(received[start:stop].view(-1, length))
+            found.update((ranges[number], next(rows)) for ranges in of_ranks if number < len(ranges))
+            start = stop
+        return total(0, self.lanes.count, found, Tensor.add_)
+
+
+class GatheredWeights:
+    """A full copy of a weight block, made from the shares of all ranks; stands where a lease of a whole block does.
+
+    Attributes:
+        tensor: [elements of the layout].
+        mode: "r", "rw", or "w" where there is nothing to read yet.
+    """
+
+    def __init__(
+        self, ranks: ModuleRanks, store: TieredStore, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str
+    ) -> None:
+        ranks.announce(f"the weights of {key}" + (" to change them" if mode != "r" else ""))
+        self._ranks, self._store, self._key, self._layout, self.mode = ranks, store, key, layout, mode
+        self._nbytes = ranks.num_gathered(layout) * dtype.itemsize
+        ranks.take(self._nbytes)
+        try:
+            full = torch.empty(ranks.num_gathered(layout), dtype=dtype)
+            if mode == "w":
+                full.zero_()
+            else:
+                with store.acquire(key, "ram", "r") as lease:
+                    ranks.gather(full, lease.tensor)
+        except BaseException:
+            ranks.give(self._nbytes)
+            raise
+        self.tensor = full[: layout.num_elements]
+
+    def release(self) -> None:
+        """Drop the copy; this rank's share of what was changed goes to the store."""
+        if self.mode != "r":
+            with torch.no_grad(), self._store.acquire(self._key, "ram", "w") as lease:
+                self._ranks.put_share(lease.tensor, self._layout, self.tensor)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Drop the copy, and whatever was changed."""
+        self._ranks.give(self._nbytes)
+
+
+@contextmanager
+def filled_in(
+    store: TieredStore, key: str, layout: UnitLayout, dtype: torch.dtype, ranks: ModuleRanks | None
+) -> Iterator[Tensor]:
+    """Yield zeros, as long as a layout; what is written there becomes the block, or this rank's share of it."""
+    with torch.no_grad(), store.acquire(key, "ram", "w") as lease:
+        if ranks is None:
+            lease.tensor.zero_()
+            yield lease.tensor
+            return
+        full = torch.zeros(layout.num_elements, dtype=dtype)
+        ranks.take(full.nbytes)
+        try:
+            yield full
+            ranks.put_share(lease.tensor, layout, full)
+        finally:
+            ranks.give(full.nbytes)
+
+
+def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
+    """Refuse a module that is not the same on all ranks: shares of different ones would be mixed.
+
+    Raises:
+        RanksDifferError: names the first difference.
+    """
+    lines = [f"{ranks.lanes.count} gradient lanes"]
+    lines += [f"{layout.name}: {layout.entries}" for layout in layouts]
+    for name, parameter in model.named_parameters():
+        is_here = parameter.device.type != "meta"
+        numbers = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data if is_here else b""
+        lines.append(f"{name}: {parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(numbers).hex()}")
+    ranks.check_alike("offloaded module", lines)
+
+
+def _said(announced: tuple[int, str]) -> str:
+    return f"{announced[1]} as number {announced[0]}"

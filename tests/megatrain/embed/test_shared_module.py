@@ -1,0 +1,109 @@
+"""A module that several ranks share: the bits do not depend on how many there are; ranks that differ are told so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import shared_module, warm
+from processes.shared_module import CASES, LANES, STEPS, loss_of, make
+
+ROOT = Path(__file__).resolve().parents[3]
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="no gloo"
+)
+
+
+def run_ranks(world: int, folder: Path, cases: list[str]) -> list[dict[str, Any]]:
+    """Return what each rank found, by case."""
+    folder.mkdir()
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(Path(shared_module.__file__))]
+    children = [
+        warm.Popen([*command, str(rank), str(world), str(folder), *cases], env=environment, stderr=subprocess.PIPE)
+        for rank in range(world)
+    ]
+    said = [child.communicate(timeout=240)[1].decode() for child in children]
+    assert not any(child.returncode for child in children), said
+    return [torch.load(folder / f"results{rank}.pt") for rank in range(world)]
+
+
+def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) -> None:
+    """Compare each rank with one that has all lanes."""
+    expected, lanes = alone[case], set()
+    for found in (rank[case] for rank in ranks):
+        assert found["norms"] == expected["norms"]
+        assert all(expected["losses"][number] == loss for number, loss in found["losses"].items())
+        lanes |= found["losses"].keys()
+        for kind in ("weights", "resumed", "changed"):
+            wanted = expected["changed" if kind == "changed" else "weights"]
+            assert list(found[kind]) == list(wanted)
+            assert all(torch.equal(numbers, found[kind][name]) for name, numbers in wanted.items()), kind
+        assert found["is_kept"] and found["state_bytes"] < expected["state_bytes"]
+        assert "this rank has a share of the state" in found["state"]
+    assert lanes == expected["losses"].keys() and len(lanes) == STEPS * LANES
+
+
+def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    cases = ["fp32", "bf16"]
+    (alone,), ranks = (run_ranks(world, tmp_path / str(world), cases) for world in (1, 2))
+    for case in cases:
+        check_same(alone, ranks, case)
+    weights = alone["fp32"]["weights"]
+    changed = alone["fp32"]["changed"]
+    assert torch.equal(changed["layers.0.0.weight"], 2 * weights["layers.0.0.weight"])
+    assert torch.equal(changed["embed.weight"], weights["embed.weight"] + 1)
+    check_beside_torch(alone["fp32"])
+    check_refusals([rank["refused"] for rank in ranks])
+
+
+@pytest.mark.slow
+def test_three_and_four_ranks(tmp_path: Path) -> None:
+    (alone,), *others = (run_ranks(world, tmp_path / str(world), list(CASES)) for world in (1, 3, 4))
+    for ranks in others:
+        for case in CASES:
+            check_same(alone, ranks, case)
+
+
+def check_beside_torch(alone: dict[str, Any]) -> None:
+    """The mean of the lanes, as a plain loop has it."""
+    module = make(torch.float32)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1, foreach=False)
+    for step in range(STEPS):
+        for lane in range(LANES):
+            loss = loss_of(module, step, lane)
+            assert loss.item() == pytest.approx(alone["losses"][f"{step}.{lane}"], rel=1e-4)
+            (loss / LANES).backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        assert norm.item() == pytest.approx(alone["norms"][step], rel=1e-4)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+REFUSED = {
+    "forward": "RanksDifferError: the ranks of an offloaded module do different things: rank 0 comes to the weights of "
+    "model/layers.0/weight as number 2, rank 1 to the weights of model/layers.1/weight",
+    "backward": "rank 0 comes to the end of a backward: step() or measure_grad_norm()",
+    "seed": "RanksDifferError: the ranks do not have the same offloaded module. Rank 0: embed.weight",
+    "lanes": "gradient_lanes=1 for 2 ranks",
+    "left": "unused.weight is trained and left out of the store",
+    "parallel": "DistributedDataParallel around an offloaded module",
+    "whole": "this optimizer needs whole matrices, and embed is shared by 2 ranks",
+    "no group": "gradient_lanes without group",
+    "room": "CapacityError: tier 'ram' is too small",
+    "left over": "True",
+}
+
+
+def check_refusals(ranks: list[dict[str, str]]) -> None:
+    """Both ranks say the same, also where one alone has a reason."""
+    assert ranks[0] == ranks[1]
+    assert ranks[0].keys() == REFUSED.keys()
+    for name, expected in REFUSED.items():
+        assert expected in ranks[0][name], name

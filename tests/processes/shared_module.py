@@ -1,0 +1,178 @@
+"""One of several ranks that share an offloaded module: ``python shared_module.py RANK WORLD FOLDER CASE ...``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import megatrain
+from megatrain.ranks.collectives import RanksDifferError
+from tiered import TieredStore
+from tiered.errors import TieredError
+
+LANES, STEPS = 4, 3
+#: Case -> dtype of the parameters, options of the optimizer, where weights, gradients and state live.
+CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
+    "fp32": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
+    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
+    "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
+}
+
+
+class Net(nn.Module):
+    """Layers that are longer than the shares of four ranks, tied weights, a frozen part, a parameter without a use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 160)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(160, 900), nn.Sequential(nn.GELU(), nn.Linear(900, 160))) for _ in range(2)
+        )
+        self.head = nn.Linear(160, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.unused = nn.Linear(8, 8)
+        self.layers[0][0].bias.requires_grad_(False)
+
+    def forward(self, tokens: Tensor, skipped: int | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for number, layer in enumerate(self.layers):
+            if number != skipped:
+                x = x + layer(x)
+        return self.head(x)
+
+
+def make(dtype: torch.dtype, seed: int = 0) -> Net:
+    """Return the module that all share."""
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def loss_of(module: nn.Module, step: int, lane: int, **options: Any) -> Tensor:
+    """Return the loss of one lane's part of a batch; one has no labels."""
+    tokens = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(LANES * step + lane))
+    logits = module(tokens, **options).float().flatten(0, 1)
+    labels = tokens.roll(1, 1).flatten()
+    loss: Tensor = nn.functional.cross_entropy(logits, labels)
+    return loss * 0 if (step, lane) == (1, 2) else loss
+
+
+def open_store(folder: Path) -> TieredStore:
+    """Open the store of a rank."""
+    return megatrain.open_store(ram="24MiB", nvme=folder, nvme_size="96MiB")
+
+
+def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megatrain.TieredAdamW]:
+    """Return the module and optimizer of every run of a case."""
+    dtype, settings, home = CASES[case]
+    given = {"group": torch.distributed.group.WORLD, "gradient_lanes": LANES, **options}
+    module = megatrain.offload(make(dtype), store, weights=home, gradients=home, **given)
+    optimizer = megatrain.TieredAdamW(module.parameters(), lr=1e-2, weight_decay=0.1, state=home, **settings)
+    return module, optimizer
+
+
+def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[dict[str, float], list[float | None]]:
+    """Return losses by step and lane, and norms."""
+    losses, norms = {}, []
+    for step in steps:
+        for lane in megatrain.gradient_lanes(module):
+            loss = loss_of(module, step, lane)
+            loss.backward()
+            losses[f"{step}.{lane}"] = loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        norms.append(optimizer.grad_norm)
+    return losses, norms
+
+
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    """Return all weights."""
+    return {name: one.clone() for name, one in module.state_dict().items()}
+
+
+def run(case: str, folder: Path) -> dict[str, Any]:
+    """Train without a stop, and stopped halfway and resumed."""
+    found: dict[str, Any] = {}
+    with open_store(folder / "unbroken") as store:
+        module, optimizer = offloaded(case, store)
+        losses, norms = train(module, optimizer, range(STEPS))
+        tiers = store.stats().tiers
+        found |= {"losses": losses, "norms": norms, "weights": copied(module)}
+        found["state"] = said(optimizer.full_state_dict)
+        with torch.no_grad(), megatrain.gathered(module.layers[0], writable=True):
+            module.layers[0][0].weight.mul_(2)
+        module.load_state_dict({"head.weight": found["weights"]["head.weight"] + 1}, strict=False)
+        found["changed"] = copied(module)
+        found["is_kept"] = all(tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values())
+        found["state_bytes"] = sum(spec.nbytes for spec in store.blocks() if spec.durable)
+    with open_store(folder / "stopped") as store:
+        module, optimizer = offloaded(case, store)
+        train(module, optimizer, range(STEPS // 2))
+        saved = optimizer.state_dict()
+    with open_store(folder / "stopped") as store:
+        module, optimizer = offloaded(case, store)
+        optimizer.load_state_dict(saved)
+        train(module, optimizer, range(STEPS // 2, STEPS))
+        found["resumed"] = copied(module)
+    return found
+
+
+def said(spoil: Callable[[], object]) -> str:
+    """Return what a refusal says."""
+    try:
+        spoil()
+    except (RanksDifferError, TieredError, ValueError, TypeError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def refusals(rank: int, folder: Path) -> dict[str, str]:
+    """Return what is said to ranks that do different things, and to what cannot be done."""
+    found = {}
+    with open_store(folder) as store:
+        module, optimizer = offloaded("fp32", store)
+        found["forward"] = said(lambda: loss_of(module, 0, 0, skipped=0 if rank else None).backward())
+    with open_store(folder) as store:
+        module, optimizer = offloaded("fp32", store)
+        loss = loss_of(module, 0, 0)
+        found["backward"] = said(loss.backward if rank else optimizer.step)
+        optimizer.zero_grad()
+    with open_store(folder) as store:
+        group = torch.distributed.group.WORLD
+        found["seed"] = said(lambda: megatrain.offload(make(torch.float32, rank), store, group=group))
+        found["lanes"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group, gradient_lanes=1))
+        found["left"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group, leave=["unused.*"]))
+        module = megatrain.offload(make(torch.float32), store, group=group)
+        found["parallel"] = said(lambda: nn.parallel.DistributedDataParallel(module))
+        found["whole"] = said(lambda: megatrain.TieredAdafactor(module.parameters()))
+        found["no group"] = said(lambda: megatrain.offload(make(torch.float32), store, name="b", gradient_lanes=2))
+    with megatrain.open_store(ram="24MiB" if rank else "1MiB") as store:
+        found["room"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group))
+        found["left over"] = str(store.tier("ram").usage().free_bytes == store.tier("ram").capacity_bytes)
+    return found
+
+
+def main() -> None:
+    """Run all cases; leave what was found in a file for each rank."""
+    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    torch.set_num_threads(1)
+    os.environ["LOCAL_WORLD_SIZE"] = str(world)
+    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
+    limit.daemon = True
+    limit.start()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+    results: dict[str, Any] = {case: run(case, folder / case) for case in sys.argv[4:]}
+    if world == 2:
+        results["refused"] = refusals(rank, folder / "refused")
+    torch.save(results, folder / f"results{rank}.pt")
+    os._exit(0)  # see two_ranks.py
+
+
+if __name__ == "__main__":
+    main()
