@@ -81,8 +81,8 @@ def offload(
         gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         leave: globs over names of parameters that stay ordinary ones.
         group: of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the module.
-        gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on fewer of them, each of which
-            computes several lanes (``gradient_lanes``); default: one for each rank.
+        gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on a half or a third of them,
+            each of which computes several lanes (``gradient_lanes``); default: one for each rank.
 
     Raises:
         OffloadError: a dtype without master weights, nothing to offload, or offloaded already.

@@ -35,7 +35,7 @@ class ModuleRanks:
     Args:
         group: of torch.distributed, over host memory (gloo).
         store: of this rank.
-        num_lanes: that gradients are added in, at least one for each rank; None: one for each.
+        num_lanes: that gradients are added in, a multiple of the ranks; None: one for each.
 
     Attributes:
         shares: which elements of a block this rank has.
@@ -43,7 +43,7 @@ class ModuleRanks:
         lane: of this rank's, that gradients are added to now.
 
     Raises:
-        ValueError: fewer lanes than ranks, a store that computes on a GPU, or a group without gloo.
+        ValueError: lanes that ranks cannot share evenly, a store that computes on a GPU, or a group without gloo.
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
@@ -61,8 +61,10 @@ class ModuleRanks:
         self._store, self._tier = store, tier
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
-        if count < self.size:
-            raise ValueError(f"gradient_lanes={count} for {self.size} ranks: each rank needs one at least")
+        if count < 1 or count % self.size:  # all ranks gather for as many forwards and backwards
+            raise ValueError(
+                f"gradient_lanes={count} for {self.size} ranks: all have as many lanes, so give a multiple of that"
+            )
         self.shares, self.lanes = Shares(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
         self.lane = self.own_lanes[0]

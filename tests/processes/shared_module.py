@@ -146,7 +146,7 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
     with open_store(folder) as store:
         group = torch.distributed.group.WORLD
         found["seed"] = said(lambda: megatrain.offload(make(torch.float32, rank), store, group=group))
-        found["lanes"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group, gradient_lanes=1))
+        found["lanes"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group, gradient_lanes=3))
         found["left"] = said(lambda: megatrain.offload(make(torch.float32), store, group=group, leave=["unused.*"]))
         module = megatrain.offload(make(torch.float32), store, group=group)
         found["parallel"] = said(lambda: nn.parallel.DistributedDataParallel(module))
