@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -31,12 +32,12 @@ if TYPE_CHECKING:
 
     from megatrain.data.dataset import DataSpec, TokenDataset
     from megatrain.engine.preferences import PreferenceLoss
-    from megatrain.plan.plan import Plan
+    from megatrain.plan.plan import Plan, RunSpec
     from megatrain.run.activity import Activity
     from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
-__all__ = ["EvaluationSet", "Evaluator", "load_evaluation_sets", "traffic_of_passes"]
+__all__ = ["EvaluationSet", "Evaluator", "deal_micro_batches", "load_evaluation_sets", "traffic_of_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,14 @@ class EvaluationSet:
         loader: one epoch of it is an evaluation.
         num_micro_batches: in a step of the loader.
         num_together: how many of them share a pass.
+        own: which of these this process evaluates, the other ranks the others; None: all.
     """
 
     name: str
     loader: BatchLoader
     num_micro_batches: int
     num_together: int
+    own: range | None = None
 
     @property
     def num_passes(self) -> int:
@@ -97,12 +100,13 @@ class EvaluationSet:
         return self.loader.steps_per_epoch * (self.num_micro_batches // self.num_together)
 
     def passes(self) -> Iterator[Sequence[Mapping[str, Tensor]]]:
-        """Yield the micro-batches of each pass."""
+        """Yield the micro-batches of each pass that this process evaluates."""
         self.loader.seek(LoaderPosition())
+        own = range(self.num_together) if self.own is None else self.own
         for _ in range(self.loader.steps_per_epoch):
             micro_batches = next(self.loader).micro_batches
             for start in range(0, len(micro_batches), self.num_together):
-                yield micro_batches[start : start + self.num_together]
+                yield micro_batches[start + own.start : start + own.stop]
 
 
 def load_evaluation_sets(
@@ -129,7 +133,8 @@ def load_evaluation_sets(
     rows = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size)
     if rows < (spec.rows or 0):
         on_message(f"evaluations use micro-batches of {rows} rows: memory is planned for those of training")
-    num_micro_batches = plan.num_micro_batches * plan.micro_batch_size // rows
+    dealt = deal_micro_batches(run, rows)
+    num_micro_batches, own = dealt[-1].stop, None if run.world.is_single else dealt[run.world.rank]
     sets = []
     for number, (name, dataset) in enumerate(_datasets(spec, run.data, tokenizer, on_message, training, on_warning)):
         check_ids(dataset, plan.graph.model.get_input_embeddings().weight.shape[0], where=f"data.eval.{number}")
@@ -144,8 +149,20 @@ def load_evaluation_sets(
             images=run.data.image_processor(tokenizer),
         )
         # As in training: no more rows share a pass than memory is planned for.
-        sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches)))
+        sets.append(EvaluationSet(name, loader, num_micro_batches, run.batch.together(num_micro_batches), own))
     return sets
+
+
+def deal_micro_batches(run: RunSpec, rows: int) -> list[range]:
+    """Return which micro-batches of so many rows of a pass each rank evaluates: no more rows than in a training step.
+
+    Every rank has one at least, as in training. What micro-batches there are in a pass changes no figure.
+    """
+    of_training = [
+        len(run.lanes.micro_batches_of_rank(rank, run.batch.num_micro_batches)) for rank in range(run.world.size)
+    ]
+    stops = accumulate(count * run.batch.micro_batch_rows // rows for count in of_training)
+    return [range(first, stop) for first, stop in pairwise([0, *stops])]
 
 
 def _datasets(
@@ -192,11 +209,12 @@ class Evaluator:
         observer: gets each evaluation.
         steps_per_epoch: of the training data.
         max_steps: of the run.
-        should_stop: called between passes; an evaluation that is cut off is not reported.
+        should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
+            which call it: it may be a collective.
         before: set -> its last evaluation before the run was continued; it is not repeated at the same step.
 
     Attributes:
-        latest: set -> its last evaluation.
+        latest: set -> its last evaluation; the same figures on all ranks, but for seconds.
     """
 
     def __init__(
@@ -222,6 +240,7 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest = dict(before)
         self._engine: EvaluationEngine | None = None
+        self._collectives: Collectives | None = None  # of several ranks
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for an evaluation after ``step`` steps, of a set that had none there."""
@@ -248,23 +267,23 @@ class Evaluator:
             return self._max_steps
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """By link, what evaluations have sent to other ranks, and received from them."""
+        return {} if self._collectives is None else dict(self._collectives.moved_bytes)
+
     def run(self, step: int) -> None:
         """Evaluate and report every set with the present weights, unless it was evaluated at this step.
 
         No update may be pending, and no copy be kept for a later step. Afterwards the store has the schedule of
-        evaluation passes, not that of training.
+        evaluation passes, not that of training. With several ranks all of them call it, at the same steps.
         """
         if self._engine is None:
             plan = self._plan
-            is_alone = plan.run.world.is_single
-            # Every rank evaluates all rows; weights are gathered.
-            ranked = (
-                None
-                if is_alone
-                else partial(
-                    RankedAccess, Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts)
-                )
-            )
+            ranked = None
+            if not plan.run.world.is_single:
+                self._collectives = Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts)
+                ranked = partial(RankedAccess, self._collectives)
             self._engine = EvaluationEngine(
                 self._store,
                 plan.graph,
@@ -306,6 +325,11 @@ class Evaluator:
             num_tokens += loss.num_tokens
             if self._should_stop():
                 break
+        if self._collectives is not None:
+            found = self._collectives.gather_objects((terms, num_tokens))
+            terms = [term for of_rank, _ in found for term in of_rank]
+            num_tokens = sum(count for _, count in found)
+        # Exactly rounded: neither the order of terms nor who has which matters.
         return (math.fsum(terms) / num_tokens if num_tokens else math.nan), num_tokens, {}
 
     def _run_preferences(

@@ -227,7 +227,7 @@ def check_drives(plan: Plan) -> None:
             if spec.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
                 advice += f" {spec.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
             if checkpoints in paths and spec.num_copies and plan.checkpoint_bytes_on_drives:
-                size = format_size(spec.num_copies * plan.checkpoint_bytes_on_drives)
+                size = format_size(spec.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
                 advice += f" {size} of it are for whole copies: checkpoint.save_copy."
             if checkpoints in paths and spec.min_free_bytes:
                 advice += f" {format_size(spec.min_free_bytes)} of it stay free: checkpoint.min_free_disk."
@@ -248,6 +248,6 @@ def _drive_needs(plan: Plan) -> Counter[Path]:
         # Where all ranks write their parts of a checkpoint.
         of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
         in_output_dir = spec.num_generations * of_all + spec.min_free_bytes
-        in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives
+        in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size
         needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from megatrain.best import Best, MetricError
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.export import export_checkpoint
-from megatrain.checkpoint.ranks import RankSaves
+from megatrain.checkpoint.ranks import CheckpointId, RankCopies, RankSaves
 from megatrain.checkpoint.resume import (
     Checkpoint,
     LostCheckpointsError,
@@ -33,7 +34,7 @@ from megatrain.checkpoint.resume import (
 )
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolve import (
     resolve,
@@ -304,6 +305,13 @@ class Trainer:
         """Whether the run ends after its step. With several ranks, as they agreed at the end of the last one."""
         return self.signals.stop_requested if self.group.world.is_single else self._agreed.stops
 
+    def _agree_to_stop(self) -> bool:
+        """Return whether the run is to end: whether any of its ranks was asked to by now. A collective."""
+        if not self.group.world.is_single:
+            stops = any(self.group.gather(self._agreed.stops or self.signals.stop_requested))
+            self._agreed = replace(self._agreed, stops=stops)
+        return self._stops
+
     def is_paused(self) -> bool:
         """Whether the run waits for a person to free space on a drive. Thread-safe."""
         return self._saver is not None and (self._saver.is_waiting or self.store.is_paused)
@@ -318,10 +326,6 @@ class Trainer:
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
-        if self._best.is_kept and not self.group.world.is_single:
-            key = "checkpoint.load_best_model_at_end"
-            problem = Problem(key, f"{key} = true, but several processes keep checkpoints by their age", "Write false")
-            raise ConfigError("the config", [problem])
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program.
@@ -576,13 +580,11 @@ class Trainer:
             tell(line)
         # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
-            self.copier = stack.enter_context(CheckpointCopier(run.checkpoint, drive_bytes, tell))
+            self.copier = stack.enter_context(self._make_copier())
             in_store = checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy
             in_store = in_store and checkpoint is not None and checkpoint.world == run.world.size
-            if not run.world.is_single and self.copier.is_on:
-                self._warn("checkpoint.save_copy: there are no whole copies of checkpoints of several processes")
-            if checkpoint is not None and in_store and run.world.is_single:
-                self.copier.offer(checkpoint.generation, checkpoint.state.step)  # a kill may have cut its copy short
+            if checkpoint is not None and in_store:  # a kill may have cut its copy short
+                self.copier.offer(checkpoint.generation, checkpoint.state.step, ranks=checkpoint.ranks)
             step = None if checkpoint is None else checkpoint.state.step
             if self.group.world.is_first:
                 write_resolved(self.config)
@@ -615,7 +617,7 @@ class Trainer:
                 activity=self.activity,
                 steps_per_epoch=self.loader.steps_per_epoch,
                 max_steps=self.state.max_steps,
-                should_stop=lambda: self._stops,
+                should_stop=self._agree_to_stop,
                 before=evaluations,
             )
             self._saver = self.saver = Saver(
@@ -629,25 +631,34 @@ class Trainer:
                 written_bytes=plan.checkpoint_bytes_in_output_dir,
                 steps_per_epoch=self.loader.steps_per_epoch,
                 saved_step=step if in_store else None,
-                saved_generation=checkpoint.generation if checkpoint is not None and in_store else None,
+                saved_number=checkpoint.generation if checkpoint is not None and in_store else None,
                 ranks=self._rank_saves(checkpoint),
-                best_generation=self._find_best(candidates),
+                best=self._find_best(candidates),
             )
             yield
 
-    def _find_best(self, candidates: Sequence[Checkpoint]) -> int | None:
-        """Return the generation of the best evaluation so far. Where it is gone, the next one is compared with none."""
+    def _find_best(self, candidates: Sequence[Checkpoint]) -> CheckpointId | None:
+        """Return the checkpoint of the best evaluation so far. Where it is gone, the next one is compared with none."""
         best = Best.of_state(self.state.best)
         if best is None or not self._best.is_kept:
             return None
         for each in candidates:
             if each.is_own and not each.is_copy and each.state.step == best.step:
-                return each.generation
+                return CheckpointId(each.generation, is_of_ranks=each.ranks is not None)
         self._warn(
             f"the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the best"
         )
         self.state = replace(self.state, best=None)
         return None
+
+    def _make_copier(self) -> CheckpointCopier:
+        spec, tell, world = self.run.checkpoint, self.observer.on_message, self.run.world
+        drive_bytes = sum(self.group.gather(self.plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
+        copies = None
+        if not world.is_single and spec.num_copies:
+            gather = Collectives().gather_objects
+            copies = RankCopies(self.run.output_dir / COPIES_NAME, world.rank, gather, spec.keep)
+        return CheckpointCopier(spec, drive_bytes, tell, world.rank, copies)
 
     def _rank_saves(self, loaded: Checkpoint | None) -> RankSaves | None:
         """Return what the ranks of a run do together to save it; None: it is one process."""
@@ -965,7 +976,8 @@ class Trainer:
             value = self._best.value_of(found)
         except MetricError as error:
             raise _unknown_metric(self._best, error) from error
-        best = self._best.after(Best.of_state(self.state.best), step, value)
+        # Rank 0's: a perplexity may differ in its last bit on another kind of processor.
+        best = self.group.broadcast(self._best.after(Best.of_state(self.state.best), step, value))
         self.state = replace(self.state, best=best.to_state())
         if self._best.is_over(best):
             self._observers.on_message(
@@ -982,15 +994,13 @@ class Trainer:
             is_due = self.saver.is_due(step) or self._is_best_at(step)
             saves = (is_due and self._has_steps_left) or self.signals.save_requested
         else:
-            saves = self._agreed.saves and self._has_steps_left
+            saves = (self._agreed.saves or self._is_best_at(step)) and self._has_steps_left
         if saves:
             self.signals.save_requested = False
             self.activity.begin("saving")
             self.saver.save(self._state_now())
-            if not self.group.world.is_single:
-                # A stop may have come while the ranks waited for room: no step follows, as in a run of one process.
-                stops = any(self.group.gather(self.signals.stop_requested))
-                self._agreed = replace(self._agreed, stops=stops)
+            # A stop may have come while the ranks waited for room: no step follows, as in a run of one process.
+            self._agree_to_stop()
 
     def _is_best_at(self, step: int) -> bool:
         """Whether the checkpoint of this step is to be kept as the best one."""
@@ -1017,7 +1027,8 @@ class Trainer:
     def _finish_copies(self) -> None:
         """Wait for the copies that are due; another signal gives them up."""
         try:
-            self.signals.steps_are_over()
+            if self.group.world.is_single:  # of several ranks the others wait for what this one copies
+                self.signals.steps_are_over()
             self.copier.finish()
         except KeyboardInterrupt:
             self._observers.on_message("the copy was given up: the next start of the run makes it")
@@ -1037,7 +1048,7 @@ class Trainer:
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
         best = Best.of_state(self.state.best)
         if self._best.is_kept and best is not None and best.step != self.state.step:
-            return self._export_saved(best)
+            return self._export_by_first(partial(self._export_saved, best))
         if self.group.world.is_single:
             return self._export(self.weights.exported)
         gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
@@ -1047,6 +1058,21 @@ class Trainer:
         if not gathered.serve():
             raise ExportStopped
         return self.run.output_dir / FINAL_NAME
+
+    def _export_by_first(self, export: Callable[[], Path]) -> Path:
+        """Have rank 0 export something that it can read alone; the others wait for it."""
+        if self.group.world.is_single:
+            return export()
+        folder: Path | None = None
+        if self.group.world.is_first:
+            with contextlib.suppress(KeyboardInterrupt):
+                if not self.signals.stop_requested:
+                    self.signals.steps_are_over()  # from now on the next stop raises
+                    folder = export()
+        folder = self.group.broadcast(folder)
+        if folder is None:
+            raise ExportStopped
+        return folder
 
     def _export_saved(self, best: Best) -> Path:
         """Write the model of the best evaluation, from its checkpoint."""

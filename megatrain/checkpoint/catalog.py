@@ -156,7 +156,7 @@ def list_checkpoints(run: Path | str) -> list[CheckpointInfo]:
             continue
         found = [_describe(folder, generation, is_copy=is_copy) for generation in list_generations(folder)]
         there = {info.generation: info for info in found if info is not None}
-        of_ranks = [_describe_ranks(folder, each) for each in _of_ranks(folder)]
+        of_ranks = [_describe_ranks(folder, each, is_copy=is_copy) for each in _of_ranks(folder)]
         infos += in_order([*there.values()][::-1], of_ranks[::-1], lambda info: info.saved_at or "")[::-1]
         whole = [there[number] for number in newest_first(folder) if number in there]
         tried.append(in_order(whole, of_ranks[::-1], lambda info: info.saved_at or ""))
@@ -176,7 +176,8 @@ def _folders(run: Path | str) -> tuple[Path | None, Path | None]:
         return None, folder
     copies = folder.parent / COPIES_NAME
     given_alone = folder == Path(os.path.abspath(run))
-    has_copies = folder.name == CHECKPOINTS_NAME and not given_alone and (copies / SNAPSHOT_FOLDER).is_dir()
+    is_there = (copies / SNAPSHOT_FOLDER).is_dir() or (copies / RANKS_NAME).is_file()
+    has_copies = folder.name == CHECKPOINTS_NAME and not given_alone and is_there
     return folder, copies if has_copies else None
 
 
@@ -209,13 +210,13 @@ def _of_ranks(folder: Path) -> list[RanksCheckpoint]:
         raise CheckpointError(str(error)) from error
 
 
-def _describe_ranks(folder: Path, found: RanksCheckpoint) -> CheckpointInfo:
+def _describe_ranks(folder: Path, found: RanksCheckpoint, *, is_copy: bool) -> CheckpointInfo:
     problem: str | None = None
     nbytes, world = 0, found.world
     try:
         state = RunState.from_meta(found.meta, where=f"checkpoint {found.number} in '{folder}'")
     except CheckpointError as error:
-        return CheckpointInfo(None, found.number, None, 0, None, False, str(error), num_ranks=world)
+        return CheckpointInfo(None, found.number, None, 0, None, False, str(error), is_copy, num_ranks=world)
     try:
         reader = RanksReader(folder, found, search_paths(folder))
         nbytes = sum(record.nbytes for record in reader.blocks.values())
@@ -235,6 +236,7 @@ def _describe_ranks(folder: Path, found: RanksCheckpoint) -> CheckpointInfo:
         state.last_loss,
         False,
         problem,
+        is_copy,
         note=note,
         num_ranks=world,
     )
@@ -277,11 +279,13 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         CheckpointError: there is none; the message lists the steps that there are.
     """
     given = Path(os.path.abspath(run_or_folder))
+    places: list[Path] = []  # of documents of several ranks
     if given.parent.name == SNAPSHOT_FOLDER and given.name.isdigit():
         folder = given.parent.parent
         numbers = [(folder, int(given.name))]
     else:
         folder = checkpoints_folder(given)
+        places.append(folder)
         numbers = [(folder, number) for number in newest_first(folder)]
         if step is not None:  # also one that a crash kept from becoming the current one
             first = {number for _, number in numbers}
@@ -289,20 +293,23 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         own, copies = _folders(given)
         if own is not None and copies is not None:
             numbers += [(copies, number) for number in newest_first(copies)]
+            places.append(copies)
     steps: list[int] = []
     found: list[Checkpoint] = []
     of_ranks: list[Checkpoint] = []
     lost: dict[int, str] = {}
     problem: Exception | None = None
-    for each in reversed(_of_ranks(folder) if given.parent.name != SNAPSHOT_FOLDER else []):
-        info = _describe_ranks(folder, each)
+    documents = [(each, folder) for folder in places for each in reversed(_of_ranks(folder))]
+    for each, place in documents:
+        is_copy = place.name == COPIES_NAME
+        info = _describe_ranks(place, each, is_copy=is_copy)
         if info.problem is None and info.step is not None:
             steps.append(info.step)
             if step is None or info.step == step:
-                state = RunState.from_meta(each.meta, where=f"checkpoint {each.number} in '{folder}'")
-                of_ranks.append(Checkpoint(folder, each.number, state, ranks=each))
+                state = RunState.from_meta(each.meta, where=f"checkpoint {each.number} in '{place}'")
+                of_ranks.append(Checkpoint(place, each.number, state, is_copy=is_copy, ranks=each))
         elif info.problem is not None and info.step is not None:
-            lost[info.step] = f"the checkpoint of step {info.step} in '{folder}' cannot be used: {info.problem}"
+            lost[info.step] = f"the checkpoint of step {info.step} in '{place}' cannot be used: {info.problem}"
             problem = problem or CheckpointError(lost[info.step])
     for place, generation in numbers:
         try:
@@ -320,8 +327,14 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
             found.append(Checkpoint(place, generation, state, is_copy=is_copy))
         steps.append(state.step)
     if found or of_ranks:
-        own_ones, whole_copies = ([one for one in found if one.is_copy == is_copy] for is_copy in (False, True))
-        own_ones = in_order(own_ones, of_ranks, lambda one: one.state.saved_at)
+        own_ones, whole_copies = (
+            in_order(
+                [one for one in found if one.is_copy == is_copy],
+                [one for one in of_ranks if one.is_copy == is_copy],
+                lambda one: one.state.saved_at,
+            )
+            for is_copy in (False, True)
+        )
         return in_order(own_ones, whole_copies, lambda one: one.state.saved_at)[0]
     if step in lost:
         raise CheckpointError(lost[step])

@@ -28,6 +28,7 @@ from megatrain.checkpoint.state import CheckpointError
 from tiered import (
     BlockRecord,
     BlockSpec,
+    CopyFigures,
     GenerationReader,
     checksum,
     list_generations,
@@ -35,13 +36,15 @@ from tiered import (
     remove_generation,
 )
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
-from tiered.ext import dtype_from_name, files_below, generation_folder, replace_file
+from tiered.ext import claim_directory, dtype_from_name, files_below, generation_folder, replace_file
 
 if TYPE_CHECKING:
     from tiered import Commit, TieredStore
 
 __all__ = [
     "RANKS_NAME",
+    "CheckpointId",
+    "RankCopies",
     "RankGeneration",
     "RankSaves",
     "RanksCheckpoint",
@@ -57,6 +60,19 @@ RANKS_NAME = "RANKS.json"
 #: Of ``RANKS.json``. Readers refuse newer ones.
 RANKS_FORMAT = 2
 _MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointId:
+    """Which of the checkpoints in a folder: those of one process and those of several are counted apart.
+
+    Attributes:
+        number: of the generation, or of ``RanksCheckpoint``.
+        is_of_ranks: whether several processes wrote it.
+    """
+
+    number: int
+    is_of_ranks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +112,11 @@ class RanksCheckpoint:
     def world(self) -> int:
         """Number of ranks that wrote it."""
         return len(self.ranks)
+
+    @property
+    def id(self) -> CheckpointId:
+        """Which of the checkpoints in its folder this is."""
+        return CheckpointId(self.number, is_of_ranks=True)
 
 
 def rank_folder_name(rank: int) -> str:
@@ -175,31 +196,33 @@ def forget_checkpoint(folder: Path, number: int) -> None:
                 remove_generation(directory, rank.generation)
 
 
-def prune_other_worlds(folder: Path, keep: int, world: int) -> None:
+def prune_other_worlds(folder: Path, keep: int, world: int, best: CheckpointId | None = None) -> None:
     """Remove what is older than the newest checkpoints and belongs to no store of this run, which prunes its own.
 
     Args:
         folder: of checkpoints: of generations of one process, and of the document of several ranks.
         keep: newest checkpoints that stay, whoever wrote them.
         world: ranks of this run.
+        best: stays as well, and does not count.
 
     Raises:
         GenerationError: the document cannot be read.
         OSError: a file cannot be removed.
     """
     known = read_checkpoints(folder)
-    by_age = [(str(each.meta.get("saved_at", "")), 1, each.number) for each in known]
+    saved_at = {each.id: str(each.meta.get("saved_at", "")) for each in known}
     for generation in list_generations(folder):
         with contextlib.suppress(GenerationError):
-            by_age.append((str(read_manifest(folder, generation).meta.get("saved_at", "")), 0, generation))
-    doomed = {each[1:] for each in sorted(by_age)[:-keep]}
-    left = [each for each in known if (1, each.number) not in doomed]
+            saved_at[CheckpointId(generation)] = str(read_manifest(folder, generation).meta.get("saved_at", ""))
+    by_age = sorted(saved_at, key=lambda each: (saved_at[each], each.is_of_ranks, each.number))
+    doomed = set([each for each in by_age if each != best][:-keep])
+    left = [each for each in known if each.id not in doomed]
     if len(left) < len(known):
         write_checkpoints(folder, left)
     if world > 1:
-        for is_of_ranks, generation in doomed:
-            if not is_of_ranks:
-                remove_generation(folder, generation)
+        for each in doomed:
+            if not each.is_of_ranks:
+                remove_generation(folder, each.number)
     named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
     others = [path for path in folder.glob("rank*") if path.name >= rank_folder_name(0 if world == 1 else world)]
     for path in others:
@@ -340,6 +363,9 @@ class RankSaves:
         keep: checkpoints that the document names at most.
         is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
             loaded: the first save drops them, and not the one that could.
+
+    Attributes:
+        best: a checkpoint that stays whatever its age, beside ``keep`` others.
     """
 
     def __init__(
@@ -356,37 +382,30 @@ class RankSaves:
     ) -> None:
         self._folder, self._rank, self._gather, self._store = folder, rank, gather, store
         self._lanes, self._elements, self._keep = lanes, dict(elements), keep
+        self.best: CheckpointId | None = None
         self._world, self._is_past = len(gather(None)), is_past
         self._name = rank_folder_name(rank)
-        self._known: list[RanksCheckpoint] = self._from_first(lambda: read_checkpoints(folder))
+        self._known: list[RanksCheckpoint] = _from_first(rank, gather, lambda: read_checkpoints(folder))
         store.keep_only(self._named)
 
     def _named(self) -> list[int]:
         """Return the generations of this rank that the document names."""
         return [rank.generation for each in self._known for rank in each.ranks if rank.path == self._name]
 
-    def _from_first(self, find: Callable[[], Any]) -> Any:
-        """Return what rank 0 found, on all ranks; what it raised is raised on all."""
-        found: Any = None
-        if self._rank == 0:
-            try:
-                found = find(), None
-            except (TieredError, CheckpointError, OSError) as error:
-                found = None, f"rank 0: {error}"
-        result, problem = self._gather(found)[0]
-        if problem is not None:
-            raise CheckpointError(problem)
-        return result
-
     def begin(self) -> None:
         """Make way for one more checkpoint: the document names one less than it may, but never none."""
         if len(left := self._left()) < len(self._known):
-            self._known = self._from_first(lambda: self._written(left))
+            self._known = _from_first(self._rank, self._gather, lambda: self._written(left))
         self._is_past = lambda checkpoint: True  # what is made from now on
 
     def _left(self) -> list[RanksCheckpoint]:
         """Return the checkpoints that stay when one more is made."""
-        return [each for each in self._known if self._is_past(each)][-max(1, self._keep - 1) :]
+        return self._newest([each for each in self._known if self._is_past(each)], max(1, self._keep - 1))
+
+    def _newest(self, checkpoints: Sequence[RanksCheckpoint], keep: int) -> list[RanksCheckpoint]:
+        """Return the last of some checkpoints, and the best one."""
+        stay = {each.id for each in [each for each in checkpoints if each.id != self.best][-keep:]}
+        return [each for each in checkpoints if each.id in stay or each.id == self.best]
 
     def agree_on_room(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
         """Return what rank 0 finds free for the checkpoint of all, and whether any rank is asked to stop.
@@ -410,6 +429,15 @@ class RankSaves:
         first, second, third = (sum(each) for each in zip(*self._gather(sizes), strict=True))
         return first, second, third
 
+    def outgoing(self) -> list[int]:
+        """Return the numbers of the checkpoints that ``begin`` drops."""
+        stay = {each.id for each in self._left()}
+        return [each.number for each in self._known if each.id not in stay]
+
+    def find(self, number: int) -> RanksCheckpoint | None:
+        """Return a checkpoint of the document."""
+        return next((each for each in self._known if each.number == number), None)
+
     @property
     def world(self) -> int:
         """Number of ranks."""
@@ -425,6 +453,16 @@ class RankSaves:
         Raises:
             CheckpointError: a rank could not write its own; the document is as before.
         """
+        ranks = self._whole_on_all(commit)
+        number = 1 + max([each.number for each in self._known] + list_generations(self._folder), default=0)
+        found = RanksCheckpoint(number, self._lanes, ranks, self._elements, dict(meta))
+        # What rank 0 returns from has been written: no rank begins another commit, which prunes, before that.
+        stay = self._newest([*self._known, found], self._keep)
+        self._known = _from_first(self._rank, self._gather, lambda: self._written(stay))
+        return self._known[-1]
+
+    def _whole_on_all(self, commit: Commit) -> tuple[RankGeneration, ...]:
+        """Wait until the generations of all ranks are whole; return them."""
         own: tuple[RankGeneration | None, str]
         try:
             commit.wait()
@@ -438,14 +476,108 @@ class RankSaves:
         failed = [problem for generation, problem in everyone if generation is None]
         if failed:
             raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The one before is whole")
-        number = 1 + max([each.number for each in self._known] + list_generations(self._folder), default=0)
-        ranks = tuple(generation for generation, _ in everyone)
-        found = RanksCheckpoint(number, self._lanes, ranks, self._elements, dict(meta))
-        # What rank 0 returns from has been written: no rank begins another commit, which prunes, before that.
-        self._known = self._from_first(lambda: self._written([*self._known, found][-self._keep :]))
-        return self._known[-1]
+        return tuple(generation for generation, _ in everyone)
 
     def _written(self, checkpoints: Sequence[RanksCheckpoint]) -> list[RanksCheckpoint]:
         write_checkpoints(self._folder, checkpoints)
+        prune_other_worlds(self._folder, self._keep, self._world, self.best)
+        return read_checkpoints(self._folder)
+
+
+class RankCopies:
+    """Whole copies of checkpoints of several ranks: each copies its own part, a document says which belong together.
+
+    All ranks call the same methods in the same order. What fails costs the copy, and raises nothing.
+
+    Args:
+        folder: of the copies; each rank has its own in it.
+        rank: this one.
+        gather: as in ``RankSaves``.
+        keep: copies that the document names at most.
+    """
+
+    def __init__(self, folder: Path, rank: int, gather: Callable[[object], Sequence[Any]], keep: int) -> None:
+        self._folder, self._rank, self._gather, self._keep = folder, rank, gather, keep
+        self._world = len(gather(None))
+        self._known: list[RanksCheckpoint] = []
+        with contextlib.suppress(CheckpointError):  # a document that is damaged names no copy; the next one replaces it
+            self._known = _from_first(rank, gather, lambda: read_checkpoints(folder))
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest copy, which is that of its checkpoint; 0: there is none."""
+        return max((each.number for each in self._known), default=0)
+
+    def begin(self) -> list[int]:
+        """Make way for one more copy, but leave one; return the generations of this rank that stay."""
+        left = self._known[-max(1, self._keep - 1) :]
+
+        def make_way() -> list[RanksCheckpoint]:
+            # Before ranks have folders in it: else it is a folder of somebody else's.
+            claim_directory(self._folder)
+            return self._written(left) if len(left) < len(self._known) else self._known
+
+        # What cannot be written now is told when the copy is made.
+        with contextlib.suppress(CheckpointError):
+            self._known = _from_first(self._rank, self._gather, make_way)
+        name = rank_folder_name(self._rank)
+        return [rank.generation for each in self._known for rank in each.ranks if rank.path == name]
+
+    def are_done(self, is_done: bool) -> bool:
+        """Return whether all ranks have copied their own, or failed to."""
+        return all(self._gather(is_done))
+
+    def finish(
+        self, checkpoint: RanksCheckpoint, figures: CopyFigures | None, error: Exception | None
+    ) -> tuple[CopyFigures | None, str]:
+        """Make what all ranks have copied a copy of the checkpoint.
+
+        Args:
+            checkpoint: that was copied.
+            figures: of this rank's copy; None: there is none.
+            error: why not.
+
+        Returns:
+            The figures of all ranks together; or None, and why there is no copy.
+        """
+        own: RankGeneration | None = None
+        name, problem = rank_folder_name(self._rank), str(error or "it was given up")
+        if figures is not None:
+            try:
+                checksum_ = manifest_checksum(self._folder / name, figures.generation)
+                own = RankGeneration(name, figures.generation, checksum_)
+            except GenerationError as failure:
+                problem = str(failure)
+        everyone = self._gather((own, figures, f"rank {self._rank}: {problem}"))
+        failed = [text for generation, _, text in everyone if generation is None]
+        if failed:
+            return None, "; ".join(failed)
+        copy = replace(checkpoint, ranks=tuple(generation for generation, _, _ in everyone))
+        # A number that grows no more: the checkpoints were removed, and theirs began anew.
+        left = [each for each in self._known if each.number < copy.number]
+        stay = [*left, copy][-self._keep :]
+        try:
+            self._known = _from_first(self._rank, self._gather, lambda: self._written(stay))
+        except CheckpointError as failure:
+            return None, str(failure)
+        copied = sum(each.copied_bytes for _, each, _ in everyone)
+        return CopyFigures(copy.number, copied, sum(each.linked_bytes for _, each, _ in everyone)), ""
+
+    def _written(self, copies: Sequence[RanksCheckpoint]) -> list[RanksCheckpoint]:
+        write_checkpoints(self._folder, copies)
         prune_other_worlds(self._folder, self._keep, self._world)
         return read_checkpoints(self._folder)
+
+
+def _from_first(rank: int, gather: Callable[[object], Sequence[Any]], find: Callable[[], Any]) -> Any:
+    """Return what rank 0 found, on all ranks; what it raised is raised on all."""
+    found: Any = None
+    if rank == 0:
+        try:
+            found = find(), None
+        except (TieredError, CheckpointError, OSError) as error:
+            found = None, f"rank 0: {error}"
+    result, problem = gather(found)[0]
+    if problem is not None:
+        raise CheckpointError(problem)
+    return result

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.ranks import RANKS_NAME, prune_other_worlds
+from megatrain.checkpoint.ranks import RANKS_NAME, CheckpointId, prune_other_worlds
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
 from megatrain.run.metrics import CheckpointMetrics, RunObserver
 from tiered import newest_first
@@ -38,13 +38,13 @@ class Saver:
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
         saved_step: step of the newest checkpoint; None without one.
-        saved_generation: its generation; None without one.
+        saved_number: that of its generation, or of the checkpoint of several ranks; None without one.
         ranks: what this rank does together with the others, whose savers are called in the same order; None: alone.
+        best: checkpoint of the best evaluation, which stays; None without one.
 
     Attributes:
         saved_step: as above, kept current.
         is_waiting: paused until disk space is freed.
-        best_generation: as above, kept current.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Saver:
         written_bytes: int,
         steps_per_epoch: int,
         saved_step: int | None = None,
-        saved_generation: int | None = None,
+        saved_number: int | None = None,
         ranks: RankSaves | None = None,
-        best_generation: int | None = None,
+        best: CheckpointId | None = None,
     ) -> None:
-        self.best_generation = best_generation
         if ranks is None:
             store.keep_also(self._best_one)
         self._ranks = ranks
-        self.saved_step, self._saved_generation = saved_step, saved_generation
+        self._set_best(best)
+        self.saved_step, self._saved_number = saved_step, saved_number
         self.is_waiting = False
         self._spec = spec
         self._store, self._observer, self._begin = store, observer, begin
@@ -105,7 +105,8 @@ class Saver:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_room(state.step)
-            self._copier.wait_for_those_that_go(self._outgoing(self._spec.keep - 1))
+            outgoing = self._outgoing(self._spec.keep - 1) if self._ranks is None else self._ranks.outgoing()
+            self._copier.wait_for_those_that_go(outgoing)
             self._begin()
             if self._ranks is not None:
                 self._ranks.begin()
@@ -126,8 +127,14 @@ class Saver:
 
     def copy_last(self) -> None:
         """Begin a copy of the newest checkpoint, if copies are wanted: the last one of a run is always copied."""
-        if self._ranks is None and self.saved_step is not None and self._saved_generation is not None:
-            self._copier.offer(self._saved_generation, self.saved_step, is_last=True)
+        self._offer(is_last=True)
+
+    def _offer(self, *, is_last: bool = False) -> None:
+        """Have the newest checkpoint copied, if one is due."""
+        number, step = self._saved_number, self.saved_step
+        if number is not None and step is not None:
+            of_ranks = None if self._ranks is None else self._ranks.find(number)
+            self._copier.offer(number, step, ranks=of_ranks, is_last=is_last)
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight, if there is one, and report it.
@@ -142,15 +149,16 @@ class Saver:
         wait_start_s = time.perf_counter()
         if self._ranks is None:
             commit.wait()
+            number = commit.generation
             if (self._path / RANKS_NAME).exists():
                 self._prune_of_ranks()
         else:
-            self._ranks.finish(commit, state.to_meta())
+            number = self._ranks.finish(commit, state.to_meta()).number
         stall_s += time.perf_counter() - wait_start_s
         self._in_flight = None
-        self.saved_step, self._saved_generation = step, commit.generation
-        if state.best is not None and state.best["step"] == step:
-            self.best_generation = commit.generation
+        self.saved_step, self._saved_number = step, number
+        if state.best is not None and state.best["step"] == step and number is not None:
+            self._set_best(CheckpointId(number, is_of_ranks=self._ranks is not None))
         figures, path = commit.figures, self._path
         sizes = figures.nbytes, figures.written_bytes, figures.linked_bytes
         if self._ranks is not None:
@@ -164,16 +172,21 @@ class Saver:
                 stall_s,
             )
         )
-        if self._ranks is None:
-            self._copier.offer(commit.generation, step)
+        self._offer()
+
+    def _set_best(self, best: CheckpointId | None) -> None:
+        self._best = best
+        if self._ranks is not None:
+            self._ranks.best = best
 
     def _best_one(self) -> list[int]:
-        return [] if self.best_generation is None else [self.best_generation]
+        """Return the generation of the best checkpoint, where one process wrote it."""
+        return [] if self._best is None or self._best.is_of_ranks else [self._best.number]
 
     def _prune_of_ranks(self) -> None:
         """Remove checkpoints of several ranks that are older than those to be kept: an earlier start wrote them."""
         try:
-            prune_other_worlds(self._path, self._spec.keep, 1)
+            prune_other_worlds(self._path, self._spec.keep, 1, self._best)
         except (TieredError, OSError) as error:
             self._observer.on_message(f"old checkpoints in '{self._path}' could not be removed: {error}")
 

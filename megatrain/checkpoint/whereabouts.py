@@ -104,8 +104,11 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
     root = Path(os.path.abspath(output_dir))
     search = tuple(dict.fromkeys([*drives, *_drives_of_config(root)]))
     own = list(_described(root / CHECKPOINTS_NAME, search, is_copy=False))
-    own = in_order(own, list(_of_ranks(root / CHECKPOINTS_NAME)), lambda checkpoint: checkpoint.saved_at)
+    of_ranks = list(_of_ranks(root / CHECKPOINTS_NAME, is_copy=False))
+    own = in_order(own, of_ranks, lambda checkpoint: checkpoint.saved_at)
     copies = list(_described(root / COPIES_NAME, (), is_copy=True))
+    of_ranks = list(_of_ranks(root / COPIES_NAME, is_copy=True))
+    copies = in_order(copies, of_ranks, lambda checkpoint: checkpoint.saved_at)
     return in_order(own, copies, lambda checkpoint: checkpoint.saved_at)
 
 
@@ -211,13 +214,13 @@ def _described(folder: Path, search: Sequence[Path], *, is_copy: bool) -> Iterat
                 return
 
 
-def _of_ranks(folder: Path) -> Iterator[SavedCheckpoint]:
+def _of_ranks(folder: Path, *, is_copy: bool) -> Iterator[SavedCheckpoint]:
     """Yield the checkpoints of several ranks, newest first: where their parts lie the manifests of the ranks say."""
     found = _read(folder / _RANKS_NAME).get("checkpoints")
     for each in reversed(found if isinstance(found, list) else []):
         with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError):
             meta = each["meta"]
-            yield SavedCheckpoint(int(meta["step"]), int(each["number"]), str(meta.get("saved_at", "")), False, ())
+            yield SavedCheckpoint(int(meta["step"]), int(each["number"]), str(meta.get("saved_at", "")), is_copy, ())
 
 
 def _bodies(folder: Path) -> Iterator[dict[str, Any]]:

@@ -15,14 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CommandLine", "find_command_line", "parse_words"]
+__all__ = ["CommandLine", "count", "find_command_line", "is_of_processes", "parse_words"]
 
-#: Programs that start a training script on several processes -> options that say how many.
+#: Programs that start a training script on several processes -> options that say on how many machines, and how many:
+#: of each machine, or of all.
 _LAUNCHERS = {
-    "accelerate": ("num_processes",),
-    "torchrun": ("nproc_per_node", "nnodes"),
-    "deepspeed": ("num_gpus", "num_nodes"),
-    "trl": ("num_processes",),
+    "accelerate": ("num_machines", "num_processes", False),
+    "torchrun": ("nnodes", "nproc_per_node", True),
+    "deepspeed": ("num_nodes", "num_gpus", True),
+    "trl": ("num_machines", "num_processes", False),
 }
 #: Modules that are launchers: ``python -m torch.distributed.run``.
 _LAUNCHER_MODULES = {
@@ -75,7 +76,8 @@ class CommandLine:
         tool: Whose command it is; "" where the script does not say.
         task: What TRL's command trains, such as "sft" or "dpo"; "" where that is not said.
         launcher: The program that starts the processes, "" for none.
-        num_processes: How many; None: nothing says it.
+        num_processes: How many, on all machines; None: nothing says it.
+        num_hosts: On how many machines.
         launch_options: Options of the launcher.
         unknown: Options whose values only a shell could compute.
     """
@@ -87,6 +89,7 @@ class CommandLine:
     task: str = ""
     launcher: str = ""
     num_processes: int | None = None
+    num_hosts: int = 1
     launch_options: dict[str, Any] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
 
@@ -122,9 +125,9 @@ def parse_words(words: Sequence[str]) -> CommandLine | None:
     if isinstance(given, str):
         line.config = Path(given)
     for name in list(line.values):
-        if line.tool == "trl" and name in ("num_processes", "accelerate_config"):  # trl hands these on
+        if line.tool == "trl" and name in ("num_processes", "num_machines", "accelerate_config"):  # trl hands these on
             line.launch_options[name] = line.values.pop(name)
-    line.num_processes = _processes(line)
+    line.num_processes, line.num_hosts = _processes(line)
     return line if line.values or line.config else None
 
 
@@ -184,16 +187,23 @@ def _name_script(line: CommandLine, script: str) -> None:
         line.tool, line.task = "trl", stem
 
 
-def _processes(line: CommandLine) -> int | None:
+def _processes(line: CommandLine) -> tuple[int | None, int]:
+    """Return how many processes there are, and machines."""
     if not line.launcher and not line.launch_options:
-        return 1
-    options = line.launch_options
-    names = _LAUNCHERS[line.launcher or "trl"]
-    counts = [options.get(name) for name in names]
-    if isinstance(counts[0], int) and counts[0] > 0:
-        others = [count for count in counts[1:] if isinstance(count, int) and count > 0]
-        return counts[0] * (others[0] if others else 1)
-    return None
+        return 1, 1
+    of_hosts, of_processes, is_of_each = _LAUNCHERS[line.launcher or "trl"]
+    hosts, number = count(line.launch_options.get(of_hosts)) or 1, count(line.launch_options.get(of_processes))
+    return (None if number is None else number * (hosts if is_of_each else 1)), hosts
+
+
+def count(value: Any) -> int | None:
+    """Return a number of things; None where a value is none."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def is_of_processes(line: CommandLine, name: str) -> bool:
+    """Return whether an option of the launcher says how many processes, or machines, there are."""
+    return name in _LAUNCHERS[line.launcher or "trl"][:2]
 
 
 def _options(words: Sequence[str], unknown: list[str]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ import yaml
 
 from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, plain
-from megatrain.translate.command_lines import CommandLine, find_command_line, parse_words
-from megatrain.translate.names import KEYS, ONE_DEVICE, TITLES, Fate, Tool
+from megatrain.translate.command_lines import CommandLine, count, find_command_line, is_of_processes, parse_words
+from megatrain.translate.names import KEYS, RANKS, TITLES, Fate, Tool
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
 _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
@@ -46,6 +46,7 @@ class Source:
         values: Its parsed content.
         tool: The tool it belongs to.
         num_processes: How many processes, each on a device, the command line starts; None: it does not say.
+        num_hosts: On how many machines.
         unneeded: What of the command line nothing is needed for here.
         lost: What of it has no equivalent.
         task: What TRL's command trains; "" where that is not said.
@@ -55,6 +56,7 @@ class Source:
     values: dict[str, Any]
     tool: Tool
     num_processes: int | None = 1
+    num_hosts: int = 1
     unneeded: tuple[Left, ...] = ()
     lost: tuple[Left, ...] = ()
     task: str = ""
@@ -118,15 +120,19 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
         # A script of somebody's own: with options of Hugging Face's TrainingArguments, as those of TRL have.
         is_hugging_face = "model_name_or_path" in values and not any(name in values for name in _LLAMA_FACTORY)
         tool = "trl" if is_hugging_face else _detect(path, values)
-    number, launch = line.num_processes, dict(line.launch_options)
+    number, hosts, launch = line.num_processes, line.num_hosts, dict(line.launch_options)
     settings = launch.get("config_file") or launch.get("accelerate_config")
     if number is None and isinstance(settings, str) and is_file(Path(settings)):
-        found = read_mapping(Path(settings)).get("num_processes")
-        number = found if isinstance(found, int) and found > 0 else None
+        found = read_mapping(Path(settings))
+        number, hosts = count(found.get("num_processes")), count(found.get("num_machines")) or hosts
     lost = [Left(f"${{...}} in --{name}", None, "only a shell knows its value") for name in line.unknown]
     lost += [Left(other, None, "another training of the same script: import it by itself") for other in others]
-    unneeded = tuple(Left(f"{line.launcher or 'trl'} --{name}", value, ONE_DEVICE) for name, value in launch.items())
-    return Source(path, values, tool, number, unneeded, tuple(lost), line.task)
+    unneeded = tuple(
+        Left(f"{line.launcher or 'trl'} --{name}", value, RANKS)
+        for name, value in launch.items()
+        if not is_of_processes(line, name)
+    )
+    return Source(path, values, tool, number, hosts, unneeded, tuple(lost), line.task)
 
 
 def _read_text(path: Path) -> str:

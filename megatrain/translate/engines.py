@@ -10,6 +10,8 @@ from megatrain.translate.draft import Draft, Rule, choice, mapping
 from megatrain.translate.names import KEYS, PLANNER
 from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, optimizer, reports
 
+#: Optimizers of which one process must have whole matrices.
+_OF_WHOLE_MATRICES = ("adafactor", "muon")
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 
@@ -36,6 +38,29 @@ def translate_deepspeed(draft: Draft) -> None:
             reports(draft, name, [name])
 
 
+def put_processes(draft: Draft, number: int, num_hosts: int = 1) -> None:
+    """Write how many processes train, where several can; else one does, with the same rows.
+
+    Args:
+        draft: With the task and the optimizer.
+        number: Of all machines.
+        num_hosts: Machines.
+    """
+    key = "distributed.processes"
+    optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")
+    if task is not None and task.value == "dpo":
+        draft.lose(key, "preferences are trained by one process here", number)
+    elif optim is not None and optim.value in _OF_WHOLE_MATRICES:
+        draft.lose(key, f"{optim.value} is of one process here", number)
+    elif num_hosts > 1:
+        why = (
+            f"each machine starts its own: torchrun --nnodes {num_hosts} --nproc-per-node {max(1, number // num_hosts)}"
+        )
+        draft.lose(key, f"{why} ... -m megatrain_tier_cli run CONFIG", number)
+    else:
+        draft.put(key, number, note="one for each GPU of this machine; 1: the same rows on one")
+
+
 def _deepspeed_batch(draft: Draft) -> None:
     """Derive the micro-batch or the accumulation from train_batch_size, their product."""
     values = draft.source.values
@@ -46,7 +71,9 @@ def _deepspeed_batch(draft: Draft) -> None:
     if isinstance(micro, int) and micro > 0:
         number = max(1, rows // micro)
         if accumulation != number:
-            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows of one device")
+            draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows of all devices")
+        if isinstance(accumulation, int) and accumulation > 0 and (processes := number // accumulation) > 1:
+            put_processes(draft, processes)
     elif isinstance(accumulation, int) and accumulation > 0:
         draft.put("training.per_device_train_batch_size", max(1, rows // accumulation), "train_batch_size")
     else:

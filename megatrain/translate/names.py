@@ -94,7 +94,7 @@ def _of(tool: str, names: Mapping[str, Name]) -> dict[str, Name]:
 
 
 PLANNER = "where bytes live, and when they move, the planner decides from [tiers]: see `megatrain-tier plan`"
-ONE_DEVICE = "one device trains here"
+RANKS = "several processes share every layer here, each with a part of it"
 RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
@@ -165,7 +165,7 @@ _SHARED = _of(_TRANSFORMERS, {
     **_each("disable_gradient_checkpointing use_reentrant_gc use_unsloth_gc",
             _unneeded(RECOMPUTED, tool=_LLAMA_FACTORY)),
     **_each("""ddp_timeout ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_backend local_rank
-        average_tokens_across_devices parallelism_config accelerator_config split_batches""", _unneeded(ONE_DEVICE)),
+        average_tokens_across_devices parallelism_config accelerator_config split_batches""", _unneeded(RANKS)),
     **_each("""tf32 liger_kernel_config dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
         dataloader_prefetch_factor auto_find_batch_size torch_empty_cache_steps torch_compile_mode""",
             _unneeded(SPEED)),
@@ -403,7 +403,7 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     **_each("aio zero_allow_untested_optimizer zero_force_ds_cpu_optimizer", _unneeded(PLANNER)),
     "activation_checkpointing": _unneeded(RECOMPUTED),
     **_each("""communication_data_type prescale_gradients gradient_predivide_factor sparse_gradients comms_config
-        comms_logger tensor_parallel hybrid_engine""", _unneeded(ONE_DEVICE)),
+        comms_logger tensor_parallel hybrid_engine""", _unneeded(RANKS)),
     "data_types": _unneeded("the gradients are summed in float32"),
     **_each("""wall_clock_breakdown flops_profiler monitor_config dump_state csv_monitor memory_breakdown""",
             _unneeded("every run writes metrics.jsonl; [profile] writes timelines")),
@@ -423,7 +423,7 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
     "model.attn_implementation": _rule("model.attn_implementation"),
     "model.trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
     "model.device": _unneeded("one CUDA device is used where there is one: CUDA_VISIBLE_DEVICES chooses which"),
-    "model.devices": _lost(ONE_DEVICE),
+    "model.devices": _lost(RANKS),
     **_each("dataset.name dataset.path dataset.dataset_dir", _rule("data.train.0.path")),
     **_each("dataset.query_field dataset.response_field", _rule("data.train.0.columns")),
     "dataset.max_seq_len": _same("data.max_length"),
@@ -474,7 +474,7 @@ OTHERS = {
         "dataset_path": _path("data.train.0.path"),
         **_each("enable_cpu_offload fsdp_reshard_after_forward", _unneeded(PLANNER)),
         **_each("""data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree
-            pipeline_parallel_degree context_parallel_degree expert_parallel_degree""", _unneeded(ONE_DEVICE)),
+            pipeline_parallel_degree context_parallel_degree expert_parallel_degree""", _unneeded(RANKS)),
         "interval": _same("checkpoint.save_steps"),
         "keep_latest_k": _same("checkpoint.save_total_limit"),
         "async_mode": _rule("checkpoint.async_save"),

@@ -15,7 +15,7 @@ from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, format
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Draft, Entry, Left, Source, plain_key, read_command_line, read_source
-from megatrain.translate.engines import translate_deepspeed, translate_megatrain
+from megatrain.translate.engines import put_processes, translate_deepspeed, translate_megatrain
 from megatrain.translate.names import Tool
 from megatrain.translate.trainers import (
     drop_evaluation_without_rows,
@@ -130,7 +130,10 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
 
 
 def _gather_processes(draft: Draft) -> None:
-    """Have one device take the rows of all processes that a launcher starts; list what else it was told."""
+    """Take over how many processes a launcher starts; list what else it was told.
+
+    The batch is that of all of them here, and theirs that of each: so it is multiplied.
+    """
     source, key = draft.source, "training.gradient_accumulation_steps"
     draft.lost += source.lost
     draft.unneeded += source.unneeded
@@ -142,8 +145,9 @@ def _gather_processes(draft: Draft) -> None:
     elif source.num_processes > 1:
         before = draft.entries.get(key)
         steps = before.value if before is not None and isinstance(before.value, int) else 1
-        note = f"{steps} x {source.num_processes} processes: the same rows per step on one device"
+        note = f"{steps} x {source.num_processes} processes: here the rows of a step are those of all"
         draft.put(key, steps * source.num_processes, before.theirs if before is not None else "", note)
+        put_processes(draft, source.num_processes, source.num_hosts)
 
 
 def _settle(draft: Draft) -> None:

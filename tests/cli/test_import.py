@@ -118,26 +118,34 @@ def test_a_shell_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert config.output_dir == tmp_path / "outputs/x" and config.data.train_on == "all"
     assert config.training.per_device_train_batch_size == 2
     assert config.training.gradient_accumulation_steps == 32, "the rows of all processes"
+    assert config.distributed.processes == 8
     assert set(config.logging.report_to) == {"jsonl", "wandb", "tensorboard"}
-    assert "accelerate --num_processes = 8: one device trains here" in result.stderr
+    assert 'accelerate --config_file = "zero3.yaml": several processes share every layer here' in result.stderr
     assert "--run_name: only a shell knows its value" in result.stderr
     assert "eval.py" not in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("words", "steps"),
+    ("words", "steps", "processes"),
     [
-        ("-- trl sft --model_name_or_path org/m --dataset_name org/d --bf16 True", 1),
-        ("trl sft --model_name_or_path org/m --dataset_name org/d", 1),
-        ("-- torchrun --nproc_per_node=4 --nnodes 2 my/train.py --model_name_or_path org/m --dataset_name org/d", 8),
-        ("-- python -m torch.distributed.run --nproc_per_node 4 sft.py --model_name_or_path org/m", 4),
-        ("-- deepspeed --num_gpus 2 sft.py --deepspeed ds.json --model_name_or_path org/m", 2),
-        ("-- accelerate launch --config_file two.yaml -m trl.scripts.sft --model_name_or_path org/m", 2),
-        ("-- python sft.py --config recipe.yaml --gradient_accumulation_steps 3", 3),
-        ("-- llamafactory-cli train lf.yaml gradient_accumulation_steps=5", 5),
+        ("-- trl sft --model_name_or_path org/m --dataset_name org/d --bf16 True", 1, 1),
+        ("trl sft --model_name_or_path org/m --dataset_name org/d", 1, 1),
+        ("-- torchrun --nproc_per_node=4 --nnodes 2 my/train.py --model_name_or_path org/m --dataset_name org/d", 8, 1),
+        ("-- torchrun --nproc_per_node 3 sft.py --model_name_or_path org/m --gradient_accumulation_steps 2", 6, 3),
+        ("-- torchrun --nproc_per_node 3 sft.py --model_name_or_path org/m --optim adafactor", 3, 1),
+        ("-- python -m torch.distributed.run --nproc_per_node 4 sft.py --model_name_or_path org/m", 4, 4),
+        ("-- deepspeed --num_gpus 2 sft.py --deepspeed ds.json --model_name_or_path org/m", 2, 2),
+        ("-- accelerate launch --config_file two.yaml -m trl.scripts.sft --model_name_or_path org/m", 2, 2),
+        ("-- accelerate launch --num_processes 8 --num_machines 2 sft.py --model_name_or_path org/m", 8, 1),
+        ("-- trl dpo --num_processes 2 --model_name_or_path org/m --dataset_name org/d", 2, 1),
+        ("-- python sft.py --config recipe.yaml --gradient_accumulation_steps 3", 3, 1),
+        ("-- llamafactory-cli train lf.yaml gradient_accumulation_steps=5", 5, 1),
     ],
 )
-def test_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int) -> None:
+def test_a_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, steps: int, processes: int
+) -> None:
+    """The batch is that of all processes here, whatever number of them trains."""
     monkeypatch.chdir(tmp_path)
     Path("two.yaml").write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 2\n")
     Path("recipe.yaml").write_text("model_name_or_path: org/m\ngradient_accumulation_steps: 7\n")
@@ -146,7 +154,9 @@ def test_a_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: 
     assert result.exit_code == 0, result.output
     config = load_config("run.toml").config
     assert config.model.model_name_or_path == "org/m"
-    assert config.training.gradient_accumulation_steps == steps
+    assert (config.training.gradient_accumulation_steps, config.distributed.processes) == (steps, processes)
+    if "--nnodes" in words:
+        assert "torchrun --nnodes 2 --nproc-per-node 4 ... -m megatrain_tier_cli run CONFIG" in result.stderr
 
 
 def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

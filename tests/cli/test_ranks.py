@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,9 +21,20 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.checkpoint.ranks import rank_folder_name
-from megatrain.run.folder import living_owner
-from processes.rank_runs import LIMIT_S, Ended, launch, launched, run_ranks, start_ranks
-from processes.saved_run import SavedRun, command_group, make_run
+from processes.rank_runs import (
+    ENVIRONMENT,
+    LIMIT_S,
+    Ended,
+    launch,
+    launched,
+    launched_with,
+    read_until,
+    run_ranks,
+    start_ranks,
+    wait_until,
+)
+from processes.ranked_command import INSTANTS
+from processes.saved_run import ROOT, SavedRun, command_group, command_words, make_run
 
 HOST = socket.gethostname()
 
@@ -158,14 +173,6 @@ def go_on(run: SavedRun, size: int, steps: int, *keys: str) -> None:
     assert ended.codes == [0], ended.err
 
 
-def wait_until(holds: Callable[[], bool], process: Any) -> None:
-    """Wait for something that a run does."""
-    end_s = time.monotonic() + LIMIT_S
-    while not holds():
-        assert time.monotonic() < end_s and process.poll() is None, process.communicate()
-        time.sleep(0.01)
-
-
 def has_steps(run: SavedRun) -> bool:
     metrics = run.out / "metrics.jsonl"
     return metrics.exists() and b"grad_norm" in metrics.read_bytes()
@@ -200,6 +207,46 @@ def saved_step(run: SavedRun) -> int | None:
     listed = run.call("ckpt", "ls", run.out, "--json")
     found = json.loads(listed.output)["checkpoints"] if listed.exit_code == 0 else []
     return next((each["step"] for each in found if each["is_newest"]), None)
+
+
+BEST = """[[data.eval]]
+path = "data.txt"
+max_samples = 9
+[evaluation]
+eval_steps = 2
+metric_for_best_model = "eval_loss"
+greater_is_better = true
+"""  # the largest loss: that of the first evaluation
+
+
+def read_evaluations(run: SavedRun) -> list[tuple[int, float, int]]:
+    lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["num_tokens"]) for line in lines if line.get("event") == "evaluation"]
+
+
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def test_evaluations_decide_for_all_ranks(made: SavedRun, tmp_path: Path, worlds: Sequence[int]) -> None:
+    """The same evaluations as one process has; they end the run early, and the best checkpoint is its model."""
+    run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
+    keys = options(*SAVED, "checkpoint.load_best_model_at_end=true", "checkpoint.save_total_limit=2")
+    patience, steps = 2, 6
+    for size in worlds:
+        # Each start is patient for two evaluations more than the one before, and ends early then.
+        given = [*keys, *options(f"evaluation.early_stopping_patience={patience}")]
+        ended = launch(size, run.write_config(steps=20, more=BEST), *given)
+        said = " ".join((ended.out + ended.err).split())
+        assert ended.codes == [0] and f"stopping early: {patience} evaluations in a row" in said, ended.err
+        assert "exporting the model of step 2, the best one" in said, said
+        listed = json.loads(run.call("ckpt", "ls", run.out, "--json").output)["checkpoints"]
+        assert sorted(each["step"] for each in listed) == [2, steps - 2, steps]
+        assert run.call("ckpt", "verify", run.out).exit_code == 0
+        if size > 1:
+            again = launch(size, run.write_config(steps=20, more=BEST), *given)
+            assert again.codes == [0] and "nothing to do" in again.err + again.out, again.err
+        patience, steps = patience + 2, steps + 4
+    ended = launch(1, fresh.write_config(steps=20, more=BEST), *given)
+    assert ended.codes == [0], ended.err
+    assert read_evaluations(run) == read_evaluations(fresh) and read_run(run)[:2] == read_run(fresh)[:2]
 
 
 def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
@@ -262,34 +309,176 @@ def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path,
     assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
-@pytest.mark.slow
-def test_a_rank_that_is_killed_at_any_instant(made: SavedRun, tmp_path: Path) -> None:
-    """Ten kills while each step is saved: starts go on from a whole checkpoint, to the bits of an unbroken run."""
-    run, steps, draw = made.copy(tmp_path / "run"), 60, random.Random(0)
-    keys = (*SAVED, "checkpoint.save_steps=1", *DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
-    metrics, before = run.out / "metrics.jsonl", 0
-    for _ in range(10):
-        with launched(2, run.write_config(steps=steps), *options(*keys)) as process:
-            size = metrics.stat().st_size if metrics.exists() else 0
-            wait_until(partial(grows, metrics, size), process)
-            time.sleep(draw.uniform(0.0, 0.3))
-            number = draw.randrange(2)
-            ranks = rank_processes(run.folder / "drive", 2)
-            ranks[number].kill()
+@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 3, 2, 1), marks=pytest.mark.slow)])
+def test_ranks_go_on_from_whole_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
+    """Every start loses all drives afterwards; the next one, of another number of ranks, goes on from the copy."""
+    run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0
+    for size in worlds:
+        step += 4
+        ended = launch(
+            size,
+            run.write_config(steps=step),
+            *options(*SAVED, *DRIVES, f"tiers.nvme.0.path={drive}", "checkpoint.save_copy=true"),
+        )
+        said = " ".join((ended.out + ended.err).split())
+        assert ended.codes == [0] and f"copied checkpoint at step {step}" in said, ended.err
+        if step > 4:
+            assert f"continuing after step {step - 4} of {step}" in said, said
+        listed = json.loads(run.call("ckpt", "ls", run.out, "--json").output)["checkpoints"]
+        copies = [each for each in listed if each["is_copy"]]
+        assert [each["step"] for each in copies][-1] == step and len(copies) <= 3
+        assert run.call("ckpt", "verify", run.out, "--step", step).exit_code == 0
+        shutil.rmtree(drive)
+    exported = run.call("export", run.out, run.folder / "exported")
+    assert exported.exit_code == 0, exported.output
+    for file in (run.folder / "exported").glob("*.safetensors"):
+        assert file.read_bytes() == (run.out / "final" / file.name).read_bytes()
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step)
+
+
+def test_commands_on_folders_of_ranks(made: SavedRun, tmp_path: Path) -> None:
+    """``status``, ``clean``, ``export`` and ``ckpt`` find the parts of all ranks, on the drive too."""
+    run, drive = made.copy(tmp_path / "run"), tmp_path / "run/drive"
+
+    def tell(*words: object) -> dict[str, Any]:
+        found = run.call(*words, "--json")
+        assert found.exit_code == 0, found.output
+        result: dict[str, Any] = json.loads(found.output)
+        return result
+
+    go_on(run, 2, 4, *DRIVES, f"tiers.nvme.0.path={drive}")
+    (status,) = tell("status", run.out)["runs"]
+    on_drive = status["checkpoint_bytes_on_drives"]
+    assert on_drive.keys() == {str(drive)} and status["saved_step"] == 4
+    files = [path for rank in range(2) for path in (drive / rank_folder_name(rank) / "snap").rglob("c/*")]
+    assert on_drive[str(drive)] == sum({path.stat().st_ino: path.stat().st_blocks * 512 for path in files}.values())
+    # What dead runs left goes, no part of a checkpoint does.
+    tell("clean", drive, "--yes", "--generations", "all")
+    assert all(path.exists() for path in files)
+    tell("export", run.out, run.folder / "exported")
+    for file in (run.folder / "exported").glob("*.safetensors"):
+        assert file.read_bytes() == (run.out / "final" / file.name).read_bytes()
+    assert run.call("ckpt", "rm", run.out, "--step", 2, "--yes").exit_code == 0
+    assert [each["step"] for each in tell("ckpt", "ls", run.out)["checkpoints"]] == [4]
+    (status,) = tell("status", run.out)["runs"]
+    assert 0 < status["checkpoint_bytes_on_drives"][str(drive)] < on_drive[str(drive)]
+    assert run.call("ckpt", "verify", run.out).exit_code == 0
+    assert run.call("ckpt", "rm", run.out, "--all", "--yes").exit_code == 0
+    (status,) = tell("status", run.out)["runs"]
+    assert not status["checkpoint_bytes_on_drives"] and not list(drive.glob("rank*/snap/*/*"))
+
+
+#: Rank 1 dies between the two phases of a save; then rank 0 of three, once the document is there.
+IN_CI = [(2, "1:kill:all whole:2"), (3, "0:kill:document written:3")]
+
+
+def any_kill(draw: random.Random) -> tuple[int, str]:
+    """Return with how many processes to start, and which one is killed at which instant; "": at any, from outside."""
+    size = draw.choice((1, 2, 2, 3))
+    if size == 1 or draw.random() < 0.4:
+        return size, ""
+    instant = draw.choice(list(INSTANTS))
+    rank = 0 if instant == "document written" else draw.randrange(size)
+    return size, f"{rank}:kill:{instant}:{draw.randint(1, 3)}"
+
+
+@pytest.mark.parametrize(
+    "num_kills",
+    [
+        pytest.param(0, id="some"),
+        pytest.param(30, marks=pytest.mark.slow),
+        pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(0)]),
+    ],
+)
+def test_a_rank_that_is_killed_at_any_instant(num_kills: int, made: SavedRun, tmp_path: Path) -> None:
+    """Each step is saved. Starts, of other numbers of ranks, go on from a whole checkpoint: bits of an unbroken run."""
+    run, draw, before = made.copy(tmp_path / "run"), random.Random(num_kills), 0
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    on_drive = (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive") if num_kills else ()
+    keys = options(*SAVED, "checkpoint.save_steps=1", *on_drive)
+    metrics = run.out / "metrics.jsonl"
+    for size, happens in [any_kill(draw) for _ in range(num_kills)] or IN_CI:
+        for file in pids.iterdir():
+            file.unlink()
+        known = metrics.stat().st_size if metrics.exists() else 0
+        with launched_with(size, pids, happens, run.write_config(steps=10_000), *keys) as process:
+            victim = int(happens.partition(":")[0] or draw.randrange(size))
+            if not happens:
+                is_early = draw.random() < 0.3
+                wait_until((pids / str(victim)).exists if is_early else partial(grows, metrics, known), process)
+                time.sleep(draw.uniform(0.0, 3.0 if is_early else 0.5))
+                os.kill(int((pids / str(victim)).read_text()), signal.SIGKILL)
             ended = Ended([], *process.communicate(timeout=LIMIT_S))
-            assert process.returncode == 1 and len(ended.errors) == 1, ended.err
-            assert ended.errors[0].startswith(f"error: rank {number} (on {HOST}): was ended by SIGKILL"), ended.err
-            assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
-        step = saved_step(run)
-        assert step is None or step >= before
-        before = step or 0
-        if step is not None:
-            assert run.call("ckpt", "verify", run.out).exit_code == 0
-    go_on(run, 2, steps, *keys[len(SAVED) :])
-    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), steps)
+        assert process.returncode == (1 if size > 1 else -signal.SIGKILL), (happens, ended.err)
+        if size > 1:
+            (told,) = ended.errors
+            assert told.startswith(f"error: rank {victim} (on {HOST}): was ended by SIGKILL"), (happens, ended.err)
+        for file in pids.iterdir():
+            assert not is_running(int(file.read_text())), (happens, file.name)
+        step = saved_step(run) or 0
+        assert step >= before, happens
+        before = step
+        if step:
+            verified = run.call("ckpt", "verify", run.out)
+            assert verified.exit_code == 0, (happens, verified.output)
+    assert before > 0
+    for size, more in ((1, 1), (2, 2)) if num_kills else ((1, 1),):
+        go_on(run, size, before + more, "checkpoint.save_steps=1", *on_drive)
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), before + more)
 
 
-def rank_processes(drive: Path, size: int) -> list[psutil.Process]:
-    """Return the ranks of a run, by rank: each has its folder on the drive."""
-    owners = [living_owner(drive / rank_folder_name(rank)) for rank in range(size)]
-    return [psutil.Process(owner.pid) for owner in owners if owner is not None]
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("on_full", ["pause", pytest.param("error", marks=pytest.mark.slow)])
+def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) -> None:
+    """All wait for it, and go on together; or all end. The rank is named."""
+    run, full = made.copy(tmp_path / "run"), tmp_path / "full"
+    keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", f"tiers.on_disk_full={on_full}")
+    config = run.write_config(steps=400)
+    with launched_with(2, tmp_path, f"1:full:{full}", config, *options(*keys)) as process:
+        wait_until(partial(has_steps, run), process)
+        full.touch()
+        if on_full == "pause":
+            said = read_until("paused", process)
+            assert "rank 1: " in said and str(run.folder / "drive/rank00001") in said
+            full.unlink()
+            assert "rank 1: " in read_until("room again", process)
+            process.send_signal(signal.SIGTERM)
+        ended = Ended([], *process.communicate(timeout=LIMIT_S))
+    if on_full == "pause":
+        assert process.returncode == 75 and not ended.errors, ended.err
+    else:
+        (told,) = ended.errors
+        assert process.returncode == 1 and told.startswith(f"error: rank 1 (on {HOST}): "), ended.err
+        assert "No space left on device" in told
+        full.unlink()
+    step = saved_step(run) or 0
+    go_on(run, 2, step + 1, *keys[len(SAVED) :])
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+
+
+@pytest.mark.slow
+def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
+    """torchrun passes SIGTERM on to its processes, which save; it turns their exit code 75 into 1. Nothing is lost."""
+    run = made.copy(tmp_path / "run")
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *command_words()[1:]]
+    words += ["run", str(run.write_config(steps=400)), *options(*SAVED)]
+    pipe, environment = subprocess.PIPE, {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
+    given: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": ROOT, "env": environment}
+    with subprocess.Popen([sys.executable, *words], **given) as it:
+        try:
+            wait_until(partial(has_steps, run), it)
+            it.send_signal(signal.SIGTERM)
+            out, err = it.communicate(timeout=LIMIT_S)
+        finally:
+            it.kill()
+    step = saved_step(run)
+    assert it.returncode == 1 and step is not None and f"interrupted at step {step}, saved" in out + err, err
+    status = json.loads((run.out / "status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    go_on(run, 2, step + 1)
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)

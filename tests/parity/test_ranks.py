@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,13 +18,14 @@ from megatrain.config import load_config
 from megatrain.config.problems import ConfigError
 from megatrain.config.resolve import resolve
 from megatrain.engine.head import IGNORED_LABEL
+from megatrain.evaluation import deal_micro_batches
 from megatrain.models import layout as layouts
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
-from oracles.tiered_run import config_text, write_tiny_model
+from oracles.tiered_run import EXAMPLES, config_text, write_tiny_model
 from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
 
 LANES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 5, 3
@@ -115,6 +117,7 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
     batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
+    text += f'[[data.eval]]\npath = "{EXAMPLES}/quickstart/loomings.txt"\nmax_samples = 12\n'
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
 
 
@@ -166,7 +169,7 @@ def alone(folder: Path) -> dict[str, list[RankResult]]:
 
 @pytest.mark.parametrize("size", [3, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
 def test_same_bits_and_planned_traffic(size: int, folder: Path, alone: dict[str, list[RankResult]]) -> None:
-    """Losses, norms, weights and state are those of one process, whatever ranks and homes."""
+    """Losses, norms, weights, state and evaluations are those of one process, whatever ranks and homes."""
     of_cases = by_case(size, folder)
     for name, results in of_cases.items():
         assert_same(name, results, alone[name])
@@ -183,11 +186,16 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert result.losses == expected.losses, (name, rank)
         assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
         assert result.moved == result.planned, (name, rank)
+        assert result.evaluations == expected.evaluations != {}, (name, rank)
+        assert result.moved_by_evaluations == result.planned_of_evaluations, (name, rank)
         assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
         for tier, (most, capacity) in result.tiers.items():
             assert most <= capacity, (name, rank, tier)
         window, planned = result.window
         assert 0 < window <= planned, (name, rank)
+    # Every row is evaluated by one rank.
+    assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
+    assert [count for _, count in expected.evaluations.values()] == [expected.num_own_labels], name
     assert digests(results) == digests([expected]), name
 
 
@@ -286,6 +294,22 @@ def test_what_several_ranks_cannot_do(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=key) as raised:
         check_ranks(replace(run, world=World.local(0, size)))
     assert f"with {size} processes" in str(raised.value)
+
+
+def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
+    """Each rank gets one micro-batch at least, and no more rows than it has in a training step."""
+    (tmp_path / "run.toml").write_text(
+        f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
+        '[[data.train]]\npath = "x.txt"\n'
+        "[training]\nper_device_train_batch_size = 3\ngradient_accumulation_steps = 5\ngradient_lanes = 4\n"
+    )
+    run = resolve(load_config(tmp_path / "run.toml").config)
+    for size, rows in product((1, 2, 3, 4), (1, 2, 3)):
+        dealt = deal_micro_batches(replace(run, world=World.local(0, size)), rows)
+        assert [each.start for each in dealt] == [0, *(each.stop for each in dealt[:-1])]
+        for rank, own in enumerate(dealt):
+            trained = replace(run, world=World.local(rank, size)).own_micro_batches
+            assert 0 < len(own) * rows <= len(trained) * 3, (size, rows, rank)
 
 
 def test_preferences_are_of_one_process(tmp_path: Path) -> None:

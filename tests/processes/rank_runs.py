@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from processes import warm
+from processes import launch_program, ranked_command, warm
 from processes.saved_run import ROOT, command_words
 
 LIMIT_S = 120.0  # of a test that hangs
@@ -59,6 +61,35 @@ def launch(size: int, config: Path, *options: str) -> Ended:
         return Ended([process.returncode], out, err)
 
 
+@contextmanager
+def launched_with(size: int, folder: Path, happens: str, config: Path, *options: str) -> Iterator[Any]:
+    """Start ranks to some of which something happens; see ``processes.ranked_command``.
+
+    Args:
+        size: number of ranks; one is a process without a launcher.
+        folder: in which each of them leaves its process number.
+        happens: what is done to which.
+    """
+    launcher = [launch_program.__file__, str(size)] if size > 1 else []
+    words = [*launcher, ranked_command.__file__, "run", str(config), *options]
+    environment = {"RANK": "0", "RANK_PIDS": str(folder), "RANK_HAPPENS": happens}
+    environment["PYTHONPATH"] = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    pipe = subprocess.PIPE
+    with warm.Popen(
+        [sys.executable, *map(str, words)],
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        cwd=ROOT,
+        env={**ENVIRONMENT, **environment},
+        with_children=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def start_ranks(configs: Sequence[Path], *options: str) -> list[Any]:
     """Start one rank for each config, with the variables of torchrun and no launcher."""
     with socket.socket() as free:
@@ -92,3 +123,21 @@ def run_ranks(configs: Sequence[Path], *options: str) -> Ended:
             said = process.communicate(timeout=10)
             out, err = out + said[0], err + said[1]
     return Ended([process.returncode for process in ranks], out, err)
+
+
+def wait_until(holds: Callable[[], bool], process: Any) -> None:
+    """Wait for something that a run does."""
+    end_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < end_s and process.poll() is None, process.communicate()
+        time.sleep(0.01)
+
+
+def read_until(text: str, process: Any) -> str:
+    """Read lines of a run until one has a text; return these lines."""
+    lines = [""]
+    while text not in lines[-1]:
+        line = process.stdout.readline()
+        assert line, (lines, process.communicate())
+        lines.append(line)
+    return "".join(lines)

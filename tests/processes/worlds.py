@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
+from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, plan_together
@@ -42,6 +43,10 @@ class RankResult:
         tiers: name -> high water and capacity.
         window: most bytes of full copies and sums, and what was planned for them.
         gathers_ahead: how many visits before they are needed weights are gathered.
+        evaluations: by set, the loss with the last weights and the tokens that it is the mean of.
+        num_own_labels: of what this rank evaluates.
+        moved_by_evaluations: by link, as ``moved``.
+        planned_of_evaluations: by link, as ``planned``.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -54,6 +59,10 @@ class RankResult:
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     window: tuple[int, int] = (0, 0)
     gathers_ahead: int = 0
+    evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
+    num_own_labels: int = 0
+    moved_by_evaluations: dict[str, int] = field(default_factory=dict)
+    planned_of_evaluations: dict[str, int] = field(default_factory=dict)
 
 
 def run_world(
@@ -169,8 +178,10 @@ def train(
             result.moved.update(engine.moved_bytes)
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
         result.planned = plan.placement.run_traffic_bytes(num_steps)
-        result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
+        _evaluate(trainer, num_steps, result)
+        tiers = store.stats().tiers
+        result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in tiers.items()}
         trainer.end_steps()
         for layout in plan.graph.layouts.values():
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
@@ -184,6 +195,39 @@ def train(
                     assert not lease.tensor[len(owned) :].any(), f"{key}: what lies past the end is not zero"
                     result.blocks[key] = lease.tensor[: len(owned)].clone()
     return result
+
+
+def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
+    """Evaluate the sets of the config, and note what that gives and moves."""
+    from megatrain.config.resolve import resolve_evaluation
+    from megatrain.data.encoding import load_tokenizer
+    from megatrain.evaluation import Evaluator, load_evaluation_sets, traffic_of_passes
+    from megatrain.run.metrics import RunObserver
+
+    plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
+    sets = load_evaluation_sets(spec, plan, load_tokenizer(plan.run.model.tokenizer_folder), lambda text: None)
+    evaluator = Evaluator(
+        spec,
+        plan,
+        store,
+        sets,
+        RunObserver(),
+        timeline=trainer.timeline,
+        activity=trainer.activity,
+        steps_per_epoch=step,
+        max_steps=step,
+        should_stop=lambda: False,
+    )
+    before = store.stats()
+    evaluator.run(step)
+    store.wait_idle()
+    moved = store.stats() - before
+    result.evaluations = {name: (each.loss, each.num_tokens) for name, each in evaluator.latest.items()}
+    own = [batch["labels"] for each in sets for micro_batches in each.passes() for batch in micro_batches]
+    result.num_own_labels = sum(count_labels(shifted_labels(labels).reshape(-1)) for labels in own)
+    result.moved_by_evaluations = {link: stats.num_bytes for link, stats in moved.links.items()}
+    result.moved_by_evaluations.update(evaluator.moved_bytes)
+    result.planned_of_evaluations = traffic_of_passes(plan, sum(each.num_passes for each in sets))
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -92,7 +92,11 @@ class WholeCopies:
 
     def prune(self, keep: int) -> None:
         """Remove the oldest copies but ``keep``, at least one. Raises ``OSError``; calling it again goes on."""
-        for number in sorted(newest_first(self.path))[: -max(1, keep)]:
+        self.keep_only(sorted(newest_first(self.path))[-max(1, keep) :])
+
+    def keep_only(self, numbers: Collection[int]) -> None:
+        """Remove all copies but those with some numbers. Raises ``OSError``; calling it again goes on."""
+        for number in sorted(set(newest_first(self.path)) - set(numbers)):
             self._remove(number)
 
     def copy(self, source: GenerationReader, on_piece: Callable[[], None] = lambda: None) -> CopyFigures:

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -53,8 +54,8 @@ def copied_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let training wait for every copy: which are made is then no matter of time."""
     offer = CheckpointCopier.offer
 
-    def offer_and_wait(self: CheckpointCopier, generation: int, step: int, *, is_last: bool = False) -> None:
-        offer(self, generation, step, is_last=is_last)
+    def offer_and_wait(self: CheckpointCopier, *arguments: Any, **options: Any) -> None:
+        offer(self, *arguments, **options)
         self.finish()
 
     monkeypatch.setattr(CheckpointCopier, "offer", offer_and_wait)

@@ -1,0 +1,51 @@
+"""Several processes, and the drive of one of them is full: for real, on a small file system."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes.rank_runs import LIMIT_S, launch, launched, read_until, wait_until
+from processes.saved_run import make_run
+from tiered import MiB
+
+KEYS = [
+    word
+    for key in (
+        "training.gradient_accumulation_steps=4",
+        "training.gradient_lanes=4",
+        "tiers.nvme.0.size=80MiB",
+        "tiers.ram.size=24MiB",
+        "placement.weights=nvme",
+        "placement.optimizer=nvme",
+        "checkpoint.save_steps=1",
+    )
+    for word in ("--set", key)
+]
+
+
+@pytest.mark.slow
+def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: Path) -> None:
+    """Every save makes new files of what changes: rank 1 finds no room, all wait, and go on once there is some."""
+    run = make_run(tmp_path / "run")
+    drive = run.folder / "drive"
+    drive.mkdir()
+    small_drive.store.mkdir()
+    (drive / "rank00001").symlink_to(small_drive.store)
+    on_drive = [*KEYS, "--set", f"tiers.nvme.0.path={drive}"]
+    metrics = run.out / "metrics.jsonl"
+    with launched(2, run.write_config(steps=10_000), *on_drive) as process:
+        wait_until(lambda: metrics.exists() and b"grad_norm" in metrics.read_bytes(), process)
+        small_drive.fill(leave_bytes=MiB // 4)
+        assert "rank 1: " in read_until("paused", process)
+        small_drive.make_room()
+        assert "rank 1: " in read_until("room again", process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 75, err
+    assert run.call("ckpt", "verify", run.out).exit_code == 0
+    again = launch(2, run.write_config(steps=10_000), "--dry-run", *on_drive)
+    assert again.codes == [0], again.err

@@ -1,0 +1,100 @@
+"""A rank of the command ``run`` to which something happens: ``python ranked_command.py run CONFIG ...``.
+
+``RANK_HAPPENS`` in the environment says what, for each rank that something happens to:
+
+- ``RANK:kill:INSTANT:NTH``: it is killed at the nth time that it comes to one of ``INSTANTS``.
+- ``RANK:full:FILE``: its drives have no room while that file exists.
+
+In ``RANK_PIDS`` every rank leaves its number. Nothing else differs from the command.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoint import ranks
+from megatrain.checkpoint.ranks import RankSaves
+from processes.saved_run import command_group
+from tiered import Commit, TieredStore
+from tiered.links.files import FileEngine
+from tiered.testing.faults import Fault, FaultyMover
+
+#: Of a save, in their order -> whose method it is, its name, and whether the instant is after it, or before.
+INSTANTS: dict[str, tuple[Any, str, bool]] = {
+    "begins": (RankSaves, "begin", False),
+    "frozen": (TieredStore, "commit", True),
+    "own generation whole": (Commit, "wait", True),
+    "all whole": (RankSaves, "_whole_on_all", True),
+    "document written": (ranks, "write_checkpoints", True),  # by rank 0
+    "saved": (RankSaves, "finish", True),
+}
+
+
+def kill_at(instant: str, nth: int) -> None:
+    """Have this process killed when it comes to an instant."""
+    owner, name, is_after = INSTANTS[instant]
+    real: Callable[..., Any] = getattr(owner, name)
+    left = nth
+
+    @wraps(real)
+    def killing(*arguments: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0 and not is_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = real(*arguments, **named)
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, killing)
+
+
+class FullWhile(Fault):
+    """No room, while a file exists."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__("error", "write", errno.ENOSPC)
+        self._file = file
+
+    def strikes(self, on: str, file: Any) -> bool:
+        """Return whether a call fails."""
+        return super().strikes(on, file) and self._file.exists()
+
+
+def fill_drives(file: Path) -> None:
+    """Let drives have no room while a file exists; they are looked at every 20 ms."""
+    importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
+    real = FileEngine.__init__
+
+    def make(self: FileEngine, tier: Any, mover: Any, **options: Any) -> None:
+        real(self, tier, FaultyMover(mover, [FullWhile(file)]), **options)
+
+    FileEngine.__init__ = make  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Be one rank."""
+    own = os.environ["RANK"]
+    if folder := os.environ.get("RANK_PIDS"):
+        Path(folder, own).write_text(str(os.getpid()))
+    for each in filter(None, os.environ.get("RANK_HAPPENS", "").split(";")):
+        rank, what, *how = each.split(":")
+        if rank == own and what == "kill":
+            kill_at(how[0], int(how[1]))
+        elif rank == own:
+            fill_drives(Path(how[0]))
+    command_group()()
+
+
+if __name__ == "__main__":
+    sys.argv[0] = "megatrain-tier"
+    main()
