@@ -38,7 +38,7 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Then let N processes measure all at once, one for each GPU: memory, drives, GPUs, and what moves between them.",
+    help="Then let N processes measure at once, one for each GPU: memory, drives, GPUs, and what moves between them.",
 )
 @json_option
 def command(

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +93,12 @@ def measure_processes(
             "span_bytes": span_bytes,
             "seconds": seconds,
         }
-        ranks = []
+        started: list[subprocess.Popen[bytes]] = []
         logs = [Path(folder) / f"rank{rank}" for rank in range(num_processes)]
         for rank, log in enumerate(logs):
             cores = cores_of_rank(rank, num_processes)
             with log.open("wb") as errors:
-                ranks.append(
+                started.append(
                     subprocess.Popen(
                         [*command, json.dumps({**job, "rank": rank, "cores": cores})],
                         stdin=subprocess.DEVNULL,
@@ -107,13 +108,13 @@ def measure_processes(
                     )
                 )
         try:
-            found = [_answer(rank, log) for rank, log in zip(ranks, logs, strict=True)]
+            found = [_answer(process, log) for process, log in zip(started, logs, strict=True)]
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-                assert rank.stdout is not None
-                rank.stdout.close()
+            for process in started:
+                process.kill()
+                process.wait()
+                assert process.stdout is not None
+                process.stdout.close()
     return _together(found)
 
 
@@ -148,6 +149,8 @@ def _together(found: Sequence[Mapping[str, Any]]) -> ProcessesResult:
 
 def main() -> None:
     """Measure as one of the processes, and print what was found as JSON."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
     job = json.loads(sys.argv[1])
     rank, size = int(job["rank"]), int(job["size"])
     kind = machine.resolve_device("auto")
@@ -158,7 +161,7 @@ def main() -> None:
         kind = torch.device("cuda", 0)
     else:
         os.sched_setaffinity(0, job["cores"])
-    init(World.local(rank, size), kind, torch.distributed.FileStore(job["meeting"], size))
+    init(World.local(rank, size), kind, FileStore(job["meeting"], size))
     ranks = Collectives(tier="gpu" if kind.type == "cuda" else "ram")
 
     def at_once(work: Callable[[], Any]) -> Any:
@@ -168,7 +171,7 @@ def main() -> None:
     span_bytes, seconds, effort = int(job["span_bytes"]) // size, float(job["seconds"]), DriveEffort(**job["effort"])
     processor = at_once(lambda: measure_processor(span_bytes=span_bytes, seconds=seconds, with_products=False))
     gpu = at_once(lambda: measure_gpu(seconds=seconds))
-    drives = {path: at_once(lambda path=path: measure_drive(Path(path), effort)) for path in job["paths"]}
+    drives = {path: at_once(partial(measure_drive, Path(path), effort)) for path in job["paths"]}
     gather, exchange = _collective_rates(ranks, kind)
     found = {
         "ram_copy": processor.ram_copy,
@@ -189,8 +192,12 @@ def _collective_rates(ranks: Collectives, device: torch.device) -> tuple[float, 
     sent = torch.zeros_like(full)
     own = full.view(ranks.size, -1)[ranks.rank]
     lengths = [_SHARE_BYTES] * ranks.size
+    ways: tuple[Callable[[], object], ...] = (
+        lambda: ranks.gather(full, own),
+        lambda: ranks.exchange(full, sent, lengths, lengths),
+    )
     rates = []
-    for work in (lambda: ranks.gather(full, own), lambda: ranks.exchange(full, sent, lengths, lengths)):
+    for work in ways:
         best_s = float("inf")
         for _ in range(1 + _NUM_COLLECTIVES):  # the first one may make connections
             ranks.gather_objects(None)
