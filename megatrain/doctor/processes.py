@@ -24,7 +24,7 @@ from megatrain.doctor.processors import measure_gpu, measure_processor
 from megatrain.plan import machine
 from megatrain.ranks.affinity import cores_of_rank
 from megatrain.ranks.collectives import Collectives
-from megatrain.ranks.world import World, WorldError, init
+from megatrain.ranks.world import World, WorldError, init_by_file
 from tiered.units import MiB
 
 #: Far more than any of the measurements takes, with a start on a slow file system.
@@ -149,8 +149,6 @@ def _together(found: Sequence[Mapping[str, Any]]) -> ProcessesResult:
 
 def main() -> None:
     """Measure as one of the processes, and print what was found as JSON."""
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     job = json.loads(sys.argv[1])
     rank, size = int(job["rank"]), int(job["size"])
     kind = machine.resolve_device("auto")
@@ -161,7 +159,7 @@ def main() -> None:
         kind = torch.device("cuda", 0)
     else:
         os.sched_setaffinity(0, job["cores"])
-    init(World.local(rank, size), kind, FileStore(job["meeting"], size))
+    init_by_file(World.local(rank, size), kind, Path(job["meeting"]))
     ranks = Collectives(tier="gpu" if kind.type == "cuda" else "ram")
 
     def at_once(work: Callable[[], Any]) -> Any:
