@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .main import EXIT_FAILED, RunFailedError
 from .options import json_option, load
 
 if TYPE_CHECKING:
@@ -32,9 +33,21 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
     metavar="FILE",
     help="Also write the figures of this machine, for `plan --machine FILE` elsewhere.",
 )
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Then let N processes measure at once, one for each GPU: memory, drives, GPUs, and what moves between them.",
+)
 @json_option
 def command(
-    paths: tuple[Path, ...], quick: bool, config_file: Path | None, profile_file: Path | None, as_json: bool
+    paths: tuple[Path, ...],
+    quick: bool,
+    config_file: Path | None,
+    profile_file: Path | None,
+    processes: int,
+    as_json: bool,
 ) -> int:
     """Measure RAM, processors and GPU, and the drives of PATHS; say what to fix.
 
@@ -44,16 +57,21 @@ def command(
     """
     from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
+    from megatrain.doctor.processes import ProcessesFailedError
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
         raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist, or cannot be written")
     folders = [_absolute(path) for path in paths] or _paths_of(config_file)
-    with terminated_as_interrupted():
-        examination = examine(
-            list(dict.fromkeys(folders)),
-            quick=quick,
-            on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
-        )
+    try:
+        with terminated_as_interrupted():
+            examination = examine(
+                list(dict.fromkeys(folders)),
+                quick=quick,
+                num_processes=processes,
+                on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
+            )
+    except ProcessesFailedError as error:
+        raise RunFailedError(f"--processes {processes}: {error}", EXIT_FAILED) from None
     stored, problem = _store(examination)
     if profile_file is not None:
         profile_file.write_text(examination.machine_toml(), encoding="utf-8")
@@ -114,6 +132,8 @@ def _print(examination: Examination) -> None:
     for drive in examination.drives:
         console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
         console.print(_drive_table(drive))
+    for line in _processes_lines(examination):
+        console.print(Text(line), soft_wrap=True)
     findings = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     findings.add_column(no_wrap=True)
     findings.add_column(overflow="fold")
@@ -143,6 +163,39 @@ def _machine_lines(examination: Examination) -> list[str]:
         lines[-1] += "  " + "  ".join(f"gpu {dtype} {_flops(rate)}" for dtype, rate in gpu.matmul_flops.items())
         pinned = "pinned" if gpu.is_pinned else "not pinned"
         lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
+    return lines
+
+
+def _processes_lines(examination: Examination) -> list[str]:
+    """Return what several processes did at once, beside what one did."""
+    from tiered.units import format_rate
+
+    found, alone = examination.processes, examination.processor
+    if found is None:
+        return []
+    lines = [
+        f"{found.num_processes} processes at once, together and beside one process",
+        f"RAM      copy {format_rate(found.ram_copy)}, {found.ram_copy / alone.ram_copy:.0%}",
+        "AdamW    "
+        + "  ".join(
+            f"{dtype} {rate / 1e9:.2f} G params/s, {rate / alone.adamw_params[dtype]:.0%}"
+            for dtype, rate in found.adamw_params.items()
+        ),
+    ]
+    for drive in examination.drives:
+        rates = found.drives[str(drive.path)]
+        parts = (
+            f"{name} {format_rate(getattr(rates, name))}, {getattr(rates, name) / getattr(drive.tier, name):.0%}"
+            for name in ("read", "write", "mixed")
+        )
+        lines.append(f"{drive.path}  {'  '.join(parts)}")
+    lines.append(f"each     gather {format_rate(found.gather)}  exchange {format_rate(found.exchange)}, each direction")
+    gpu = examination.gpu
+    if gpu is not None and found.h2d is not None and found.d2h is not None:
+        lines.append(
+            f"GPUs     from RAM {format_rate(found.h2d)}, {found.h2d / gpu.h2d:.0%}  to RAM {format_rate(found.d2h)}, "
+            f"{found.d2h / gpu.d2h:.0%} of one GPU alone, the slowest of them"
+        )
     return lines
 
 

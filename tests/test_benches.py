@@ -58,6 +58,7 @@ ARGUMENTS = {
     ],
     "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
     "ranks": ["--quick", "--steps", "1", "--tokens", "4x1x32", "--placements", "nvme"],
+    "compare/ranks": ["--quick", "--rounds", "1", "--tokens", "2x1x32", "--sides", "ours"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -91,7 +92,13 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
+#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours.
+SLOW = ("compare/ranks",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ARGUMENTS]
+)
 def test_rows(name: str) -> None:
     rows = run(name)
     assert rows

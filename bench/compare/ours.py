@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, WEIGHT_DECAY, Job, Steps
 from bench.sides import Ours, run_config, with_tight_ram
+from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.planner import plan_run, plan_together
+from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.world import World, init
 
 
 class OursSide:
@@ -21,7 +28,14 @@ class OursSide:
 
     def __init__(self, job: Job) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        self._ours = Ours(nvme_config(job), job.num_steps)
+        if job.size == 1:
+            self._ours = Ours(nvme_config(job), job.num_steps)
+            return
+        world = World.local(job.rank, job.size)
+        init(world, torch.device("cpu"), torch.distributed.FileStore(job.meeting, job.size))
+        config = _config(job, job.ram)
+        plan = plan_together(replace(resolve(config), world=world), Collectives())
+        self._ours = Ours(config, job.num_steps, plan=plan)
 
     def about(self) -> dict[str, Any]:
         """Return the size of the model and of the RAM tier, and the bytes of a step that the plan names."""
@@ -37,6 +51,15 @@ class OursSide:
         """Take steps. Updates are made on the way of the next step; the last write-backs are waited for (settle)."""
         times = self._ours.steps(batches, LEARNING_RATE)
         return Steps(times.total_s, times.parts_s, times.loss)
+
+
+def least_ram_bytes(job: Job) -> int:
+    """Return the least RAM with which the processes of a job can train together."""
+    try:
+        plan_run(replace(resolve(_config(job, "1MiB")), world=World.local(0, job.size)))
+    except DoesNotFitError as error:
+        return error.need_bytes * job.size
+    return 1 << 20
 
 
 def nvme_config(job: Job) -> RunConfig:

@@ -29,7 +29,8 @@ class Job:
         shape: micro-batches of a step, rows of each, tokens of a row. ram: size of our RAM tier, or nothing: a
             quarter above the least that works. compute_dtype: of ours. is_pipelined: DeepSpeed's overlap of state
             reads and writes with the update. max_grad_norm: to which gradients are clipped; 0: not at all.
-            overrides: more tables of our config.
+            overrides: more tables of our config. rank, size: of one of several processes that train together.
+            meeting: where these meet: a file for ours, a port of this machine for DeepSpeed.
     """
 
     side: str
@@ -43,6 +44,9 @@ class Job:
     is_pipelined: bool = True
     max_grad_norm: float = 1.0
     overrides: Mapping[str, Any] | None = None
+    rank: int = 0
+    size: int = 1
+    meeting: str = ""
 
     def micro_batches(self) -> list[dict[str, Tensor]]:
         """Return the micro-batches of every step. Always the same ones, so that the loss shows what updates do."""

@@ -27,7 +27,7 @@ class Zero3Side:
     """Steps of DeepSpeed: bf16 layers, fp32 master weights and moments. Nothing is recomputed, to its advantage."""
 
     def __init__(self, job: Job) -> None:
-        os.environ.update(_one_process())
+        os.environ.update(_world(job))
         import deepspeed
         import torch
         from transformers import AutoModelForCausalLM
@@ -36,7 +36,7 @@ class Zero3Side:
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa")
         model.train()
         sizes = [parameter.numel() for parameter in model.parameters()]
-        self._num_parameters = sum(sizes)
+        self._job, self._num_parameters = job, sum(sizes)
         self._state_memory = state_memory(sizes)
         config = _config(job, sizes)
         self._engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -49,8 +49,9 @@ class Zero3Side:
         """Take steps; the part "update" begins with the last backward's end."""
         start_s, start_cpu_s = time.perf_counter(), time.process_time()
         loss, update_s = 0.0, 0.0
-        for micro_batches in batches:
-            loss = 0.0
+        for all_micro_batches in batches:
+            loss, count = 0.0, len(all_micro_batches) // self._job.size
+            micro_batches = all_micro_batches[self._job.rank * count :][:count]
             for batch in micro_batches:
                 term = self._engine(**batch, use_cache=False).loss
                 self._engine.backward(term)
@@ -69,13 +70,19 @@ def state_memory(sizes: Sequence[int]) -> int:
     return 4 * NUM_STATE_BUFFERS * max(SUB_GROUP_ELEMENTS, *sizes) + 2 * NUM_PARAMETER_BUFFERS * max(sizes)
 
 
-def _one_process() -> dict[str, str]:
-    """Return the environment in which DeepSpeed finds a world of one process without a network."""
+def free_port() -> str:
+    """Return a port of this machine at which processes can meet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return {**world, "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+        return str(probe.getsockname()[1])
+
+
+def _world(job: Job) -> dict[str, str]:
+    """Return the environment in which DeepSpeed finds the processes of a job, on this machine alone."""
+    rank = str(job.rank)
+    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": str(job.size), "MASTER_ADDR": "127.0.0.1"}
+    settings = {"LOCAL_SIZE": str(job.size), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    return {**world, **settings, "MASTER_PORT": job.meeting or free_port()}
 
 
 def _config(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
@@ -100,7 +107,7 @@ def _config(job: Job, sizes: Sequence[int]) -> dict[str, Any]:
     adamw = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY}
     return {
         "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_accumulation_steps": num_micro_batches // job.size,
         "gradient_clipping": job.max_grad_norm,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": adamw},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from megatrain.doctor.findings import (
     read_system,
     system_findings,
 )
+from megatrain.doctor.processes import ProcessesResult, measure_processes
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
 from megatrain.plan.machine import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes
 from megatrain.plan.machine_files import machine_toml
@@ -40,6 +41,7 @@ class Examination:
     gpu: GpuResult | None
     gds: GdsResult
     drives: tuple[DriveResult, ...]
+    processes: ProcessesResult | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -75,6 +77,7 @@ class Examination:
                 h2d_bytes_per_s=gpu.h2d,
                 d2h_bytes_per_s=gpu.d2h,
                 update_bytes_per_s=gpu.update,
+                peer_bytes_per_s=self.processes.peer if self.processes else None,
             )
             if gpu
             else None,
@@ -116,21 +119,28 @@ class Examination:
             "gpu": asdict(self.gpu) if self.gpu else None,
             "gds": asdict(self.gds),
             "drives": drives,
+            "processes": asdict(self.processes) if self.processes else None,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
 
 def examine(
-    paths: Sequence[Path], *, quick: bool, on_progress: Callable[[str], None] = lambda text: None
+    paths: Sequence[Path],
+    *,
+    quick: bool,
+    num_processes: int = 1,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> Examination:
     """Measure this machine and the drives of some folders.
 
     Takes about 10 s when ``quick`` (with one path), else a minute and a half, and up to 1 GiB of each drive meanwhile.
+    With several processes about as long again, and as much of each drive for each of them.
 
     Raises:
         UnusablePathError: a folder cannot be used; known before anything is measured.
         TieredError: a drive failed.
         OSError: a drive failed.
+        ProcessesFailedError: one of several processes could not measure.
     """
     for path in paths:
         check_path(path)
@@ -144,6 +154,12 @@ def examine(
     for path in paths:
         on_progress(str(path))
         drives.append(measure_drive(path, QUICK if quick else FULL))
+    processes = None
+    if num_processes > 1:
+        on_progress(f"{num_processes} processes at once")
+        # Not the long write: it tells of the drive alone, and is made already.
+        effort = replace(QUICK if quick else FULL, sustained_s=0.0, beside_s=0.0)
+        processes = measure_processes(num_processes, paths, effort, span_bytes=span_bytes, seconds=seconds)
     return Examination(
         measured_at=datetime.now(UTC).replace(microsecond=0),
         is_quick=quick,
@@ -152,4 +168,5 @@ def examine(
         gpu=gpu,
         gds=check_gds(),
         drives=tuple(drives),
+        processes=processes,
     )

@@ -53,13 +53,16 @@ class ProcessorResult:
         return self.adamw_params[dtype] * ADAMW_BYTES_PER_PARAM / max(self.ram_read, self.ram_copy, self.ram_update)
 
 
-def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads | None = None) -> ProcessorResult:
+def measure_processor(
+    *, span_bytes: int, seconds: float, threads: KernelThreads | None = None, with_products: bool = True
+) -> ProcessorResult:
     """Measure RAM, the AdamW kernels and matrix products of the CPU.
 
     Args:
         span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
         seconds: about how long each of the seven measurements takes.
         threads: of the kernels; default: one per usable CPU, as in a run.
+        with_products: measure matrix products, too.
     """
     kernel_threads = threads or KernelThreads()
     num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
@@ -81,7 +84,7 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
             kernel_threads.close()
     flops = {
         str(dtype).removeprefix("torch."): matmul_flops_per_s(torch.device("cpu"), dtype, seconds)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in ((torch.float32, torch.bfloat16) if with_products else ())
     }
     return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw, flops)
 

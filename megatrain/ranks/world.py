@@ -27,6 +27,7 @@ __all__ = [
     "destroy",
     "groups_of_hosts",
     "init",
+    "init_by_file",
     "meeting_point",
 ]
 
@@ -211,6 +212,19 @@ def init(world: World, device: torch.device, store: Store) -> None:
         timeout=_GROUP_TIMEOUT,
         device_id=device if on_gpu else None,
     )
+
+
+def init_by_file(world: World, device: torch.device, path: Path) -> None:
+    """Join the default group with other processes of this machine.
+
+    Args:
+        world: of this rank.
+        device: of the computation.
+        path: of a new file, the same for all.
+    """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+    init(world, device, FileStore(str(path), world.size))
 
 
 @cache

@@ -1,0 +1,195 @@
+"""Two processes of ours beside two of DeepSpeed ZeRO-3, with state on NVMe, on the CPU; and one of each.
+
+    python bench/compare/ranks.py --json --python /path/to/environment/bin/python --scratch /mnt/drive
+    python bench/compare/ranks.py --quick
+
+Claim: our losses are the same bits with one process and with two. DeepSpeed's are reported, and so are seconds,
+processor seconds and bytes of both. All processes start from the same weights; a step has the same tokens whatever
+their number, with the same hyper-parameters, one thread each. The sides take turns, a few steps each. Ours has as much
+RAM as a quarter above the least that works, for all of its processes together; DeepSpeed's buffers are each process's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# Importing the other comparison takes this folder out of the path: in here, `deepspeed` would be its file.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from bench.common import Report, step_shape
+from bench.compare.deepspeed import STEPS_PER_ROUND, make_model
+from bench.compare.ours import least_ram_bytes
+from bench.compare.processes import SideFailedError, SideProcess, import_failure
+from bench.compare.worker import Job
+from bench.compare.zero3 import free_port
+
+SIDES = ("ours", "deepspeed")
+SIZES = (1, 2)
+
+#: Of each round, what each process measured.
+Rounds = Sequence[Sequence[Mapping[str, Any]]]
+
+
+def main() -> int:
+    """Run the comparison; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    shape = arguments.tokens
+    report = Report("compare/ranks", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
+    reason = import_failure(arguments.python, "deepspeed") if "deepspeed" in arguments.sides else ""
+    if reason:
+        report.row("deepspeed.skipped", reason, "reason")
+    sides = [side for side in arguments.sides if side == "ours" or not reason]
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        model = Path(scratch) / "model"
+        make_model(model, quick=arguments.quick)
+        report.row("load_average.before", round(os.getloadavg()[0], 2), "threads, 1 minute")
+        measured: dict[tuple[str, int], Rounds] = {}
+        with ExitStack() as stack:
+            worlds = {}
+            for side in sides:
+                for size in SIZES:
+                    job = Job(side, str(model), "", shape, (1 + arguments.rounds) * STEPS_PER_ROUND, 1, size=size)
+                    try:
+                        worlds[side, size] = stack.enter_context(_world(job, arguments.python, Path(scratch)))
+                    except SideFailedError as error:
+                        _tell_failure(report, f"{side}.{size}", error)
+            measured = _take_turns(worlds, arguments.rounds, report)
+        report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+    for (side, size), rounds in measured.items():
+        _tell(report, f"{side}.{size}", rounds)
+    for side in sides:
+        _tell_losses(report, side, [measured.get((side, size)) for size in SIZES])
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a model of 7 M parameters instead of 97.5 M")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has DeepSpeed; default: this one")
+    parser.add_argument("--sides", type=_names, default=SIDES, help=f"which take part; default: {','.join(SIDES)}")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help=f"of {STEPS_PER_ROUND} steps that are measured, after one that is not"
+    )
+    parser.add_argument(
+        "--tokens", type=step_shape, default=(2, 1, 128), help="micro-batches x rows x tokens of a step"
+    )
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
+    return parser.parse_args()
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(SIDES):
+        raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(SIDES)}")
+    return names
+
+
+@contextmanager
+def _world(job: Job, python: str, scratch: Path) -> Iterator[list[SideProcess]]:
+    """Start the processes of a side, which meet before any of them is ready."""
+    folder = scratch / f"{job.side}{job.size}"
+    folder.mkdir()
+    if job.side == "ours":
+        job = replace(job, overrides={"training": _batch(job)})
+        job = replace(job, ram=f"{least_ram_bytes(replace(job, nvme=str(folder))) * 5 // 4}B")
+    meeting = str(folder / "meeting") if job.side == "ours" else free_port()
+
+    def start(rank: int) -> SideProcess:
+        # Drives are divided into folders of ranks by either side.
+        own = asdict(replace(job, nvme=str(folder), rank=rank, meeting=meeting))
+        interpreter = sys.executable if job.side == "ours" else python
+        return SideProcess(interpreter, own, scratch / f"{job.side}{job.size}.{rank}.log")
+
+    with ExitStack() as stack:
+        with ThreadPoolExecutor(job.size) as pool:
+            started = [pool.submit(start, rank) for rank in range(job.size)]
+        failed = [each.exception() for each in started]
+        ranks = [stack.enter_context(each.result()) for each in started if each.exception() is None]
+        for error in failed:
+            if error is not None:
+                raise error
+        yield ranks
+
+
+def _batch(job: Job) -> dict[str, int]:
+    """Return the table of a batch whose sums are the same for one process and for two."""
+    num_micro_batches, rows, _ = job.shape
+    return {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": num_micro_batches,
+        "gradient_lanes": max(SIZES),
+    }
+
+
+def _take_turns(
+    worlds: Mapping[tuple[str, int], Sequence[SideProcess]], num_rounds: int, report: Report
+) -> dict[tuple[str, int], Rounds]:
+    """Return all rounds by side and number of processes, the first one, which does not count, too."""
+    rounds: dict[tuple[str, int], list[list[dict[str, Any]]]] = {world: [] for world in worlds}
+    for number in range(1 + num_rounds):
+        names = list(rounds)
+        first = number % max(1, len(names))
+        for name in [*names[first:], *names[:first]]:
+            try:
+                with ThreadPoolExecutor(len(worlds[name])) as pool:
+                    rounds[name].append(list(pool.map(lambda rank: rank.steps(STEPS_PER_ROUND), worlds[name])))
+            except SideFailedError as error:
+                _tell_failure(report, f"{name[0]}.{name[1]}", error)
+                del rounds[name]
+    return dict(rounds)
+
+
+# -- rows ----------------------------------------------------------------------------------------------------------
+
+
+def _tell_failure(report: Report, name: str, error: SideFailedError) -> None:
+    report.row(f"{name}.failed", str(error), "reason")
+    if name.startswith("ours"):
+        report.row(f"{name}.runs", 0, "1", target=1, ok=False)
+
+
+def _tell(report: Report, name: str, rounds: Rounds) -> None:
+    measured = rounds[1:]
+    steps = [max(rank["total_s"] for rank in ranks) for ranks in measured]
+    report.row(f"{name}.step", statistics.median(steps), "s")
+    report.row(f"{name}.steps", [round(step, 4) for step in steps], "s")
+    cpu = statistics.median(sum(rank["parts_s"]["cpu"] for rank in ranks) for ranks in measured)
+    report.row(f"{name}.cpu", cpu, "CPU-s/step of all processes")
+    for way in ("read", "write"):
+        moved = statistics.median(sum(rank[f"{way}_bytes"] for rank in ranks) for ranks in measured)
+        report.row(f"{name}.nvme_{way}_per_step", moved, "bytes of all processes")
+    report.row(f"{name}.peak_rss", sum(max(r["peak_rss"] for r in each) for each in zip(*rounds, strict=True)), "bytes")
+    report.row(f"{name}.losses", _losses(rounds), "nats")
+
+
+def _losses(rounds: Rounds) -> list[float]:
+    """Return the loss of the last step of each round: ours is all ranks', DeepSpeed's each one's own."""
+    return [statistics.fmean(rank["loss"] for rank in ranks) for ranks in rounds]
+
+
+def _tell_losses(report: Report, side: str, of_sizes: Sequence[Rounds | None]) -> None:
+    one, several = of_sizes
+    if one is None or several is None:
+        return
+    pairs = list(zip(_losses(one), _losses(several), strict=True))
+    changed = sum(first != second for first, second in pairs)
+    apart = max(abs(first - second) / abs(first) for first, second in pairs)
+    is_ours = side == "ours"
+    target, ok = (0, changed == 0) if is_ours else (None, None)
+    report.row(f"{side}.losses_that_change_with_ranks", changed, f"of {len(pairs)}", target=target, ok=ok)
+    report.row(f"{side}.losses_apart", apart, "relative, at most")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
