@@ -11,6 +11,7 @@ import pytest
 from processes.rank_runs import LIMIT_S, launch, launched, read_until, wait_until
 from processes.saved_run import make_run
 from tiered import MiB
+from tiered.ext import claim_directory
 
 KEYS = [
     word
@@ -32,7 +33,7 @@ def test_a_drive_of_one_rank_that_is_full_for_real(small_drive: Any, tmp_path: P
     """Every save makes new files of what changes: rank 1 finds no room, all wait, and go on once there is some."""
     run = make_run(tmp_path / "run")
     drive = run.folder / "drive"
-    drive.mkdir()
+    claim_directory(drive)  # as a run before has: else the folder is somebody's
     small_drive.store.mkdir()
     (drive / "rank00001").symlink_to(small_drive.store)
     on_drive = [*KEYS, "--set", f"tiers.nvme.0.path={drive}"]
