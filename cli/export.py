@@ -44,6 +44,7 @@ _BAR_COLUMNS = 24
     is_flag=True,
     help="Of a run with [lora]: write the model with the adapters added. Default: as its config says.",
 )
+@click.option("--ema", is_flag=True, help="The average of the weights, of a run with optimizer.ema_decay.")
 @json_option
 def command(
     checkpoint: Path,
@@ -55,6 +56,7 @@ def command(
     hub_id: str | None,
     is_private: bool,
     merge: bool,
+    ema: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
@@ -95,6 +97,7 @@ def command(
         max_shard_size=nbytes,
         model_folder=model_folder,
         merge=merge or None,
+        ema=ema,
         on_progress=show if is_shown else None,
     )
     if not as_json:

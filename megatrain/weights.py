@@ -22,6 +22,7 @@ from megatrain.models.graph import whole_layers
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
+from megatrain.optim.average import EMA
 from megatrain.plan.placement import FOLDER
 from megatrain.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.run.activity import Activity
@@ -232,7 +233,7 @@ class Weights:
         layouts = self._plan.graph.layouts.values()
         if checkpoint is None:
             self._fill(list(layouts))
-            self._zero_state()
+            self._begin_state()
         else:
             self._fill([layout for layout in layouts if self._weight(layout).in_folder])
         self.source.load_buffers()
@@ -299,6 +300,11 @@ class Weights:
         for key, block in self._plan.program.blocks.items():
             stored = reader.blocks.get(key)
             dtype = str(block.dtype).removeprefix("torch.")
+            if kind_of_key(key) == EMA.name and stored is None:
+                raise CheckpointError(
+                    f"{checkpoint} has no average of the weights, which optimizer.ema_decay asks for. Write "
+                    "ema_decay = 0; or start a new run from its exported model, whose average begins there"
+                )
             if block.kind == "optimizer" and kind_of_key(key) != "low" and stored is not None and stored.dtype != dtype:
                 formats = {"uint8": "int8"}
                 raise CheckpointError(
@@ -438,13 +444,33 @@ class Weights:
         finally:
             self._store.reserve("ram", -nbytes)
 
-    def _zero_state(self) -> None:
-        for block in self._plan.program.blocks.values():
-            if block.kind == "optimizer" and kind_of_key(block.key) != "low":
+    def _begin_state(self) -> None:
+        """Fill the optimizer's state: with zeros, or with the weights, which are there."""
+        program = self._plan.program
+        copies = {kind.name for kind in self._plan.optimizer.state_kinds(self._is_split) if kind.begins_as_weight}
+        for block in program.blocks.values():
+            if block.kind == "optimizer" and kind_of_key(block.key) not in {"low", *copies}:
                 with self._store.acquire(block.key, "ram", "w") as lease:
                     lease.tensor.zero_()
                 self._evict(block.key)
                 self._count(block.key)
+        for layout in self._plan.graph.layouts.values():
+            for kind in copies:
+                owned = zip(program.owned_parts_of(layout), program.state_keys(layout, kind), strict=True)
+                own = [(part, key) for part, key in owned if key in program.blocks]
+                if own:
+                    with self.master(layout) as read:
+                        self._copy_master(read, own)
+
+    def _copy_master(self, read: ReadMaster, parts: Sequence[tuple[range, str]]) -> None:
+        for part, key in parts:
+            with self._store.acquire(key, "ram", "w") as lease:
+                for start in range(part.start, part.stop, _READ_ELEMENTS):
+                    stop = min(start + _READ_ELEMENTS, part.stop)
+                    lease.tensor[start - part.start : stop - part.start] = read(start, stop)
+                lease.tensor[len(part) :].zero_()
+            self._evict(key)
+            self._count(key)
 
     @property
     def _durable_bytes(self) -> int:

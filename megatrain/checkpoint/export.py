@@ -23,6 +23,7 @@ from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph, ModelSpec, whole_layers
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader, open_loader
+from megatrain.optim.average import EMA
 from megatrain.precision import decode, high_half
 from tiered import list_generations
 from tiered.errors import TieredError
@@ -47,6 +48,7 @@ def export_checkpoint(
     max_shard_size: int | None = None,
     model_folder: Path | str | None = None,
     merge: bool | None = None,
+    ema: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
@@ -59,6 +61,7 @@ def export_checkpoint(
         max_shard_size: weight bytes in one file; default: as the run's config says.
         model_folder: a copy of the model's folder, where the one of the run is gone.
         merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
+        ema: write the average of the trained weights (``optimizer.ema_decay``) in their place.
 
     Returns:
         The absolute path of the finished folder.
@@ -73,7 +76,8 @@ def export_checkpoint(
     check_target(Path(out).absolute())
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
     model, spec = resolve_model(config), resolve_export(config)
-    source = _Source(found, on_progress)
+    source = _Source(found, on_progress, is_ema=ema)
+    record = {"step": found.state.step, **({"ema": True} if ema else {})}
     folder = _model_folder(found, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
     if model.cuts_experts and source.has_whole_layers(graph):  # as runs had them before experts were cut
@@ -91,7 +95,7 @@ def export_checkpoint(
             base_model=model.name if model_folder is None else str(folder),
             dtype=dtype or spec.dtype or graph.dtype,
             copy_from=copy_from,
-            record={"step": found.state.step},
+            record=record,
         )
     return export_model(
         graph,
@@ -100,7 +104,7 @@ def export_checkpoint(
         dtype=dtype or spec.dtype or graph.dtype,
         max_shard_nbytes=max_shard_size or spec.max_shard_bytes,
         copy_from=copy_from,
-        record={"step": found.state.step},
+        record=record,
         origin=None if loader is None else loader.origin,
         carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
         on_bytes=source.on_bytes,
@@ -120,8 +124,8 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
 class _Source:
     """The master weights of a committed generation, one layout at a time."""
 
-    def __init__(self, found: Checkpoint, on_progress: OnProgress | None) -> None:
-        self._found, self._on_progress = found, on_progress
+    def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
+        self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
         self._unit = ""
         self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
         with self._explained():
@@ -130,6 +134,10 @@ class _Source:
         if len(dtypes) != 1:
             raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
         self.dtype = dtype_from_name(dtypes.pop())
+        if is_ema and not any(kind_of_key(key) == EMA.name for key in self._reader.blocks):
+            raise CheckpointError(
+                f"{found} holds no average of the weights: its run has no optimizer.ema_decay. Export it without --ema"
+            )
 
     def has_whole_layers(self, graph: ModelGraph) -> bool:
         """Return whether a layer is one block whose experts the graph has in parts."""
@@ -167,6 +175,10 @@ class _Source:
         """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
         self._unit = layout.name
         weights = self._parts(weight_key(layout.name))
+        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # none of what is frozen
+        if averages:
+            yield partial(self._read_parts, averages, EMA.dtype)
+            return
         if not weights:
             yield partial(self._read_folder, layout)
             return

@@ -318,6 +318,7 @@ def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
         arguments=table.optim_args,
         state_dtype=table.state_dtype,
         seed=seed,
+        ema_decay=table.ema_decay,
         max_grad_norm=table.max_grad_norm,
         clip_scope=table.clip_scope,
         nonfinite=table.nonfinite,

@@ -624,6 +624,13 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         "float32",
         used_if={"optim": ["adamw", "lion", "sgd"]},
     )
+    ema_decay: float = key(
+        "Decay of an exponential moving average of the fp32 weights, e.g. 0.999; 4 bytes more per parameter. It begins "
+        "as the weights do, and moves with every update; `export --ema` writes it. 0: none.",
+        0.0,
+        ge=0,
+        lt=1,
+    )
     learning_rate: float = key("Peak learning rate.", 1e-5, gt=0, same_name=_HF_AXOLOTL)
     weight_decay: float = key(
         "Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",

@@ -53,6 +53,7 @@ class StateKind:
         needs_whole: The update needs all of a parameter at once, also where each element has one in the block.
         granularity: Elements of the weight that share one element of this block: 1, or a divisor of 1024, to which
             parameters and parts are aligned, so that none is shared by two of them.
+        begins_as_weight: New state is the fp32 masters, not zeros: one element for each.
     """
 
     name: str
@@ -60,10 +61,13 @@ class StateKind:
     elements_of: Callable[[TensorEntry], int] | None = None
     granularity: int = 1
     needs_whole: bool = False
+    begins_as_weight: bool = False
 
     def __post_init__(self) -> None:
         assert _BLOCK_ALIGNMENT_ELEMENTS % self.granularity == 0, self
         assert self.granularity == 1 or self.elements_of is None, self
+        is_aligned = self.dtype == torch.float32 and self.granularity == 1 and self.elements_of is None
+        assert is_aligned or not self.begins_as_weight, self
 
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the length of the block for a layout, padding included; never 0."""
@@ -153,7 +157,7 @@ class Optimizer(Protocol):
     """The contract between the engine and an optimizer.
 
     An optimizer object holds settings only. All state lies in the blocks, so it can live in any tier and be resumed
-    from them alone. New state is all zeros.
+    from them alone. New state is all zeros, but for kinds that begin as the weights.
     """
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.average import EMA, WeightAverage
 from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import StateDtype
@@ -50,6 +51,7 @@ class OptimizerSpec:
         arguments: Of a custom one.
         state_dtype: Format of the moments of adamw, lion and sgd.
         seed: Of the rounding of moments in bf16.
+        ema_decay: Of an average of the weights; 0: there is none.
         max_grad_norm: Gradients are scaled to at most this norm; 0: no clipping.
         clip_scope: Whose norm that is, and whose update a gradient that is not finite stops or leaves out: the whole
             step's, or each layer's.
@@ -74,6 +76,7 @@ class OptimizerSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     state_dtype: StateDtype = "float32"
     seed: int = 0
+    ema_decay: float = 0.0
     max_grad_norm: float = 1.0
     clip_scope: Literal["global", "layer"] = "global"
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
@@ -108,6 +111,18 @@ def make_optimizer(
     Raises:
         OptimizerError: a custom one cannot be made.
     """
+    made = _updating(spec, threads, vocabulary)
+    if not spec.ema_decay:
+        return made
+    if any(kind.name == EMA.name for kind in made.state_kinds(True)):
+        raise OptimizerError(
+            f'optimizer.ema_decay: "{spec.custom}" has state of the name "{EMA.name}" itself. Take the key out'
+        )
+    return WeightAverage(made, spec.ema_decay, threads)
+
+
+def _updating(spec: OptimizerSpec, threads: KernelThreads | None, vocabulary: Container[str]) -> Optimizer:
+    """Return what updates the weights; see `make_optimizer`."""
     if spec.name == "custom":
         return make_custom_optimizer(spec.custom, spec.arguments)
     if spec.name == "adafactor":

@@ -41,6 +41,7 @@ __all__ = [
     "add_in_place",
     "apply_factored",
     "apply_vector",
+    "average",
     "lion",
     "lion_int8",
     "lion_rows",
@@ -578,6 +579,21 @@ def adafactor_square_sums(
                 update = np.float64((as_gradient(values[column]) * grad_scale) * (factor * factors[column]))
                 lanes[column - num_whole * NORM_LANES] += update * update
             sums[matrix, row] = sum_lanes(lanes)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
+    """Move an average of the masters towards them, in place; see `average.WeightAverage`.
+
+    Args:
+        weight: 1-D.
+        low: as long, or None.
+        ema: as long; written.
+        share: of the masters in the new average.
+    """
+    for i in range(ema.size):
+        distance = load_master(weight, low, i) - ema[i]
+        ema[i] = ema[i] + distance * share
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")

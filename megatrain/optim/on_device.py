@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update
+from megatrain.optim.average import EMA, WeightAverage
+from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
 from megatrain.optim.moments import code_of, is_signed
@@ -26,6 +27,7 @@ _PIECE_ELEMENTS = 1 << 22
 __all__ = [
     "DeviceKernelError",
     "TritonOptimizer",
+    "TritonWeightAverage",
     "device_optimizer",
     "device_partials",
     "device_squared_norm",
@@ -136,16 +138,67 @@ class TritonOptimizer:
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile the kernel for these kinds of master and gradient, on the current device: 1 to 2 s each."""
-        device = "cpu" if self._kernels.IS_INTERPRETED else "cuda"
-        # A length that 16 divides and one that it does not: the kernel is compiled for each.
-        size = MOMENT_BLOCK_ELEMENTS + 17
-        segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
-        for split_master, dtype in formats:
-            blocks = {
-                kind.name: torch.zeros(kind.elements_for(size), dtype=kind.dtype, device=device)
-                for kind in self.state_kinds(split_master)
-            }
-            self.update(blocks, torch.zeros(size, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
+        _warm_up(self, self._kernels, formats)
+
+
+class TritonWeightAverage:
+    """`WeightAverage` over flat blocks on a GPU, as `TritonOptimizer` is the host's optimizer there.
+
+    Args:
+        host: The host's.
+
+    Raises:
+        DeviceKernelError: As for `TritonOptimizer`.
+    """
+
+    def __init__(self, host: WeightAverage) -> None:
+        assert isinstance(host.inner, ElementwiseOptimizer), host.inner
+        self._host, self._inner = host, TritonOptimizer(host.inner)
+        self._kernels = _import_kernels()
+
+    def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
+        """Return the kinds of the host's optimizer."""
+        return self._host.state_kinds(split_master)
+
+    def update(
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
+    ) -> None:
+        """Queue one step of one block group, and its average; see `TritonOptimizer.update`."""
+        own = {name: block for name, block in blocks.items() if name != EMA.name}
+        self._inner.update(own, gradient, segments, update)
+        kinds = (*master_kinds("low" in blocks), EMA)
+        known = {kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient) for kind in kinds}
+        flats = [known["weight"], known.get("low"), known[EMA.name]]
+        block_elements = self._kernels.BLOCK_ELEMENTS
+        with torch.accelerator.device_index(gradient.device.index):
+            for segment in segments:
+                count = segment.stop - segment.start
+                if count:
+                    parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
+                    self._kernels.average[(-(-count // block_elements),)](
+                        *parts,
+                        count,
+                        float(self._host.share),
+                        block_elements=block_elements,
+                        **self._kernels.LAUNCH_OPTIONS,
+                    )
+
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile the kernels for these kinds of master and gradient, on the current device."""
+        _warm_up(self, self._kernels, formats)
+
+
+def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleType, formats: Iterable[Format]) -> None:
+    device = "cpu" if kernels.IS_INTERPRETED else "cuda"
+    # A length that 16 divides and one that it does not: the kernel is compiled for each.
+    size = MOMENT_BLOCK_ELEMENTS + 17
+    segments = (Segment(0, MOMENT_BLOCK_ELEMENTS, 0.0), Segment(MOMENT_BLOCK_ELEMENTS, size, 0.0))
+    for split_master, dtype in formats:
+        blocks = {
+            kind.name: torch.zeros(kind.elements_for(size), dtype=kind.dtype, device=device)
+            for kind in optimizer.state_kinds(split_master)
+        }
+        optimizer.update(blocks, torch.zeros(size, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
 
 
 def _import_kernels() -> ModuleType:
@@ -185,9 +238,12 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
     Raises:
         DeviceKernelError: This optimizer runs on the host alone; the text says why.
     """
-    if not isinstance(optimizer, ElementwiseOptimizer):
-        raise DeviceKernelError(f"{type(optimizer).__name__} has no kernel for a GPU")
-    return optimizer if device.type == "cpu" else TritonOptimizer(optimizer)
+    updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
+    if not isinstance(updating, ElementwiseOptimizer):
+        raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
+    if device.type == "cpu":
+        return optimizer
+    return TritonWeightAverage(optimizer) if isinstance(optimizer, WeightAverage) else TritonOptimizer(updating)
 
 
 def device_squared_norm(gradient: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ __all__ = [
     "IS_INTERPRETED",
     "LAUNCH_OPTIONS",
     "adamw",
+    "average",
     "lion",
     "sgd",
     "squared_norms",
@@ -269,6 +270,23 @@ def sgd(
         else:
             direction = m_new
     _store_master(weight, low, at, inside, w - direction * lr)
+
+
+@triton.jit
+def average(
+    weight: tl.tensor,
+    low: tl.tensor,
+    ema: tl.tensor,
+    num_elements: tl.tensor,
+    share: tl.tensor,
+    block_elements: tl.constexpr,
+) -> None:
+    """Average masters; see `megatrain.optim.average.WeightAverage`."""
+    at = _positions(block_elements)
+    inside = at < num_elements
+    old = tl.load(ema + at, mask=inside)
+    distance = _load_master(weight, low, at, inside) - old
+    tl.store(ema + at, old + distance * share, mask=inside)
 
 
 @triton.jit

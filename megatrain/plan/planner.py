@@ -36,6 +36,7 @@ from megatrain.models.liger import check_liger_kernels
 from megatrain.models.load import open_loader
 from megatrain.models.packed import decoding_bytes
 from megatrain.models.packed_rows import settle_packing
+from megatrain.optim.average import EMA
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
@@ -886,5 +887,7 @@ def filling_bytes(program: StepProgram) -> int:
                     4 * min(block.num_elements, MASTER_ELEMENTS),
                     max((program.blocks[part].nbytes for part in low), default=0),
                 ]
+            averages = stored_keys(state_key(key.rsplit("/", 1)[0], EMA.name), program.blocks)
+            parts.append(max((program.blocks[part].nbytes for part in averages), default=0))
             most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
     return most

@@ -255,7 +255,8 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     **_each("image_max_pixels image_min_pixels", _lost("sizes of images are those of preprocessor_config.json in the "
                                                        "model's folder: change them there")),
     **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
-    **_each("use_galore use_badam use_apollo use_adam_mini use_muon", _lost("see optimizer.optim")),
+    **_each("use_galore use_badam use_apollo use_adam_mini", _lost("see optimizer.optim")),
+    "use_muon": _rule("optimizer.optim", 'true is "muon"'),
     **_each("hf_hub_token ray_run_name swanlab_project", _rule()),
 })  # fmt: skip
 

@@ -409,6 +409,9 @@ def translate_llama_factory(draft: Draft) -> None:
         if not name.startswith("generating") and (has_lora or not name.startswith("lora_"))
     }
     draft.translate_keys(_LLAMA_FACTORY_RULES, trained)
+    if values.get("use_muon"):  # counts more than `optim`, whose default is always there
+        draft.entries.pop("optimizer.state_dtype", None)
+        draft.put("optimizer.optim", "muon", "use_muon")
     if has_lora:
         _llama_factory_lora(draft)
     draft.fill_in_model()

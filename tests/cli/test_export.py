@@ -99,6 +99,7 @@ def test_usage(run: SavedRun, tmp_path: Path) -> None:
         ([run.out, out, "--max-shard-size", "0GB"], 2, "0 bytes hold nothing"),
         ([run.out, out, "--model", tmp_path / "nowhere"], 2, "is not a folder"),
         ([run.out, tmp_path / "mine"], 2, "is not empty"),
+        ([run.out, out, "--ema"], 1, "no average of the weights"),
     ):
         result = run.call("export", *words)
         assert result.exit_code == code and message in result.stderr, (words, result.output)

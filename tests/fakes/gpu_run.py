@@ -79,8 +79,9 @@ class QueuedOptimizer:
     """Makes updates of device memory as a Triton kernel does: by kernels on the stream, with the host's bits."""
 
     def __init__(self, host: Any, device: VirtualCuda) -> None:
-        if not isinstance(host, ElementwiseOptimizer):
-            raise DeviceKernelError(f"{type(host).__name__} has no kernel for a GPU")
+        updating = getattr(host, "inner", host)
+        if not isinstance(updating, ElementwiseOptimizer):
+            raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
         self._host, self._device = host, device
         self.state_kinds = host.state_kinds
 

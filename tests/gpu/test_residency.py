@@ -35,7 +35,7 @@ def results_in_ram() -> dict[tuple[str, str], TieredRun]:
 @pytest.mark.parametrize("gpu", ["12MiB", "24MiB", "128MiB"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"', 'optim = "sgd"', 'optim = "adafactor"']
+    "optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"\nema_decay = 0.9', 'optim = "sgd"', 'optim = "adafactor"']
 )
 def test_homes_in_gpu_memory_change_no_bit(
     optimizer: str,

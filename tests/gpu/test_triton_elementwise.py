@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatrain.optim import on_device
+from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.on_device import TritonOptimizer, device_squared_norm
@@ -18,6 +19,25 @@ pytestmark = [
 
 FORMATS = [(split, dtype) for split in (False, True) for dtype in (torch.float32, torch.bfloat16)]
 LARGE = (3_000_017, (1 << 20, 2_000_001))
+
+
+@pytest.mark.parametrize("split_master", [False, True])
+def test_bits_of_an_average_equal_the_host_kernel(split_master: bool) -> None:
+    host = WeightAverage(HOSTS["adamw"], 0.999)
+    made = on_device.device_optimizer(host, torch.device("cuda"))
+    for size, cuts in (*SHAPES, LARGE):
+        differing = differing_blocks(
+            host,
+            made,
+            "cuda",
+            size=size,
+            cuts=cuts,
+            split_master=split_master,
+            grad_dtype=torch.float32,
+            palette="normal",
+            grad_scale=0.37,
+        )
+        assert differing == [], size
 
 
 @pytest.mark.parametrize("name", HOSTS)

@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.average import WeightAverage
+from megatrain.optim.base import Optimizer, Segment, Update, master_kinds
 from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import KernelThreads
 from megatrain.precision import decode, encode
@@ -143,7 +144,7 @@ GRAD_SCALES = (1.0, 0.37, 1e-30)
 
 
 def differing_blocks(
-    host: ElementwiseOptimizer,
+    host: ElementwiseOptimizer | WeightAverage,
     on_device: Optimizer,
     device: str,
     *,
@@ -157,12 +158,13 @@ def differing_blocks(
     """Make three updates on the device and by the host; return the names of blocks that end with other bits."""
     generator = np.random.default_rng(size)
     blocks = master_blocks(random_array(generator, size, palette), split_master)
-    for kind in host.state:
+    kinds = host.state_kinds(split_master)[len(master_kinds(split_master)) :]
+    for kind in kinds:
         state = random_array(generator, kind.elements_for(size), palette)
         if kind.dtype == torch.uint8:
             blocks[kind.name] = torch.from_numpy(generator.integers(0, 256, state.size, np.uint8))
         else:
-            is_positive = kind.name != "m"
+            is_positive = kind.name not in ("m", "ema")
             blocks[kind.name] = torch.from_numpy(np.abs(state) if is_positive else state).to(kind.dtype)
     copies = {name: block.to(device, copy=True) for name, block in blocks.items()}
     for step in (1, 2, 1000):
@@ -173,6 +175,6 @@ def differing_blocks(
         with np.errstate(all="ignore"):  # where the device is an interpreter on numpy
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
-    states = [kind.name for kind in host.state]
+    states = [kind.name for kind in kinds]
     differing = [name for name in states if not _alike(blocks[name], results[name])]
     return differing if same_bits(master_of(blocks), master_of(results)) else ["master", *differing]

@@ -35,13 +35,14 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @dataclass
 class TieredRun:
-    """What a run gave: losses, norms, a digest per block, fp32 weights by name, and what moved."""
+    """What a run gave: losses, norms, a digest per block, fp32 weights and their averages by name, and what moved."""
 
     plan: Plan
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, torch.Tensor] = field(default_factory=dict)
     moved: StoreStats | None = None
 
     def assert_as_planned(self) -> None:
@@ -169,6 +170,10 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
         for layout in plan.graph.layouts.values():
             with running.weights.master(layout) as read:
                 run.weights.update(views(read(0, layout.num_elements).clone(), layout))
+            for key in plan.program.state_keys(layout, "ema"):
+                if key in plan.program.blocks and len(plan.program.parts_of(layout)) == 1:
+                    with store.acquire(key, "gpu" if plan.placement.homes[key] == "gpu" else "ram") as lease:
+                        run.averages.update(views(lease.tensor.cpu().clone(), layout))
     return run
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
@@ -23,11 +24,15 @@ Make = Callable[..., Any]
 
 #: What the config says, the reference, and its learning rate.
 TWINS: dict[str, tuple[str, Make, float]] = {
-    "adamw": ("", partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-8), 1e-3),
+    "adamw": ("ema_decay = 0.9", partial(torch.optim.AdamW, betas=(0.9, 0.95), eps=1e-8), 1e-3),
     "lion": ("", partial(PlainLion, betas=(0.9, 0.99)), 5e-5),
     "sgd": ("sgd_nesterov = true", partial(torch.optim.SGD, momentum=0.9, nesterov=True), 3e-2),
     "adafactor": ("", partial(transformers.Adafactor, scale_parameter=False, relative_step=False), 1e-4),
 }
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(left, right)
 
 
 def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int) -> tuple[float, list[float]]:
@@ -39,6 +44,17 @@ def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int
     config = load_config(tmp_path / "run.toml").config
     loader = make_loader(config, plan_run(resolve(config)))
     table = config.optimizer
+    averaged: list[tuple[Any, AveragedModel]] = []
+
+    def make_averaged(groups: list[dict[str, Any]]) -> Any:
+        optimizer = make(groups, lr=lr)
+        parameters = torch.nn.ParameterList(p for group in groups for p in group["params"])
+        average = AveragedModel(parameters, multi_avg_fn=get_ema_multi_avg_fn(table.ema_decay))
+        average.update_parameters(parameters)  # the first one copies: the average begins as the weights
+        optimizer.register_step_post_hook(lambda *_: average.update_parameters(parameters))
+        averaged.append((parameters, average))
+        return optimizer
+
     plain = train_plainly(
         tiny_model,
         [next(loader).micro_batches for _ in range(num_steps)],
@@ -48,8 +64,15 @@ def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int
         weight_decay=table.weight_decay,
         decays=lambda name, p: p.dim() >= 2 and not any(fnmatchcase(name, g) for g in table.weight_decay_exclude),
         max_grad_norm=table.max_grad_norm,
-        make_optimizer=partial(make, lr=lr),
+        make_optimizer=make_averaged if table.ema_decay else partial(make, lr=lr),
     )
+    for parameters, average in averaged:
+        means = list(zip(parameters, average.module, strict=True))
+        by_name = {name: mean for name, own in plain.weights.items() for p, mean in means if same(own, p)}
+        assert by_name.keys() == ours.averages.keys()
+        for key, mean in by_name.items():
+            assert not torch.equal(ours.averages[key], ours.weights[key])
+            torch.testing.assert_close(ours.averages[key], mean.detach(), rtol=1e-4, atol=1e-6 * num_steps)
     differences = [abs(a - b) / abs(b) for a, b in zip(ours.losses, plain.losses, strict=True)]
     return max(differences), ours.losses
 

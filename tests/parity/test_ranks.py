@@ -57,7 +57,11 @@ class Case:
 CASES = {
     "tied, bf16, dropout, noise": Case(
         "tied",
-        {"precision": f'{BF16}\ngrad_dtype = "bfloat16"', "training": "neftune_noise_alpha = 5"},
+        {
+            "precision": f'{BF16}\ngrad_dtype = "bfloat16"',
+            "training": "neftune_noise_alpha = 5",
+            "optimizer": "ema_decay = 0.9",
+        },
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
     ),

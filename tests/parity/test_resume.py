@@ -15,11 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatrain.checkpoint.catalog import find_checkpoint, reader_of
+from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.models.layout import views
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -180,10 +183,39 @@ def test_saving_every_step_changes_no_bit(
 
 @pytest.mark.parametrize("optim", ["lion", "sgd", "adafactor", "muon"])
 def test_every_optimizer_continues(optim: str, tiny_model: Path, tmp_path: Path) -> None:
-    tables = {"optimizer": f'optim = "{optim}"', "precision": 'compute_dtype = "bfloat16"'}
+    tables = {"optimizer": f'optim = "{optim}"\nema_decay = 0.9', "precision": 'compute_dtype = "bfloat16"'}
     whole = train(tmp_path / "whole", tiny_model, IN_RAM, **tables)
     train(tmp_path / "w", tiny_model, STATE_ON_NVME, stop_after=3, **tables)
     train(tmp_path / "w", tiny_model, ON_NVME, **tables).assert_same(whole)
+
+
+def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path, tmp_path: Path) -> None:
+    with_average = {"optimizer": "ema_decay = 0.9", "precision": 'compute_dtype = "bfloat16"'}
+    without = {"precision": with_average["precision"]}
+    train(tmp_path / "w", tiny_model, ON_GPU, stop_after=2, **with_average)
+    out = tmp_path / "w" / "out"
+    export_checkpoint(out, tmp_path / "ema", ema=True, dtype=torch.float32)
+    exported = load_file(tmp_path / "ema/model.safetensors")
+    reader = reader_of(find_checkpoint(out))
+    graph = plan_run(resolve(load_config(tmp_path / "w/run.toml").config)).graph
+    for layout in graph.layouts.values():
+        block = torch.empty(layout.num_elements)
+        reader.read(f"{layout.name}/ema", block)
+        for name, average in views(block, layout).items():
+            assert torch.equal(exported[name], average), name
+    export_checkpoint(out, tmp_path / "weights", dtype=torch.float32)
+    weights, start = load_file(tmp_path / "weights/model.safetensors"), load_file(tiny_model / "model.safetensors")
+    for name, average in exported.items():  # after two steps: 0.81 of the start
+        far, near = (average - weights[name]).norm(), (average - start[name]).norm()
+        assert 0 < near < far, name
+    with pytest.raises(ConfigChangedError, match=r"ema_decay: 0\.9 -> 0"):
+        train(tmp_path / "w", tiny_model, IN_RAM, **without)
+    # Without the average a run can go on; with one that was never begun it cannot.
+    train(tmp_path / "w", tiny_model, IN_RAM, stop_after=3, allow=True, **without)
+    with pytest.raises(CheckpointError, match=r"no average of the weights, which optimizer.ema_decay asks for"):
+        train(tmp_path / "w", tiny_model, IN_RAM, allow=True, **with_average)
+    with pytest.raises(CheckpointError, match=r"no average of the weights.*without --ema"):
+        export_checkpoint(out, tmp_path / "none", ema=True)
 
 
 @pytest.mark.parametrize("state_dtype", ["int8", "bfloat16"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import Optimizer, StateKind
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.muon import Muon
@@ -26,6 +27,8 @@ ONE = KernelThreads(1)
 MAKERS: dict[str, Any] = {
     "signum": Signum,
     "muon": lambda: Muon(AdamW(threads=ONE)),
+    "muon, averaged": lambda: WeightAverage(Muon(AdamW(threads=ONE)), 0.9),
+    "adamw, int8, averaged": lambda: WeightAverage(AdamW(threads=ONE, state_dtype="int8"), 0.9),
     "adafactor": lambda: Adafactor(threads=ONE),
     "adamw, bfloat16": lambda: AdamW(threads=ONE, state_dtype="bfloat16"),
     "adamw, int8": lambda: AdamW(threads=ONE, state_dtype="int8"),

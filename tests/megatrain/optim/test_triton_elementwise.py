@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatrain.optim import on_device
+from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, device_squared_norm
@@ -94,6 +95,28 @@ def test_interpreted_bits_of_small_moments_equal_the_host_kernel(
             cuts=cuts,
             split_master=split_master,
             grad_dtype=torch.bfloat16 if split_master else torch.float32,
+            palette=palette,
+            grad_scale=0.37,
+        )
+        assert differing == [], size
+
+
+@pytest.mark.parametrize(("palette", "split_master"), [("normal", False), ("everything", True)])
+def test_interpreted_bits_of_an_average_equal_the_host_kernel(
+    interpreter: ModuleType, palette: str, split_master: bool
+) -> None:
+    host = WeightAverage(HOSTS["lion"], 0.9)
+    made = on_device.device_optimizer(host, torch.device("cuda"))
+    made.warm_up([(split_master, torch.float32)])
+    for size, cuts in SHAPES:
+        differing = differing_blocks(
+            host,
+            made,
+            "cpu",
+            size=size,
+            cuts=cuts,
+            split_master=split_master,
+            grad_dtype=torch.float32,
             palette=palette,
             grad_scale=0.37,
         )

@@ -203,6 +203,21 @@ def test_llama_factory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "optim", "state_dtype"),
+    [
+        ("use_muon: true", "muon", "float32"),
+        ("use_muon: true\noptim: adamw_8bit", "muon", "float32"),
+        ("optim: adamw_8bit\nuse_muon: false", "adamw", "int8"),
+    ],
+)
+def test_llama_factory_muon(tmp_path: Path, lines: str, optim: str, state_dtype: str) -> None:
+    text = f"model_name_or_path: a/b\nfinetuning_type: full\ndataset: x\noutput_dir: o\n{lines}\n"
+    translation, config = translate(tmp_path, text)
+    assert (config.optimizer.optim, config.optimizer.state_dtype) == (optim, state_dtype)
+    assert config.optimizer.muon_adjust_lr == "match_rms_adamw" and not lost(translation)
+
+
+@pytest.mark.parametrize(
     ("line", "task", "train_on", "packing"),
     [
         ("stage: sft", "sft", "assistant", False),

@@ -1,0 +1,103 @@
+"""An exponential moving average of the weights, as one more kind of state beside those of any optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, master_kinds
+from megatrain.optim.elementwise import Array, ElementwiseOptimizer, flat_block, flat_gradient, flat_master
+from megatrain.optim.threads import KernelThreads, cut
+
+__all__ = ["EMA", "WeightAverage"]
+
+EMA = StateKind("ema", torch.float32, begins_as_weight=True)
+"""The average of the fp32 masters, 4 bytes per parameter."""
+
+
+class WeightAverage:
+    """Any optimizer, with an average of the weights that it makes; see `megatrain.optim.base.Optimizer`.
+
+    After the update of an element, each operation rounded to fp32::
+
+        ema = ema + (w - ema) * (1 - decay)
+
+    with its fp32 master. The average begins as the weights do. As in the update, a parameter without a gradient in a
+    step is left alone.
+
+    Args:
+        inner: Updates the weights; none of its kinds is named "ema".
+        decay: Above 0 and below 1.
+        threads: Threads to compute on; None: those of ``inner``, if it has some.
+    """
+
+    def __init__(self, inner: Optimizer, decay: float, threads: KernelThreads | None = None) -> None:
+        assert 0 < decay < 1, decay
+        self.inner, self.decay = inner, decay
+        if threads is None:
+            threads = getattr(inner, "threads", None)
+        self.threads = KernelThreads() if threads is None else threads
+
+    @property
+    def share(self) -> np.float32:
+        """The weight of the newest numbers in the average."""
+        return np.float32(1.0 - self.decay)
+
+    def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
+        """Return the kinds of the optimizer, and the average."""
+        return (*self.inner.state_kinds(split_master), EMA)
+
+    def workspace_bytes(self, entry: Any) -> int:
+        """Return the bytes that the update of a parameter takes beside its blocks."""
+        bytes_of = getattr(self.inner, "workspace_bytes", None)
+        return 0 if bytes_of is None else int(bytes_of(entry))
+
+    def update(
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
+    ) -> None:
+        """Apply one step in place, then average; see `megatrain.optim.base.Optimizer.update`."""
+        num_elements = gradient.numel()
+        own = {name: block for name, block in blocks.items() if name != EMA.name}
+        weight, low = flat_master(blocks, num_elements)
+        average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
+        averaging = self._calls(weight, low, average, segments)
+        if not isinstance(self.inner, ElementwiseOptimizer):
+            self.inner.update(own, gradient, segments, update)
+            self.threads.run(averaging)
+            return
+        arrays: dict[str, Array | None] = {"weight": weight, "low": low}
+        for kind in self.inner.state:
+            arrays[kind.name] = flat_block(kind.name, own[kind.name], kind.dtype, kind.elements_for(num_elements))
+        updating = self.inner.calls(arrays, flat_gradient(gradient), segments, update)
+        # Both cut segments alike: a range is averaged by the thread that updated it, while it is in the cache.
+        self.threads.run(partial(_both, *calls) for calls in zip(updating, averaging, strict=True))
+
+    def _calls(
+        self, weight: Array, low: Array | None, average: Array, segments: Sequence[Segment]
+    ) -> Iterator[Callable[[], None]]:
+        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
+
+        for segment in segments:
+            for start, stop in cut(segment.start, segment.stop):
+                inside = slice(start, stop)
+                part = None if low is None else low[inside]
+                yield partial(kernels.average, weight[inside], part, average[inside], self.share)
+
+    def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
+        """Compile or load the kernels for these kinds of master and gradient."""
+        formats = list(formats)
+        self.inner.warm_up(formats)
+        for split_master in {is_split for is_split, _ in formats}:
+            blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in master_kinds(split_master)}
+            weight, low = flat_master(blocks, 1)
+            self.threads.run(self._calls(weight, low, np.zeros(1, np.float32), (Segment(0, 1, 0.0),)))
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()
