@@ -446,7 +446,9 @@ class _Tracer:
             self._misses[visit] = part.chance_of_no_token(args[1].shape[-1])
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
-            return cast("Tensor", _Uncounted.apply(args[0], *args[1:], *part.parameters()))  # type: ignore[no-untyped-call]
+            # The weights' gradients are in the counts of the other visit.
+            weights = () if any(tensor.requires_grad for tensor in args) else tuple(part.parameters())
+            return cast("Tensor", _Uncounted.apply(*args, *weights))  # type: ignore[no-untyped-call]
 
         return once
 

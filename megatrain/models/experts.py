@@ -19,12 +19,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatrain.models.layout import MAX_PARTS, PART_ELEMENTS
+from megatrain.models.layout import PART_ELEMENTS
 
 __all__ = ["ExpertsPart", "cut_experts", "part_name"]
 
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
+#: Parts of experts in a model, about: each is a visit of its own, forward and backward, and a plan counts them all.
+MAX_EXPERTS_PARTS = 64
 #: Parameters that transformers' implementations of experts know.
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
@@ -178,7 +180,7 @@ def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
         layer: is called once a forward, and looks at parameters in modules of its own only.
         model_elements: of all parameters of the model: larger parts, rather than too many.
     """
-    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_PARTS)))
+    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     found: list[CutExperts] = []
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
