@@ -18,7 +18,7 @@ from megatrain.engine.step import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
-from megatrain.models.graph import whole_layers
+from megatrain.models.graph import cut_otherwise
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
@@ -289,13 +289,13 @@ class Weights:
 
     def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader | RanksReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
-        whole = whole_layers(self._plan.graph, reader.blocks)
-        if whole:
+        if layer := cut_otherwise(self._plan.graph, reader.blocks):
+            is_split = self._plan.run.model.cuts_experts
             raise CheckpointError(
-                f"{checkpoint} has the experts of {whole[0]} in the block of their layer, as runs had them before "
-                "experts were cut into parts: it cannot be continued with the same bits. Export it (megatrain-tier "
-                "export) and start a new run from the exported model, whose moments begin at zero; or continue it with "
-                "the version of megatrain-tier that wrote it"
+                f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, this run has "
+                f"model.split_experts = {str(is_split).lower()}: their sums have other bits. Write "
+                f"model.split_experts = {str(not is_split).lower()}, as it had, or export it and start a new run from "
+                "the exported model"
             )
         for key, block in self._plan.program.blocks.items():
             stored = reader.blocks.get(key)

@@ -20,7 +20,7 @@ from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import ReadMaster, check_target, export_adapter, export_model
 from megatrain.models.folder import BASE_CHECKSUM
-from megatrain.models.graph import ModelGraph, ModelSpec, whole_layers
+from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.average import EMA
@@ -80,8 +80,6 @@ def export_checkpoint(
     record = {"step": found.state.step, **({"ema": True} if ema else {})}
     folder = _model_folder(found, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
-    if model.cuts_experts and source.has_whole_layers(graph):  # as runs had them before experts were cut
-        graph = replace(model, folder=str(folder), cuts_experts=False).build(source.dtype)
     loader = None if model.from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
     # Where the model's folder was given anew, so is that of its tokenizer.
@@ -138,10 +136,6 @@ class _Source:
             raise CheckpointError(
                 f"{found} holds no average of the weights: its run has no optimizer.ema_decay. Export it without --ema"
             )
-
-    def has_whole_layers(self, graph: ModelGraph) -> bool:
-        """Return whether a layer is one block whose experts the graph has in parts."""
-        return bool(whole_layers(graph, self._reader.blocks))
 
     def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
         """Raise ``CheckpointError`` unless the blocks are those of this model.

@@ -725,6 +725,23 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
             "model.mlp_rows runs pieces of a layer one by one, model.compile makes one graph of it: not both",
             "Write mlp_rows = 0, or compile = false",
         )
+    if config.model.split_experts:
+        others = {
+            "model.compile": (config.model.compile, "compile = false"),
+            "model.mlp_rows": (bool(config.model.mlp_rows), "mlp_rows = 0"),
+            'optimizer.clip_scope = "layer"': (config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
+            f'optimizer.optim = "{config.optimizer.optim}"': (
+                config.optimizer.optim not in ("adamw", "lion", "sgd"),
+                'optim = "adamw"',
+            ),
+        }
+        for name, (is_set, instead) in others.items():
+            if is_set:
+                yield Problem(
+                    "model.split_experts",
+                    f"{name} needs whole layers, or whole matrices, and model.split_experts cuts them",
+                    f"Write split_experts = false, or {instead}",
+                )
 
 
 def _check_lora(config: RunConfig) -> Iterator[Problem]:

@@ -196,11 +196,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         mlp_rows=table.mlp_rows,
         lora=_lora(config.lora),
         images=table.images,
-        # Other optimizers, and the norm of a layer, look at more than a part; what is compiled, or run a few rows at a
-        # time, is a whole layer, or its MLP.
-        cuts_experts=config.optimizer.clip_scope == "global"
-        and config.optimizer.optim in ("adamw", "lion", "sgd")
-        and not (table.compile or table.mlp_rows),
+        cuts_experts=table.split_experts,
     )
 
 

@@ -323,6 +323,13 @@ class ModelConfig(Table):
         ge=0,
         alters="yes",
     )
+    split_experts: bool = key(
+        "Stream the fused experts of a mixture's layers some at a time, where all of a layer are larger than a part "
+        "(16 Mi numbers): the least memory is then a part's, and experts that no token goes to stay where they are. "
+        "Their results are summed in fp32: other roundings than without.",
+        False,
+        alters="yes",
+    )
     trust_remote_code: NoRemoteCode = key("Code in a model folder is never run.", False, alters="no")
     train_from_scratch: bool = key("Start from random weights; only config.json is read.", False, alters="by contents")
     freeze: Listed[str] = key(

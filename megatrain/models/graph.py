@@ -35,7 +35,7 @@ __all__ = [
     "build_graph",
     "find_layers",
     "find_modules",
-    "whole_layers",
+    "cut_otherwise",
 ]
 
 UnitKind = Literal["layer", "resident", "container"]
@@ -75,7 +75,7 @@ class ModelSpec:
     lora: LoraSpec | None = None
     images: Images = "off"
     is_trained: bool = True
-    cuts_experts: bool = True
+    cuts_experts: bool = False
 
     @property
     def name(self) -> str:
@@ -285,7 +285,7 @@ def build_graph(
     lora: LoraSpec | None = None,
     images: Images = "off",
     is_trained: bool = True,
-    cuts_experts: bool = True,
+    cuts_experts: bool = False,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
@@ -331,16 +331,20 @@ def build_graph(
     )
 
 
-def whole_layers(graph: ModelGraph, stored: Collection[str]) -> list[str]:
-    """Return the layers that stored blocks have as one unit, and the graph as several: their experts are cut.
+def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
+    """Return a layer whose experts stored blocks have in parts and the graph has not, or the other way; "": none.
 
     Args:
         graph: of the model.
         stored: keys of blocks.
     """
     names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
-    cut = {unit.layer: None for unit in graph.units if unit.layer and not unit.is_layer}
-    return [layer for layer in cut if layer in names]
+    for layer in dict.fromkeys(unit.layer for unit in graph.units if unit.layer):
+        is_whole = any(unit.is_layer and unit.layer == layer for unit in graph.units)
+        was_whole = layer in names
+        if is_whole != was_whole and (was_whole or any(name.startswith(f"{layer}.") for name in names)):
+            return layer
+    return ""
 
 
 def num_learned_positions(graph: ModelGraph) -> int | None:
@@ -364,7 +368,7 @@ def graph_of(
     dtype: torch.dtype,
     adapters: Adapters | None = None,
     reads_images: bool = False,
-    cuts_experts: bool = True,
+    cuts_experts: bool = False,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
     names = _names_by_parameter(model)
