@@ -26,7 +26,7 @@ __all__ = ["ExpertsPart", "cut_experts", "part_name"]
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
 #: Parts of experts in a model, about: each is a visit of its own, forward and backward, and a plan counts them all.
-MAX_EXPERTS_PARTS = 64
+MAX_EXPERTS_PARTS = 512
 #: Parameters that transformers' implementations of experts know.
 _NAMES = frozenset({"gate_up_proj", "gate_up_proj_bias", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias"})
 
