@@ -339,7 +339,9 @@ class Evaluator:
         collected = CollectedExamples()
         for number, micro_batches in enumerate(each.passes()):
             for batch, logps in zip(micro_batches, engine.log_probs(micro_batches, number=number), strict=True):
-                collected.add(batch, shifted_labels(batch["labels"]), logps)
+                collected.add(batch, shifted_labels(batch["labels"]), logps, part=number)
             if self._should_stop():
                 break
+        if self._collectives is not None:
+            collected = CollectedExamples.of_ranks(self._collectives.gather_objects(collected))
         return collected.judge(preference)

@@ -690,6 +690,7 @@ class Trainer:
             activity=self.activity,
             on_message=self.observer.on_message,
             known=known,
+            group=self.group,
         )
         reference.give([self.loader, *(each.loader for each in self._evaluation_sets)])
         self._reference_record = {RECORD: reference.record}
