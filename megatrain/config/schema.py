@@ -797,6 +797,26 @@ class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
         ge=1,
         same_name=_HF,
     )
+    predict_with_generate: bool = key(
+        "At every evaluation also continue the first rows of each set, by the likeliest tokens, from where their "
+        "trained part begins; of rows that are trained as a whole, from their middle. Shown in the log, in "
+        "metrics.jsonl and in the report.",
+        False,
+        same_name="transformers, LLaMA-Factory",
+    )
+    max_predict_samples: int = key(
+        "How many rows of each set.",
+        4,
+        ge=1,
+        used_if={"predict_with_generate": [True]},
+    )
+    max_new_tokens: int = key(
+        "New tokens of each, at most.",
+        64,
+        ge=1,
+        same_name="LLaMA-Factory",
+        used_if={"predict_with_generate": [True]},
+    )
     metric_for_best_model: str = key(
         'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '
         'sets; of preferences "rewards/accuracies" and the others too.',
