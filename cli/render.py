@@ -30,6 +30,7 @@ from megatrain.run.metrics import (
     format_eta,
     format_evaluation,
     format_lr,
+    format_samples,
     format_stalls,
     format_step,
     format_tiers,
@@ -204,6 +205,8 @@ class PlainObserver(ConsoleObserver):
 
     def on_evaluation(self, metrics: EvaluationMetrics) -> None:
         self._line(format_evaluation(metrics))
+        for line in format_samples(metrics.samples):
+            self._line(line)
 
     def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
         self._line(format_checkpoint(metrics))

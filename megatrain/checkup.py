@@ -42,7 +42,7 @@ from megatrain.config.resolved import to_toml
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
-from megatrain.evaluation import load_evaluation_sets
+from megatrain.evaluation import Sampler, load_evaluation_sets
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
@@ -356,11 +356,12 @@ class _Checkup:
             return
         said: list[str] = []
         warnings: list[str] = []
-        load_evaluation_sets(
-            resolve_evaluation(self._config), self._plan, self._tokenizer, said.append, self._dataset, warnings.append
-        )
+        spec = resolve_evaluation(self._config)
+        sets = load_evaluation_sets(spec, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
         yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
         yield from (Finding("eval data", "warning", text) for text in warnings)
+        if spec.num_samples:
+            Sampler.of_sets(spec, self._plan, sets, self._tokenizer)
 
     def _look_at_drives(self) -> Iterator[Finding]:
         """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""

@@ -11,6 +11,12 @@ from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+import torch
+
+from megatrain.chat import ChatSettings
+from megatrain.config.problems import ConfigError, Problem
+from megatrain.continuation import Continuation, StoppedError
 from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
 from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
@@ -20,11 +26,13 @@ from megatrain.engine.preferences import CollectedExamples
 from megatrain.engine.program import evaluation_program
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
+from megatrain.models.graph import num_learned_positions
 from megatrain.models.liger import LigerCrossEntropy
+from megatrain.plan.forward import plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.ranks.collectives import Collectives
-from megatrain.run.metrics import EvaluationMetrics, RunObserver
-from megatrain.tiers import set_schedule
+from megatrain.run.metrics import EvaluationMetrics, RunObserver, Sample
+from megatrain.tiers import register_transient_blocks, set_schedule, unregister_transient_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +40,13 @@ if TYPE_CHECKING:
 
     from megatrain.data.dataset import DataSpec, TokenDataset
     from megatrain.engine.preferences import PreferenceLoss
+    from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.run.activity import Activity
     from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
-__all__ = ["EvaluationSet", "Evaluator", "deal_micro_batches", "load_evaluation_sets", "traffic_of_passes"]
+__all__ = ["EvaluationSet", "Evaluator", "Sampler", "deal_micro_batches", "load_evaluation_sets", "traffic_of_passes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,8 @@ class EvaluationSpec:
         rows: of a micro-batch, at most; None: as in training.
         max_samples: rows that are used of what training does not get; None: all.
         sources: further rows.
+        num_samples: rows of each set that the model continues; 0: none.
+        max_new_tokens: of each of them.
     """
 
     strategy: Literal["no", "steps", "epoch"]
@@ -74,6 +85,8 @@ class EvaluationSpec:
     rows: int | None
     max_samples: int | None
     sources: tuple[EvaluationSource, ...]
+    num_samples: int = 0
+    max_new_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +225,10 @@ class Evaluator:
         should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
             which call it: it may be a collective.
         before: set -> its last evaluation before the run was continued; it is not repeated at the same step.
+        sampler: continues rows of each set; None: no evaluation does.
 
     Attributes:
+        sampler: as given.
         latest: set -> its last evaluation; the same figures on all ranks, but for seconds.
     """
 
@@ -231,8 +246,9 @@ class Evaluator:
         max_steps: int,
         should_stop: Callable[[], bool],
         before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
+        sampler: Sampler | None = None,
     ) -> None:
-        self._spec = spec
+        self._spec, self.sampler = spec, sampler
         self._cross_entropy = LigerCrossEntropy() if plan.run.model.use_liger_kernel else None
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
         self._timeline, self._activity = timeline, activity
@@ -303,10 +319,15 @@ class Evaluator:
             start_s = time.perf_counter()
             self._activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
             loss, num_tokens, figures = self._run_set(self._engine, each)
+            samples: Sequence[Sample] = ()
+            if self.sampler is not None and not self._should_stop():
+                self._activity.begin(f"continuing rows of {each.name}", num_parts=self.sampler.num_ticks)
+                found = self.sampler.samples_of(each.name, self._store, self._activity, self._should_stop)
+                samples = tuple(found)
             if self._should_stop():
                 return
             seconds = time.perf_counter() - start_s
-            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds, figures)
+            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds, figures, samples)
             self.latest[each.name] = metrics
             self._observer.on_evaluation(metrics)
 
@@ -339,7 +360,142 @@ class Evaluator:
         collected = CollectedExamples()
         for number, micro_batches in enumerate(each.passes()):
             for batch, logps in zip(micro_batches, engine.log_probs(micro_batches, number=number), strict=True):
-                collected.add(batch, shifted_labels(batch["labels"]), logps)
+                collected.add(batch, shifted_labels(batch["labels"]), logps, part=number)
             if self._should_stop():
                 break
+        if self._collectives is not None:
+            collected = CollectedExamples.of_ranks(self._collectives.gather_objects(collected))
         return collected.judge(preference)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowToContinue:
+    """The beginning of a row as tokens, and what follows it there."""
+
+    prompt: Tensor
+    reference: Tensor
+
+
+def _rows_to_continue(dataset: TokenDataset, data_seed: int, count: int, max_new_tokens: int) -> list[_RowToContinue]:
+    """Return the first rows of a set, cut where their trained part begins; of preferences, those with first answers.
+
+    A text that is trained as a whole is cut in its middle.
+    """
+    found: list[_RowToContinue] = []
+    for document in dataset.epoch_documents(data_seed):
+        if len(found) == count:
+            break
+        part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+        tokens = torch.from_numpy(dataset.tokens[part].astype(np.int64))
+        trained = np.flatnonzero(dataset.trained[part])
+        if len(tokens) < 2 or not len(trained):
+            continue
+        start = int(trained[0]) if trained[0] > 1 else len(tokens) // 2
+        untrained = np.flatnonzero(~dataset.trained[part][start:])
+        stop = start + (int(untrained[0]) if len(untrained) and untrained[0] else len(tokens) - start)
+        found.append(_RowToContinue(tokens[:start], tokens[start : min(stop, start + max_new_tokens)]))
+    return found
+
+
+class Sampler:
+    """Continues rows of evaluation sets with the weights that a run has, between two steps, for a person to read.
+
+    By the likeliest tokens, so that they depend on the weights alone. Gradients, activations and workspace of steps
+    make room for what the model keeps of the tokens so far: no tier ever holds more than its capacity.
+
+    Attributes:
+        planned_bytes: link -> bytes that all passes so far were planned to move.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        generation: GenerationPlan,
+        rows: Mapping[str, Sequence[_RowToContinue]],
+        tokenizer: PreTrainedTokenizerFast,
+        max_new_tokens: int,
+    ) -> None:
+        self._plan, self._generation, self._rows = plan, generation, rows
+        self._tokenizer, self._settings = tokenizer, ChatSettings(max_new_tokens, temperature=0.0, seed=0)
+        self.planned_bytes: dict[str, int] = {}
+
+    @classmethod
+    def of_sets(
+        cls,
+        spec: EvaluationSpec,
+        plan: Plan,
+        sets: Sequence[EvaluationSet],
+        tokenizer: PreTrainedTokenizerFast,
+    ) -> Sampler | None:
+        """Return what continues the first rows of these sets, as the config asks for; None: there are no rows.
+
+        Raises:
+            ConfigError: a row and its new tokens are more than the positions of the model.
+            DoesNotFitError: a tier is too small.
+            UnsupportedModelError: the model cannot generate with streamed weights.
+        """
+        num_new, seed = spec.max_new_tokens, plan.run.data.seed
+        rows = {each.name: _rows_to_continue(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
+        most = max(map(len, rows.values()), default=0)
+        if not most:
+            return None
+        longest = max(len(row.prompt) for each in rows.values() for row in each)
+        positions = num_learned_positions(plan.graph)
+        if positions is not None and longest + num_new > positions:
+            key = "evaluation.max_new_tokens"
+            text = (
+                f"{key} = {num_new}, but the longest prompt of an evaluation has {longest:,} tokens, and the model "
+                f"{positions:,} positions"
+            )
+            advice = f"Write at most {positions - longest}" if positions > longest else "Lower data.max_length"
+            raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
+        together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
+        generation = plan_samples(plan, rows=together, num_prompts=most, max_length=longest + num_new)
+        return cls(plan, generation, rows, tokenizer, num_new)
+
+    @property
+    def num_ticks(self) -> int:
+        """Ticks of a pass."""
+        return len(self._generation.first.ticks)
+
+    @property
+    def plan(self) -> Plan:
+        """Of a pass."""
+        return self._generation.plan
+
+    def samples_of(
+        self, name: str, store: TieredStore, activity: Activity, should_stop: Callable[[], bool]
+    ) -> list[Sample]:
+        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``."""
+        rows, own = self._rows[name], self._generation.plan
+        if not rows:
+            return []
+        store.set_schedule(None)
+        store.wait_idle()
+        unregister_transient_blocks(store, self._plan)
+        register_transient_blocks(store, own)
+        passes = Continuation(
+            self._generation,
+            store,
+            self._tokenizer,
+            self._settings,
+            activity=activity,
+            is_exact=True,
+            should_stop=should_stop,
+        )
+        found: list[tuple[int, ...]] = []
+        together = own.run.batch.num_rows
+        try:
+            for first in range(0, len(rows), together):
+                found += passes.run([row.prompt for row in rows[first : first + together]])
+        except StoppedError:
+            found, rows = [], []
+        store.wait_idle()
+        unregister_transient_blocks(store, own)
+        register_transient_blocks(store, self._plan)
+        for link, nbytes in passes.planned_bytes.items():
+            self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes
+        return [
+            Sample(*(self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt, new, row.reference)))
+            for row, new in zip(rows, found, strict=True)
+        ]

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,12 @@ import numpy.typing as npt
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
 from megatrain.engine.program import evaluation_program
+from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.adapters import ADAPTER_WEIGHTS
 from megatrain.models.liger import LigerCrossEntropy
+from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.group import RankGroup
 from megatrain.tiers import set_schedule
 from tiered import checksum
 from tiered.units import format_duration
@@ -71,6 +75,7 @@ class Reference:
         on_message: called with what was done.
         known: ``RECORD`` of the checkpoint that the run continues; None: it starts, with the reference's weights in the
             store.
+        group: the ranks of the run: all of them ask, the first one looks for files and writes them.
     """
 
     def __init__(
@@ -82,7 +87,9 @@ class Reference:
         activity: Activity,
         on_message: Callable[[str], None],
         known: Mapping[str, str] | None,
+        group: RankGroup | None = None,
     ) -> None:
+        self._group = group or RankGroup.single()
         self._plan, self._store = plan, store
         self._timeline, self._activity, self._on_message = timeline, activity, on_message
         self._known = known
@@ -106,16 +113,26 @@ class Reference:
         for loader in loaders:
             content = loader.dataset.content_of_all
             if content not in found:
-                found[content] = self._found(loader) if self._known is None else self._found_again(loader, self._known)
+                found[content] = self._found(loader)
                 self.record[content] = checksum(found[content].view(np.uint8))
             loader.reference = found[content]
 
     # -- at the start of a run -----------------------------------------------------------------------------------
 
     def _found(self, loader: BatchLoader) -> Logps:
+        values = None
+        if self._group.world.is_first:
+            values = self._cached(loader) if self._known is None else self._found_again(loader, self._known)
+        values = self._group.broadcast(values)
+        return self._asked(loader) if values is None else values
+
+    def _cache_file(self, key: str) -> Path | None:
+        return None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
+
+    def _cached(self, loader: BatchLoader) -> Logps | None:
+        """Return what an earlier run of the same model over the same rows was told; None: there is nothing."""
         key = self._key(loader)
-        cached = None if self._cache is None else self._cache / FOLDER_NAME / (key + _ENDING)
-        count = len(loader.dataset)
+        cached, count = self._cache_file(key), len(loader.dataset)
         if cached is not None and cached.exists():
             try:
                 values = _read(cached, key, count)
@@ -125,10 +142,17 @@ class Reference:
                 self._on_message(f"reference: what the model says of {count:,} answers was known ({cached})")
                 _write(self._own / _name_of(loader), key, values)
                 return values
+        return None
+
+    def _asked(self, loader: BatchLoader) -> Logps:
+        """Return what the model says now."""
         start_s = time.perf_counter()
         values = self._compute(loader)
         seconds = format_duration(time.perf_counter() - start_s)
-        path = self._own / _name_of(loader)
+        if not self._group.world.is_first:
+            return values
+        key, count, path = self._key(loader), len(loader.dataset), self._own / _name_of(loader)
+        cached = self._cache_file(key)
         _write(path, key, values)
         if cached is not None:
             # A cache is dispensable: the run has its own copy.
@@ -139,6 +163,12 @@ class Reference:
 
     def _compute(self, loader: BatchLoader) -> Logps:
         plan = self._plan
+        is_alone = self._group.world.is_single
+        ranked = (
+            None
+            if is_alone
+            else partial(RankedAccess, Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts))
+        )
         engine = EvaluationEngine(
             self._store,
             plan.graph,
@@ -149,6 +179,7 @@ class Reference:
             timeline=self._timeline,
             cross_entropy=LigerCrossEntropy() if plan.run.model.use_liger_kernel else None,
             activity=self._activity,
+            make_access=ranked,
         )
         num_passes = num_reference_passes(plan, loader)
         together = plan.run.batch.together(plan.num_micro_batches)

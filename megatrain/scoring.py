@@ -26,7 +26,7 @@ from megatrain.data.rows_report import check_losses
 from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.folder import ModelFolder
-from megatrain.plan.forward import forward_run, plan_forward
+from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
 from megatrain.run.activity import Activity
 from megatrain.run.folder import RunFolder
@@ -148,6 +148,7 @@ class Scorer:
             TieredError: storage failed.
             KeyboardInterrupt: a second signal; the pass that ran is lost.
         """
+        check_weights(self.plan.run)
         refuse(self.plan.objections)
         check_writable(self._config)
         self._activity.begin("reading the data")
@@ -188,10 +189,9 @@ class Scorer:
 
     def _kind(self, loader: BatchLoader) -> ScoreKind:
         run, graph = self.plan.run, self.plan.graph
-        weights = f"seed {run.seed}" if run.model.from_scratch else ModelFolder(run.model.folder).fingerprint()
         return ScoreKind(
             model=run.model.name,
-            weights=weights,
+            weights=ModelFolder(run.model.folder).fingerprint(),
             dtype=str(graph.dtype).removeprefix("torch."),
             attention=str(graph.model.config._attn_implementation),
             tokenizer=tokenizer_checksum(self._tokenizer),

@@ -34,8 +34,10 @@ __all__ = [
     "make_tiers",
     "open_store",
     "register_blocks",
+    "register_transient_blocks",
     "reserve",
     "set_schedule",
+    "unregister_transient_blocks",
 ]
 
 
@@ -166,6 +168,22 @@ def register_blocks(store: TieredStore, plan: Plan, *, durable: bool) -> None:
         if (block.kind in DURABLE_KINDS) == durable:
             home = plan.placement.homes[block.key]
             store.register(block.key, (block.num_elements,), block.dtype, home=home, durable=block.is_saved)
+
+
+def unregister_transient_blocks(store: TieredStore, plan: Plan) -> None:
+    """Give back what only steps need: gradients, activations, workspace and buffers. Nothing may be scheduled."""
+    blocks = plan.program.blocks.values()
+    store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
+    reserve(store, plan.placement.workspace_bytes, sign=-1)
+    for tier in plan.placement.buffers:
+        store.keep_buffers(tier, {})
+
+
+def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
+    """Take what steps need beside weights and state: the reverse of ``unregister_transient_blocks``."""
+    register_blocks(store, plan, durable=False)
+    reserve(store, plan.placement.workspace_bytes)
+    keep_buffers(store, plan)
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:

@@ -53,12 +53,11 @@ from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
-from megatrain.engine.program import DURABLE_KINDS
 from megatrain.engine.ranked import RankedStepEngine
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
-from megatrain.evaluation import Evaluator, load_evaluation_sets
+from megatrain.evaluation import Evaluator, Sampler, load_evaluation_sets
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_merge, check_target, export_adapter, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
@@ -85,11 +84,12 @@ from megatrain.run.timeline import Timeline
 from megatrain.tiers import (
     check_drives,
     claim_folders,
-    keep_buffers,
     open_store,
     register_blocks,
+    register_transient_blocks,
     reserve,
     set_schedule,
+    unregister_transient_blocks,
 )
 from megatrain.weights import (
     AdaptedWeights,
@@ -326,6 +326,10 @@ class Trainer:
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
+        if self._evaluation.num_samples and not self.group.world.is_single:
+            key = "evaluation.predict_with_generate"
+            text = f"{key} = true, but several processes have a share of each weight, and generating needs whole ones"
+            raise ConfigError("the config", [Problem(key, text, "Write false")])
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program.
@@ -365,6 +369,9 @@ class Trainer:
                 self._warn,
             )
         )
+        self._sampler = None
+        if self._evaluation.num_samples:
+            self._sampler = Sampler.of_sets(self._evaluation, plan, self._evaluation_sets, tokenizer_of(run.model))
         try:
             self._best.check(each.name for each in self._evaluation_sets)
         except MetricError as error:
@@ -545,9 +552,7 @@ class Trainer:
         checkpoint = self.weights.load(candidates)
         # Only now: the fp32 copy of a unit that is loaded takes the room that its gradient has in a step, so that a run
         # that fits also starts.
-        register_blocks(self.store, self.plan, durable=False)
-        reserve(self.store, placement.workspace_bytes)
-        keep_buffers(self.store, self.plan)
+        register_transient_blocks(self.store, self.plan)
         self._tell_of_memory()
         return checkpoint
 
@@ -619,6 +624,7 @@ class Trainer:
                 max_steps=self.state.max_steps,
                 should_stop=self._agree_to_stop,
                 before=evaluations,
+                sampler=self._sampler,
             )
             self._saver = self.saver = Saver(
                 run.checkpoint,
@@ -690,6 +696,7 @@ class Trainer:
             activity=self.activity,
             on_message=self.observer.on_message,
             known=known,
+            group=self.group,
         )
         reference.give([self.loader, *(each.loader for each in self._evaluation_sets)])
         self._reference_record = {RECORD: reference.record}
@@ -1038,9 +1045,7 @@ class Trainer:
         self.finish_updates()
         self._engine = None
         self.store.set_schedule(None)
-        blocks = self.plan.program.blocks.values()
-        self.store.unregister(*(block.key for block in blocks if block.kind not in DURABLE_KINDS))
-        reserve(self.store, self.plan.placement.workspace_bytes, sign=-1)
+        unregister_transient_blocks(self.store, self.plan)
 
     def export(self) -> Path:
         """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""

@@ -80,7 +80,7 @@ RESTRICTED = {
     "transformers": (
         "megatrain/chat.py",
         "megatrain/data/",
-        "megatrain/generation.py",
+        "megatrain/continuation.py",
         "megatrain/embed/integrations/hf.py",
         "megatrain/engine/",
         "megatrain/models/",

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ PROGRAM = "import sys; from {package}.main import main; main()"
 def run_example(name: str, folder: Path, *options: str, command: str = "run") -> subprocess.CompletedProcess[str]:
     """Run (or check) a copy of the example next to its data, so that nothing is written into the repository."""
     config = folder / name
-    shutil.copy(ROOT / "examples" / name, config)
+    if not config.exists():
+        shutil.copy(ROOT / "examples" / name, config)
+        shutil.copytree(ROOT / "examples/options", folder / "options", dirs_exist_ok=True)
     if not (folder / "quickstart").exists():
         (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
     try:
@@ -52,6 +55,8 @@ def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     assert steps[-1]["tier_used_bytes"]["ram"] <= steps[-1]["tier_capacity_bytes"]["ram"]
     check_folder(tmp_path / "outputs/tiny/final")
+    said = run_example("outputs/tiny/final", tmp_path, "-p", "Call me", "--max-new-tokens", "4", command="generate")
+    assert said.returncode == 0 and json.loads(said.stdout)["prompt"] == "Call me", said.stdout + said.stderr
     scored = run_example("teacher.toml", tmp_path, "--json", command="score")
     assert scored.returncode == 0, scored.stdout + scored.stderr
     summary = json.loads(scored.stdout.splitlines()[-1])
@@ -59,6 +64,39 @@ def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
     taught = run_example("distill.toml", tmp_path, "--max-steps", "3")
     assert taught.returncode == 0, taught.stdout + taught.stderr
     check_folder(tmp_path / "outputs/distill/final")
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
+    """Muon with the best model and samples, moments in 8 bits, preferences: a few steps of each."""
+    options = [f"-c{tmp_path}/options/{name}.toml" for name in ("muon", "best_model")]
+    best = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1")
+    assert best.returncode == 0, best.stdout + best.stderr
+    lines = metrics_of(tmp_path / "outputs/best_model")
+    evaluations = [line for line in lines if line.get("event") == "evaluation"]
+    assert [(line["step"], len(line["samples"])) for line in evaluations] == [(2, 2), (4, 2)]
+    assert evaluations[-1]["loss"] < evaluations[0]["loss"]
+    check_folder(tmp_path / "outputs/best_model/final")
+    words = (f"-c{tmp_path}/options/small_states.toml", "--max-steps=4", "--set=warmup_steps=1")
+    small = run_example("tiny.toml", tmp_path, *words)
+    assert small.returncode == 0, small.stdout + small.stderr
+    steps = [line for line in metrics_of(tmp_path / "outputs/small_states") if "event" not in line]
+    assert len(steps) == 4 and steps[-1]["loss"] < steps[0]["loss"]
+    words = ("data.val_size=4", "predict_with_generate=true", "max_predict_samples=2", "max_new_tokens=16")
+    preferred = run_example("dpo.toml", tmp_path, "--max-steps=3", *(f"--set={word}" for word in words))
+    assert preferred.returncode == 0, preferred.stdout + preferred.stderr
+    lines = metrics_of(tmp_path / "outputs/dpo")
+    steps = [line for line in lines if "event" not in line]
+    (samples,) = (line["samples"] for line in lines if line.get("event") == "evaluation")
+    rows = [json.loads(line) for line in (ROOT / "examples/quickstart/preferences.jsonl").read_text().splitlines()]
+    for sample in samples:
+        (row,) = (row for row in rows if row["prompt"].strip() == sample["prompt"].strip())
+        assert row["chosen"].strip().startswith(sample["reference"].strip()[:12])
+    assert steps[0]["loss"] == pytest.approx(0.6931, abs=1e-3) and steps[-1]["preferences"]
+    check_folder(tmp_path / "outputs/dpo/final")
 
 
 #: Where the example's model is not at hand, its config is checked with the one that is.

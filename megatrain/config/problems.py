@@ -359,6 +359,8 @@ def find_warnings(config: RunConfig) -> list[str]:
             warnings.append('[[data.eval]] has no effect with evaluation.eval_strategy = "no"')
         if config.data.val_size is not None:
             warnings.append('data.val_size keeps rows that evaluation.eval_strategy = "no" never evaluates')
+        if evaluation.predict_with_generate:
+            warnings.append('evaluation.predict_with_generate has no effect with evaluation.eval_strategy = "no"')
     for key in KEYS:
         for other, value in idle_with(key, config).items():
             given = _value(key, config)
@@ -598,6 +600,10 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
             'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
         )
+    if table.predict_with_generate and config.model.images != "off":
+        key = "evaluation.predict_with_generate"
+        text = f'{key} = true continues text alone in this release, but model.images = "{config.model.images}"'
+        yield Problem(key, text, "Leave one of them out")
     wants_best = {
         "checkpoint.load_best_model_at_end = true": config.checkpoint.load_best_model_at_end,
         f"evaluation.early_stopping_patience = {table.early_stopping_patience}": table.early_stopping_patience > 0,

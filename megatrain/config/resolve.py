@@ -464,6 +464,8 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
         rows=table.per_device_eval_batch_size and table.per_device_eval_batch_size * config.rows_per_example,
         max_samples=table.eval_max_samples,
         sources=tuple(sources),
+        num_samples=table.max_predict_samples if table.predict_with_generate else 0,
+        max_new_tokens=table.max_new_tokens,
     )
 
 

@@ -560,9 +560,10 @@ class TrainingConfig(Table):
 class PreferenceConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[preference]``: the loss of task = "dpo"."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo"] = key(
+    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"] = key(
         "sigmoid (DPO), hinge, ipo and robust compare a chosen and a rejected answer, and the model with the one that "
-        "the run starts from; kto judges single answers against it; orpo and simpo compare two answers without it.",
+        "the run starts from; kto judges single answers against it; cpo, orpo and simpo compare two answers without "
+        "it.",
         "sigmoid",
         same_name="TRL",
     )
@@ -578,7 +579,7 @@ class PreferenceConfig(Table, json_schema_extra=_all_alter("yes")):
         ge=0,
         lt=0.5,
         same_name="TRL",
-        used_if={"loss_type": ["sigmoid", "robust", "simpo"]},
+        used_if={"loss_type": ["sigmoid", "robust", "cpo", "simpo"]},
     )
     simpo_gamma: float = key(
         "simpo: by how much the chosen answer should win.",
@@ -588,11 +589,12 @@ class PreferenceConfig(Table, json_schema_extra=_all_alter("yes")):
         used_if={"loss_type": ["simpo"]},
     )
     rpo_alpha: float = key(
-        "Weight of the chosen answers' negative log-likelihood, which is added to the loss. orpo adds it once anyway.",
+        "Weight of the chosen answers' negative log-likelihood, which is added to the loss. orpo adds it once anyway. "
+        "Default: 1 with cpo, else 0.",
         0.0,
         ge=0,
         same_name="TRL, Axolotl",
-        used_if={"loss_type": ["sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"]},
+        used_if={"loss_type": ["sigmoid", "hinge", "ipo", "robust", "cpo", "orpo", "simpo"]},
     )
     desirable_weight: float = key(
         "kto: weight of good answers.", 1.0, ge=0, same_name="TRL", used_if={"loss_type": ["kto"]}
@@ -600,6 +602,13 @@ class PreferenceConfig(Table, json_schema_extra=_all_alter("yes")):
     undesirable_weight: float = key(
         "kto: weight of bad answers.", 1.0, ge=0, same_name="TRL", used_if={"loss_type": ["kto"]}
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_likelihood(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("loss_type") == "cpo":
+            return {"rpo_alpha": 1.0, **values}
+        return values
 
 
 class ParameterGroupConfig(Table):
@@ -787,6 +796,26 @@ class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
         None,
         ge=1,
         same_name=_HF,
+    )
+    predict_with_generate: bool = key(
+        "At every evaluation also continue the first rows of each set, by the likeliest tokens, from where their "
+        "trained part begins; of rows that are trained as a whole, from their middle. Shown in the log, in "
+        "metrics.jsonl and in the report.",
+        False,
+        same_name="transformers, LLaMA-Factory",
+    )
+    max_predict_samples: int = key(
+        "How many rows of each set.",
+        4,
+        ge=1,
+        used_if={"predict_with_generate": [True]},
+    )
+    max_new_tokens: int = key(
+        "New tokens of each, at most.",
+        64,
+        ge=1,
+        same_name="LLaMA-Factory",
+        used_if={"predict_with_generate": [True]},
     )
     metric_for_best_model: str = key(
         'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '

@@ -195,7 +195,7 @@ def _preference(task: str, data: DataFacts | None) -> list[str]:
     if task != "dpo":
         return []
     loss = "kto" if data is not None and data.is_judged else "sigmoid"
-    about = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, orpo, simpo"
+    about = "judges single answers" if loss == "kto" else "DPO; or hinge, ipo, robust, kto, cpo, orpo, simpo"
     return ["[preference]", _line("loss_type", loss, about), _line("beta", 0.1), ""]
 
 

@@ -115,6 +115,9 @@ def rows_of_files(
 
 def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Iterator[Row | RowError]:
     if suffix_of(file) == ".txt":
+        if format == "preference":
+            advice = "Name a file of rows with prompt, chosen and rejected, e.g. .jsonl"
+            raise DataError(str(file), "a .txt file has no preferences", advice)
         if format not in ("auto", "text"):
             raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
         is_start = True

@@ -51,6 +51,7 @@ from megatrain.engine.preferences import (
     StepSize,
     describe_examples,
     examples_from,
+    step_size,
     without_examples,
 )
 from megatrain.engine.state import RandomStates, micro_batch_seed
@@ -309,6 +310,7 @@ class LayerRunner:
         num_items: int | None = None,
         seed: int = 0,
         first_number: int = 0,
+        size: StepSize | None = None,
     ) -> QueuedLoss:
         """Queue forward and backward of all micro-batches on the current stream; gradients go to the access.
 
@@ -320,6 +322,7 @@ class LayerRunner:
             num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number in the step of the first of these micro-batches.
+            size: Of preferences, what their loss is the mean over; None: the examples of these micro-batches.
 
         Raises:
             NoTrainedTokensError: no position has a label, or the loss is a mean over no tokens.
@@ -349,7 +352,7 @@ class LayerRunner:
             examples = {
                 number: examples_from(each, _unmarked(batches[number], each)) for number, each in enumerate(described)
             }
-            self._size = None if not described else _step_size(described)
+            self._size = None if not described else size or step_size(described)
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
                 losses += self.run_pass(own, rows, total, seed, first_number, examples)
@@ -638,13 +641,6 @@ def _marked(described: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _unmarked(batch: dict[str, Any], described: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Take the tensors that describe examples out of a micro-batch on the device."""
     return {name: batch.pop(_MARK + name) for name in described}
-
-
-def _step_size(described: Sequence[Mapping[str, Tensor]]) -> StepSize:
-    return StepSize(
-        max(1, sum(each["rows"].shape[1] for each in described)),
-        max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
-    )
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:

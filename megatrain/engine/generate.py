@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatrain.engine.forward import VisitOrderError, move_buffers
 from megatrain.engine.program import (
+    DURABLE_KINDS,
     BlockPlan,
     MatrixParts,
     StepProgram,
@@ -26,7 +27,6 @@ from megatrain.engine.program import (
     cache_key,
     layouts_of_unit,
     weight_block,
-    weight_key,
 )
 from megatrain.engine.state import RandomStates
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.packed import Packing
 
-__all__ = ["GenerationAccess", "GenerationRunner", "generation_program"]
+__all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation_program", "made_whole_bytes"]
 
 _ALIGNMENT_BYTES = 64
 
@@ -94,6 +94,7 @@ class GenerationRunner:
         self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
         self._trace = trace
         self._random = RandomStates(device, enabled=random_enabled)
+        self._whole: dict[str, Tensor] = {}
         self.kept_nbytes: dict[int, int] = {}
 
     def run(
@@ -136,6 +137,7 @@ class GenerationRunner:
                 forward.close()
             model.train()
             self._random.set(random_state)
+            self._whole.clear()
         self.kept_nbytes = kept[0].nbytes if kept else {}
         return [forward.result for forward in forwards]
 
@@ -167,7 +169,7 @@ class GenerationRunner:
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
         calls = [forward.call for forward in forwards if forward.call is not None]
-        with self._weights(visit, bound, calls) as weights, bound.bound(weights):
+        with self._weights(visit, bound, calls) as weights, bound.bound(self._usable(bound.unit, weights)):
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
@@ -185,6 +187,24 @@ class GenerationRunner:
                 with self._access.cache_room(visit, absent):
                     pass
         return resumes
+
+    def _usable(self, unit: Unit, weights: Mapping[str, Tensor | MatrixParts]) -> Mapping[str, Tensor | MatrixParts]:
+        """Return weights as a unit's own forward takes them: the head's whole; rows are looked up in the parts."""
+        if unit.module is not self._graph.model.get_output_embeddings():
+            return weights
+        return {name: self._made_whole(name, each) for name, each in weights.items()}
+
+    def _made_whole(self, name: str, weight: Tensor | MatrixParts) -> Tensor:
+        if isinstance(weight, Tensor):
+            return weight
+        whole = self._whole.get(name)  # one buffer for all passes
+        for number, rows in enumerate(weight.rows):
+            with weight.part(number) as part:
+                if whole is None:
+                    whole = self._whole[name] = part.new_empty(weight.shape)
+                whole[rows.start : rows.stop].copy_(part)
+        assert whole is not None, name
+        return whole
 
     @contextmanager
     def _weights(
@@ -325,43 +345,79 @@ def _places_in(holder: Any) -> Iterator[tuple[Any, Any]]:
             yield from _places_in(value)
 
 
+def frozen_program(
+    graph: ModelGraph,
+    *,
+    compute_tier: str,
+    in_folder: bool,
+    in_place: Collection[str],
+    packed: Mapping[str, Packing],
+) -> StepProgram:
+    """Return a program without ticks: the weights of a model that is not trained, a block for each layout.
+
+    Args:
+        graph: The model.
+        compute_tier: Where layers run.
+        in_folder: The model's folder has the weights.
+        in_place: Names of layouts that may stay there.
+        packed: As in ``StepProgram``.
+    """
+    blocks: dict[str, BlockPlan] = {}
+    for layout in graph.layouts.values():
+        packing, stays = packed.get(layout.name), layout.name in in_place
+        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=in_folder, in_place=stays)
+        blocks[block.key] = block
+    return StepProgram(blocks, (), compute_tier, defers_updates=False, packed=packed)
+
+
 def generation_program(
+    program: StepProgram,
     graph: ModelGraph,
     trace: VisitTrace,
     cache_nbytes: Mapping[int, int],
     *,
     num_micro_batches: int,
-    compute_tier: str,
-    in_folder: bool,
-    in_place: Collection[str],
-    packed: Mapping[str, Packing],
     is_first: bool,
 ) -> StepProgram:
     """Return the program of one pass: a token of every prompt, or in the first one all tokens of the prompts.
 
     Args:
+        program: With the weights; of a training step, of which only what outlives it is there.
         graph: The model.
         trace: Of a forward, none of whose visits is of a head.
         cache_nbytes: Visit -> what the cache holds of it at its fullest, for one micro-batch.
         num_micro_batches: That generate together.
-        compute_tier: Where layers run.
-        in_folder: The model's folder has the weights.
-        in_place: Names of layouts that may stay there.
-        packed: As in ``StepProgram``.
         is_first: Nothing is in the cache yet.
     """
-    blocks: dict[str, BlockPlan] = {}
+    blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
     ticks: list[Tick] = []
-    for layout in graph.layouts.values():
-        packing, stays = packed.get(layout.name), layout.name in in_place
-        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=in_folder, in_place=stays)
-        blocks[block.key] = block
+    by_part: set[tuple[int, str]] = set()
     for visit, traced in enumerate(trace.visits):
-        held = tuple((weight_key(name), "r") for name in layouts_of_unit(graph, traced.unit))
-        passing = []
+        layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
+        cut = [layout for layout in layouts if layout.name in program.cut_weights]
+        by_part.update((visit, layout.name) for layout in cut)
+        held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
+        passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
         for micro_batch in range(num_micro_batches if cache_nbytes.get(visit) else 0):
             key = cache_key(visit, micro_batch)
             blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
             passing.append(((key, "w" if is_first else "rw"),))
         ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
-    return StepProgram(blocks, tuple(ticks), compute_tier, defers_updates=False, packed=packed)
+    return replace(
+        program,
+        blocks=blocks,
+        ticks=tuple(ticks),
+        defers_updates=False,
+        kept=frozenset(),
+        saved_attention=frozenset(),
+        streamed_updates=frozenset(),
+        by_part=frozenset(by_part),
+        occupants={},
+    )
+
+
+def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
+    """Return what the head's weight takes in the compute tier where its blocks are parts of it."""
+    head = graph.model.get_output_embeddings()
+    names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}
+    return sum(graph.layouts[name].num_elements for name in names & program.cut_weights) * graph.dtype.itemsize

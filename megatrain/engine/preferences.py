@@ -34,6 +34,7 @@ __all__ = [
     "describe_examples",
     "examples_from",
     "mean_figures",
+    "step_size",
     "without_examples",
 ]
 
@@ -43,8 +44,8 @@ REFERENCE = "reference_logps"
 DESIRABLE = "desirable"
 _KEYS = (REFERENCE, DESIRABLE)
 
-LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo"]
-_WITHOUT_REFERENCE = ("orpo", "simpo")
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
+_WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
 _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
 
 
@@ -108,7 +109,7 @@ class PreferenceLoss:
 
     Attributes:
         loss_type: sigmoid (DPO), hinge, ipo and robust compare a pair with the reference model; kto judges one answer
-            against it; orpo and simpo need none.
+            against it; cpo, orpo and simpo need none.
         beta: How closely the reference is kept to; of orpo the weight of the odds ratio.
         label_smoothing: Probability that the two answers of a pair were mistaken for each other.
         simpo_gamma: simpo: margin that is asked for.
@@ -255,11 +256,30 @@ class CollectedExamples:
 
     def __init__(self) -> None:
         self._batches: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._parts: list[int] = []
 
-    def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float]) -> None:
-        """Take in a micro-batch, its shifted labels, and the log-probabilities of its answers."""
+    def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float], *, part: int = 0) -> None:
+        """Take in a micro-batch, its shifted labels, and the log-probabilities of its answers.
+
+        Args:
+            batch: With ``REFERENCE`` and ``DESIRABLE``.
+            shifted: Labels for the next token.
+            logps: Of each row.
+            part: Number of the pass that it was in.
+        """
         described = describe_examples(batch, shifted)
         self._batches.append((torch.tensor(logps, dtype=torch.float32)[described["rows"]], described))
+        self._parts.append(part)
+
+    @classmethod
+    def of_ranks(cls, ranks: Sequence[CollectedExamples]) -> CollectedExamples:
+        """Return the examples of all ranks in the order of one process: of each pass those of rank 0 first."""
+        found = cls()
+        pairs = [(part, batch) for each in ranks for part, batch in zip(each._parts, each._batches, strict=True)]
+        for part, batch in sorted(pairs, key=lambda pair: pair[0]):
+            found._parts.append(part)
+            found._batches.append(batch)
+        return found
 
     def judge(self, preference: PreferenceLoss) -> tuple[float, int, dict[str, float]]:
         """Return the loss, the number of tokens of all answers, and the figures of all examples."""
@@ -311,6 +331,14 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
         "reference": batch[REFERENCE][torch.from_numpy(rows)].float(),
         "desirable": batch[DESIRABLE][torch.from_numpy(present)],
     }
+
+
+def step_size(described: Sequence[Mapping[str, Tensor]]) -> StepSize:
+    """Return the size of a step, given what `describe_examples` says of its micro-batches."""
+    return StepSize(
+        max(1, sum(each["rows"].shape[1] for each in described)),
+        max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
+    )
 
 
 def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:

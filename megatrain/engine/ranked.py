@@ -27,6 +27,7 @@ from megatrain.engine.forward import QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.lanes import total
+from megatrain.engine.preferences import REFERENCE, Figure, describe_examples, mean_figures, step_size
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StepResult, StoreAccess, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
@@ -398,7 +399,9 @@ class RankedAccess(StoreAccess):
 
     # -- what all ranks have to know ---------------------------------------------------------------------------
 
-    def agree(self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = ()) -> list[float]:
+    def agree(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = (), figures: Sequence[Figure] = ()
+    ) -> tuple[list[float], list[Figure]]:
         """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.
 
         Waits for all ranks, and for the device.
@@ -406,30 +409,39 @@ class RankedAccess(StoreAccess):
         Args:
             layouts: whose gradients are complete; the same on all ranks.
             terms: of this rank's loss.
+            figures: of this rank's preferences.
 
         Returns:
-            The terms of all ranks, in the order of their micro-batches.
+            The terms and figures of all ranks, in the order of their micro-batches.
         """
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
         places = [(layout, part) for layout in layouts for part in range(len(self._program.parts_of(layout)))]
         partials = [self._partials.pop((layout.name, part)) for layout, part in places]
-        numbers = _on_host([*terms, *partials])
+        totals = [torch.as_tensor(figure.total) for figure in figures]
+        numbers = _on_host([*terms, *totals, *partials])
         filled = {layout.name: set().union(*self._filled[layout.name].values()) for layout in layouts}
-        records = self._collectives.gather_objects((len(terms), numbers.numpy(), filled))
-        found = [(torch.from_numpy(of_rank), count) for count, of_rank, _ in records]
-        positions = [count for _, count in found]
+        told = [(figure.name, figure.count) for figure in figures]
+        records = self._collectives.gather_objects((len(terms), told, numbers.numpy(), filled))
+        found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
+        positions = [count + len(of_rank) for count, of_rank, _, _ in records]
         shares = self._program.shares
         for layout in layouts:
             squares: list[Tensor] = []
             for part in self._program.parts_of(layout):
-                for rank, (of_rank, _) in enumerate(found):
+                for rank, of_rank in enumerate(found):
                     count = -(-len(shares.owned(part, rank)) // SHARE_BLOCK_ELEMENTS)
                     squares.append(of_rank[positions[rank] : positions[rank] + count])
                     positions[rank] += count
             self.squared_norms[layout.name] = add_in_order(torch.cat(squares))
-            self.with_gradient[layout.name] = set().union(*(names[layout.name] for _, _, names in records))
-        return [number for of_rank, count in found for number in of_rank[:count].tolist()]
+            self.with_gradient[layout.name] = set().union(*(names[layout.name] for *_, names in records))
+        all_terms: list[float] = []
+        all_figures: list[Figure] = []
+        for count, described, of_rank, _ in records:
+            all_terms += of_rank[:count].tolist()
+            for (name, weight), number in zip(described, of_rank[count:].tolist(), strict=False):
+                all_figures.append(Figure(name, number, weight))
+        return all_terms, all_figures
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:
@@ -483,17 +495,30 @@ class RankedStepEngine(StepEngine):
     def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
         assert len(micro_batches) == self._program.own_lanes.num_micro_batches, len(micro_batches)
         own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
-        counts = [count_labels(shifted_labels(each["labels"]).reshape(-1)) for each in micro_batches]
+        shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]
+        counts = [count_labels(labels) for labels in shifted]
+        size = None
+        if REFERENCE in micro_batches[0]:  # a loss over preferences is the mean over the examples of all ranks
+            size = step_size([describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)])
         queued = self._runner.queue(
-            [micro_batches[number] for number in own], num_items=sum(counts), seed=seed, first_number=own.start
+            [micro_batches[number] for number in own],
+            num_items=sum(counts),
+            seed=seed,
+            first_number=own.start,
+            size=size,
         )
         return replace(queued, num_trained_tokens=sum(counts))
 
     def _read(self, queued: QueuedLoss) -> StepResult:
         layouts = [layout for layout, _ in self._updater.trained.values()]
-        terms = self._access.agree(layouts if self._defers else (), queued.terms)
+        terms, figures = self._access.agree(layouts if self._defers else (), queued.terms, queued.figures)
         squares = [float(self._access.squared_norms[layout.name]) for layout in layouts]
-        return StepResult(float(sum(terms)), global_norm(squares), queued.num_trained_tokens)
+        return StepResult(
+            float(sum(terms)),
+            global_norm(squares),
+            queued.num_trained_tokens,
+            preferences=mean_figures(figures, [float(figure.total) for figure in figures]),
+        )
 
 
 def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:

@@ -10,8 +10,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from megatrain.config.problems import ConfigError, Problem
 from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.generate import generation_program
+from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
 from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
 from megatrain.engine.trace import trace_generation
 from megatrain.models.in_place import buffer_bytes
@@ -20,7 +21,7 @@ from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
-from megatrain.plan.placement import PlacementSolver, Traffic
+from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import (
     STAY_SHARE,
@@ -37,11 +38,25 @@ from megatrain.plan.planner import (
     with_workspace,
     workspace_bytes,
 )
+from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from megatrain.engine.program import VisitTrace
+    from megatrain.models.graph import ModelGraph
     from megatrain.plan.plan import RunSpec
 
-__all__ = ["GenerationPlan", "forward_run", "plan_forward", "plan_generation", "score_bytes"]
+__all__ = [
+    "GenerationPlan",
+    "check_weights",
+    "forward_run",
+    "plan_forward",
+    "plan_generation",
+    "plan_samples",
+    "score_bytes",
+    "with_prompts",
+]
 
 #: Copies of a micro-batch's logits, in fp32, that choosing a token takes: warped, sorted, their softmax ...
 _COPIES_OF_LOGITS = 8
@@ -54,6 +69,18 @@ def forward_run(run: RunSpec) -> RunSpec:
     """Return a run that only runs its model: all of it is frozen, nothing is saved, drives are not needed for it."""
     checkpoint = replace(run.checkpoint, strategy="no", num_generations=0, save_copy=False, num_copies=0)
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
+
+
+def check_weights(run: RunSpec) -> None:
+    """Refuse to run a model whose weights are random; its plan may be of use all the same.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if run.model.from_scratch:
+        text = "model.train_from_scratch = true: what random weights say of a text means nothing"
+        advice = "Leave the key out, and name the folder of a trained model in model_name_or_path"
+        raise ConfigError("the config", [Problem("model.train_from_scratch", text, advice)])
 
 
 def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
@@ -170,24 +197,15 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     in_place, packed = find_frozen(run, graph)
-    first, program = (
-        generation_program(
-            graph,
-            trace,
-            cache_nbytes,
-            num_micro_batches=batch.num_micro_batches,
-            compute_tier=compute_tier,
-            in_folder=not run.model.from_scratch,
-            in_place=in_place,
-            packed=packed,
-            is_first=is_first,
-        )
-        for is_first in (True, False)
+    weights = frozen_program(
+        graph,
+        compute_tier=compute_tier,
+        in_folder=not run.model.from_scratch,
+        in_place=in_place,
+        packed=packed,
     )
-    vocab_size = graph.config.get_text_config().vocab_size
-    logits = _COPIES_OF_LOGITS * 4 * batch.micro_batch_rows * vocab_size
-    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
-    known = tier_budgets(run, workspace_bytes(trace, batch.num_micro_batches) + logits + unpacking)
+    first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
+    known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
@@ -204,3 +222,98 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     shape = replace(plan.shape, tokens_per_step=batch.num_rows)
     plan = replace(plan, estimate=replace(estimate_step(plan, shape, profile), occasions=()))
     return GenerationPlan(replace(plan, objections=find_objections(run.tiers, run.device, plan.totals)), first)
+
+
+def _generation_programs(
+    weights: StepProgram,
+    graph: ModelGraph,
+    trace: VisitTrace,
+    cache_nbytes: Mapping[int, int],
+    num_micro_batches: int,
+) -> tuple[StepProgram, StepProgram]:
+    """Return the program of the pass that fills the cache, and that of all others."""
+    first, others = (
+        generation_program(weights, graph, trace, cache_nbytes, num_micro_batches=num_micro_batches, is_first=is_first)
+        for is_first in (True, False)
+    )
+    return first, others
+
+
+def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
+    """Return what a pass holds on the compute device outside of blocks."""
+    vocab_size: int = graph.config.get_text_config().vocab_size
+    logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
+    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
+    whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
+    return workspace_bytes(trace, run.batch.num_micro_batches) + logits + unpacking + whole
+
+
+def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> RunSpec:
+    """Return a run whose steps are batches of prompts.
+
+    Args:
+        run: of the model.
+        rows: prompts of a micro-batch, at most ``num_prompts``.
+        num_prompts: that are together, at least; the last micro-batch may have room for more.
+        max_length: tokens of a prompt and its completion.
+    """
+    num_rows = -(-num_prompts // rows) * rows
+    batch = replace(run.batch, num_rows=num_rows, max_length=max_length, given_rows=rows, order="layer")
+    return replace(run, batch=batch)
+
+
+def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:
+    """Plan to continue prompts between two steps of a run, with its weights where they are.
+
+    The room of gradients and activations is free then. Where not all prompts fit, fewer are together: that changes no
+    token, as the rows of a micro-batch stay.
+
+    Args:
+        plan: of the run.
+        rows: prompts of a micro-batch.
+        num_prompts: that there are.
+        max_length: tokens of the longest prompt and its completion.
+
+    Raises:
+        DoesNotFitError: one micro-batch is too much for a tier; it names the size that would do.
+        UnsupportedModelError: the model cannot generate with streamed weights.
+    """
+    graph, run = plan.graph, plan.run
+    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+        trace, cache_nbytes = trace_generation(graph, rows, max_length, device=run.traced_on)
+    num_micro_batches = -(-num_prompts // rows)
+    while True:
+        together = with_prompts(run, rows, num_micro_batches * rows, max_length)
+        try:
+            return _placed_samples(plan, together, trace, cache_nbytes)
+        except DoesNotFitError as error:
+            if num_micro_batches == 1:
+                advice = (
+                    f"That is to continue {rows} prompts of evaluations, {max_length} tokens each. Give "
+                    f"tiers.{error.tier} that size, or lower evaluation.max_new_tokens, "
+                    "evaluation.max_predict_samples or evaluation.per_device_eval_batch_size."
+                )
+                raise DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice) from None
+            num_micro_batches = -(-num_micro_batches // 2)
+
+
+def _placed_samples(plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]) -> GenerationPlan:
+    """Return the plan of so many prompts, or raise ``DoesNotFitError``."""
+    graph = plan.graph
+    first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
+    workspace = dict.fromkeys(plan.budgets_by_tier, 0)
+    workspace[program.compute_tier] = _generation_workspace_bytes(run, graph, trace, program)
+    if any(block.in_place for block in program.blocks.values()):
+        workspace["ram"] += buffer_bytes(find_frozen(run, graph)[0].values(), graph.dtype)
+    known = {}
+    for name, budget in plan.budgets_by_tier.items():
+        residency = budget.residency
+        if residency is not None:
+            residency = replace(residency, kinds=residency.kinds & {"activations"})
+        known[name] = replace(budget, workspace_bytes=workspace[name], residency=residency)
+    given = {key: plan.placement.homes[key] for key in program.blocks if key in plan.placement.homes}
+    placement = PlacementSolver(program, list(known.values()), run.placement.homes, given=given).solve()
+    other = replace(
+        plan, run=run, trace=trace, program=program, placement=placement, budgets_by_tier=known, kept_bytes=0
+    )
+    return GenerationPlan(other, first)

@@ -601,6 +601,7 @@ class PlacementSolver:
         allowed: for each kind the tiers that may be its home, preferred first.
         open_bytes: tier -> bytes that no home may take, for copies fetched ahead or on their way out.
         stay_share: how much of the room that homes leave beside the ticks may be taken by copies that stay.
+        given: key -> home of blocks that are there already.
 
     Attributes:
         stops: (home, tier of a use) -> tiers that have a copy for the use.
@@ -613,8 +614,10 @@ class PlacementSolver:
         allowed: Homes,
         open_bytes: Mapping[str, int] | None = None,
         stay_share: float = 0.0,
+        given: Mapping[str, str] | None = None,
     ) -> None:
         self._program = program
+        self._given = given or {}
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = [tier.name for tier in tiers]
         ends = [(tier.name, other) for tier in tiers for other in tier.direct_to]
@@ -717,6 +720,8 @@ class PlacementSolver:
 
     def _homes(self, block: BlockPlan) -> Sequence[str]:
         """Return the tiers that may be the home of a block, preferred first."""
+        if block.key in self._given:
+            return (self._given[block.key],)
         return self._allowed["in place" if block.in_place and FOLDER in self._tiers else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
@@ -764,7 +769,7 @@ class PlacementSolver:
     def _need_with(self, generations: int, tier: str) -> int:
         """Return the smallest capacity of a tier if it kept so many generations."""
         tiers = [replace(t, generations=generations) if t.name == tier else t for t in self._tiers.values()]
-        solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share)
+        solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
         return solver._best_fill()[0].peak(tier, ahead=False)
 
     def _describe(self, state: _Fill, *, ahead: bool) -> Placement:

@@ -232,9 +232,6 @@ def check_ranks(run: RunSpec) -> None:
             f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
         )
         problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
-    if run.objective.preference is not None:
-        message = f'task = "dpo": {several} no rank sees all examples of a step, of which the loss is the mean'
-        problems.append(Problem("task", message, "Start one process"))
     if run.keep_graphs not in ("auto", 0):
         message = (
             f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "

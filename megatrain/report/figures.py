@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -77,6 +77,19 @@ class Setting:
     default: str
 
 
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a model wrote at a step.
+
+    Attributes:
+        step: Of the evaluation.
+        rows: ``prompt``, ``generated`` and ``reference`` of each.
+    """
+
+    step: int
+    rows: Sequence[Mapping[str, str]]
+
+
 @dataclass(frozen=True)
 class Figures:
     """All figures of one run. Bytes and seconds; a share is between 0 and 1. None: not known.
@@ -94,6 +107,7 @@ class Figures:
         last_loss: Of the last step.
         evaluations: Name of a set -> (step, loss), in order.
         judged: Name of a set of preferences -> step -> figures, by TRL's names.
+        samples: Name of a set -> what the model wrote in its newest evaluation that asked for it.
         preferences: Means of such figures over the last steps.
         num_real_tokens: Of all steps, without padding.
         num_trained_tokens: Those of them that have a loss.
@@ -137,6 +151,7 @@ class Figures:
     last_loss: float | None
     evaluations: Mapping[str, Sequence[tuple[int, float]]]
     judged: Mapping[str, Mapping[int, Mapping[str, float]]]
+    samples: Mapping[str, Samples]
     preferences: Mapping[str, float]
     num_real_tokens: int
     num_trained_tokens: int
@@ -192,6 +207,7 @@ def compute_figures(history: RunHistory) -> Figures:
         last_loss=steps[-1]["loss"] if steps else None,
         evaluations=_evaluations(history),
         judged=_judged(history),
+        samples=_samples(history),
         preferences=_mean_preferences(steps[-NUM_LOSSES:]),
         num_real_tokens=real,
         num_trained_tokens=trained,
@@ -274,10 +290,24 @@ def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
     return {name: sorted(losses.items()) for name, losses in sets.items()}
 
 
+def _all_evaluations(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of a set and the figures of an evaluation; first those of summaries, for runs without a log."""
+    for end in history.ends:
+        yield from end.get("evaluations", {}).items()
+    yield from ((str(line.get("name", "eval")), line) for line in history.evaluations)
+
+
+def _samples(history: RunHistory) -> dict[str, Samples]:
+    return {
+        name: Samples(line["step"], line["samples"])
+        for name, line in sorted(_all_evaluations(history), key=lambda each: int(each[1]["step"]))
+        if line.get("samples")
+    }
+
+
 def _judged(history: RunHistory) -> dict[str, dict[int, dict[str, float]]]:
     found: dict[str, dict[int, dict[str, float]]] = {}
-    ends = [(name, last) for end in history.ends for name, last in end.get("evaluations", {}).items()]
-    for name, line in (*ends, *((str(line.get("name", "eval")), line) for line in history.evaluations)):
+    for name, line in _all_evaluations(history):
         if line.get("preferences"):
             found.setdefault(name, {})[line["step"]] = {key: float(x) for key, x in line["preferences"].items()}
     return found

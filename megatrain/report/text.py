@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
-from megatrain.run.metrics import format_preferences, format_rank
+from megatrain.run.metrics import Sample, format_preferences, format_rank, format_samples
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
 __all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
@@ -135,6 +135,9 @@ def _rest(figures: Figures) -> Iterator[str]:
         best_step, best = min(losses, key=lambda each: each[1])
         note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
         yield f"eval    {name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
+    for name, samples in figures.samples.items():
+        yield f"samples of {name} at step {samples.step:,}"
+        yield from format_samples([Sample(**row) for row in samples.rows])
     if figures.preferences:
         yield f"prefer  {format_preferences(figures.preferences)}, means of the last steps"
     if figures.num_real_tokens:

@@ -140,6 +140,21 @@ class StepMetrics:
 
 
 @dataclass(frozen=True, slots=True)
+class Sample:
+    """What the model makes of a row of an evaluation set.
+
+    Attributes:
+        prompt: beginning of the row.
+        generated: what the model writes behind it.
+        reference: what the row has there.
+    """
+
+    prompt: str
+    generated: str
+    reference: str
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationMetrics:
     """Figures of one evaluation set at one step.
 
@@ -152,6 +167,7 @@ class EvaluationMetrics:
         num_tokens: tokens with a label.
         seconds: that training was paused for it.
         preferences: as of steps.
+        samples: of its first rows, if the config asks for them.
     """
 
     step: int
@@ -161,6 +177,7 @@ class EvaluationMetrics:
     num_tokens: int
     seconds: float
     preferences: Mapping[str, float] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
     @property
     def perplexity(self) -> float:
@@ -177,7 +194,10 @@ class EvaluationMetrics:
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; floats that are not finite become text."""
-        return _finite_or_text({**asdict(self), "perplexity": self.perplexity})
+        values = {**asdict(self), "perplexity": self.perplexity}
+        if not self.samples:
+            del values["samples"]
+        return _finite_or_text(values)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> EvaluationMetrics:
@@ -196,6 +216,7 @@ class EvaluationMetrics:
             int(values["num_tokens"]),
             float(values["seconds"]),
             _numbers(values.get("preferences", {})),
+            tuple(Sample(**each) for each in values.get("samples", ())),
         )
 
 
@@ -365,6 +386,23 @@ def format_evaluation(metrics: EvaluationMetrics) -> str:
         f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, {metrics.quality} "
         f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
     )
+
+
+def format_samples(samples: Sequence[Sample]) -> list[str]:
+    """Return a console line of each sample: the end of its prompt, and the beginnings of what follows."""
+    return [
+        f"      ...{_one_line(each.prompt)[-_SHOWN:]} >> {_one_line(each.generated)[:_SHOWN]} "
+        f"(reference: {_one_line(each.reference)[:_SHOWN]})"
+        for each in samples
+    ]
+
+
+#: Characters of a text in a line.
+_SHOWN = 60
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def format_step(metrics: StepMetrics) -> str:

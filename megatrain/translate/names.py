@@ -231,6 +231,7 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "cache_dir": _unneeded("models are folders on this machine"),
     "dataset": _rule("data.train.0.path"),
     "eval_dataset": _rule("data.eval.0.path"),
+    **_in_table("evaluation.", "predict_with_generate max_new_tokens"),
     "dataset_dir": _rule("data.train.0.path"),
     "dataset_info.num_samples": _rule("data.train.0.max_samples"),
     "max_samples": _rule("data.train.0.max_samples"),

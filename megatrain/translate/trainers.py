@@ -315,7 +315,7 @@ _OUR_TASKS = 'There are "sft", "pretrain" and "dpo"'
 
 # Preferences, whose losses have nearly the same names everywhere.
 
-_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "orpo", "simpo")
+_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
 _PREFERENCE_DEFAULTS: dict[str, Any] = {"preference.beta": 0.1}
 
 
@@ -348,9 +348,9 @@ def _put_preference(draft: Draft, loss: Any, theirs: str, names: Mapping[str, st
 
 #: Keys of ``[preference]`` that not all losses have.
 _LOSSES_WITH = {
-    "label_smoothing": ("sigmoid", "robust", "simpo"),
+    "label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
     "simpo_gamma": ("simpo",),
-    "rpo_alpha": ("sigmoid", "hinge", "ipo", "robust", "orpo", "simpo"),
+    "rpo_alpha": ("sigmoid", "hinge", "ipo", "robust", "cpo", "orpo", "simpo"),
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
@@ -962,9 +962,13 @@ def _trl_preference(draft: Draft, kind: str) -> None:
     main = [each for each in named if each != "sft"]
     if len(main) != 1 or len(weights) != len(named):
         raise draft.refuse(f"several losses at once ({', '.join(named)}) are not supported here", "Keep one, and sft")
-    if kind == "cpo" and main[0] != "simpo":
-        raise draft.refuse("CPO is not supported here", 'There is loss_type: "simpo" of it')
-    _put_preference(draft, main[0], "loss_type" if "loss_type" in values else draft.source.task, _TRL_PREFERENCE_NAMES)
+    loss = main[0]
+    if kind == "cpo":
+        if loss not in ("sigmoid", "simpo"):
+            text = f"the loss `{loss}` of CPOTrainer is not supported here"
+            raise draft.refuse(text, 'There are loss_type: "sigmoid" and "simpo" of it')
+        loss = "cpo" if loss == "sigmoid" else loss
+    _put_preference(draft, loss, "loss_type" if "loss_type" in values else draft.source.task, _TRL_PREFERENCE_NAMES)
     by_name = dict(zip(named, weights, strict=True))
     if "sft" in by_name:
         draft.put("preference.rpo_alpha", float(by_name["sft"]) / float(by_name[main[0]]), "loss_weights")

@@ -34,7 +34,7 @@ from processes.rank_runs import (
     wait_until,
 )
 from processes.ranked_command import INSTANTS
-from processes.saved_run import ROOT, SavedRun, command_group, command_words, make_run
+from processes.saved_run import QUICKSTART, ROOT, SavedRun, command_group, command_words, make_run
 
 HOST = socket.gethostname()
 
@@ -160,6 +160,41 @@ def test_the_same_bits_on_any_number_of_ranks(
             assert steps[3]["tier_used_bytes"]["nvme"] > 0 and steps[3]["link_bytes"]["nvme->ram"] > 0
             assert not list((run.folder / "drive").glob("rank*/live/*"))
     assert all(each == found[sizes[0]] for each in found.values())
+
+
+def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path) -> None:
+    """The reference that all ranks ask, losses, figures, evaluations and the model."""
+    keys = (
+        "training.gradient_lanes=4",
+        "task=dpo",
+        f"data.train.0.path={QUICKSTART / 'preferences.jsonl'}",
+        "data.val_size=6",
+        "data.packing=false",
+        "data.max_length=64",
+        "data.cache_dir=none",
+        "training.per_device_train_batch_size=1",
+        "evaluation.eval_steps=2",
+    )
+    found = []
+    for size in (1, 2):
+        run = made.copy(tmp_path / str(size))
+        ended = launch(size, run.write_config(steps=3), *OPTIONS, *options(*keys))
+        assert ended.codes == [0], ended.err
+        lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+        figures = [(line["loss"], line.get("grad_norm"), line["preferences"]) for line in lines]
+        assert len(figures) == 5 and all(each for *_, each in figures)
+        (asked,) = (run.out / "reference").iterdir()
+        found.append(
+            (figures, asked.read_bytes().partition(b"\n")[2], (run.out / "final/model.safetensors").read_bytes())
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_samples_are_of_one_process(made: SavedRun) -> None:
+    ended = launch(2, made.write_config(), *OPTIONS, *options("predict_with_generate=true"))
+    assert ended.codes == [2] and len(ended.errors) == 1, ended.err
+    assert "evaluation.predict_with_generate = true, but several processes" in ended.errors[0]
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

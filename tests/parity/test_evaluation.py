@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import itertools
 import json
 import math
 import os
@@ -21,9 +23,15 @@ from megatrain.config.resolve import resolve_evaluation
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
+from megatrain.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
 from megatrain.models.graph import build_graph
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan.plan import Plan
+from megatrain.report.figures import compute_figures
+from megatrain.report.history import read_history
+from megatrain.report.page import render_page
+from megatrain.report.text import report_lines
+from megatrain.run.loggers import last_evaluations
 from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
@@ -162,6 +170,7 @@ class Run:
     config: Any
     summary: RunSummary
     evaluations: list[EvaluationMetrics]
+    sampler: Sampler | None
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -215,7 +224,7 @@ def train(
     trainer = Trainer(load_config(path).config, observer=watcher)
     summary = trainer.train()
     assert summary.interrupted == (stop_after is not None)
-    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations)
+    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations, trainer.evaluator.sampler)
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +257,88 @@ def test_same_bits_with_evaluations_and_planned_traffic(
         weights = sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "weights")
         of_a_pass = traffic_of_passes(run.plan, 1)
         assert sum(nbytes for link, nbytes in of_a_pass.items() if link.startswith("nvme->")) >= weights
+
+
+#: Three rows of each set, two of them in a micro-batch.
+SAMPLES = EVALUATION + "\npredict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5"
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return train(tmp_path_factory.mktemp("sampled"), tiny_model, PLACEMENTS["RAM"], evaluation=SAMPLES)
+
+
+def test_samples_are_the_tokens_of_transformers(sampled: Run, in_ram: Run) -> None:
+    assert [metrics.step for metrics in sampled.evaluations] == [0, 0, 3, 3, 5, 5]
+    assert sampled.logged == in_ram.logged
+    model = AutoModelForCausalLM.from_pretrained(sampled.folder / "out/final", dtype=torch.float32)
+    tokenizer = load_tokenizer(sampled.config.model.model_name_or_path)
+    for each, metrics in zip(sampled.sets(), sampled.evaluations[-2:], strict=True):
+        dataset = each.loader.dataset
+        starts = dataset.starts[:4]
+        rows = [torch.from_numpy(dataset.tokens[a:b].astype("int64")) for a, b in itertools.pairwise(starts)]
+        prompts, answers = [row[: len(row) // 2] for row in rows], [row[len(row) // 2 :][:5] for row in rows]
+        expected: list[str] = []
+        for pair in (prompts[:2], prompts[2:]):
+            width = max(map(len, pair))
+            ids = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0)) for row in pair])
+            mask = torch.stack([torch.arange(width) >= width - len(row) for row in pair]).long()
+            made = model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            expected += tokenizer.batch_decode(made[:, width:], skip_special_tokens=True)
+        assert [sample.generated for sample in metrics.samples] == expected
+        assert [sample.reference for sample in metrics.samples] == tokenizer.batch_decode(answers)
+        assert [sample.prompt for sample in metrics.samples] == tokenizer.batch_decode(prompts)
+    # The log has them, and so have those who read it: the report, its page, and a run that is continued.
+    found = last_evaluations(sampled.folder / "out/metrics.jsonl", NUM_STEPS)
+    assert found["held_out"].samples == sampled.evaluations[-2].samples
+    history = read_history(sampled.folder / "out")
+    figures = compute_figures(history)
+    assert figures.samples["the start"].step == NUM_STEPS and len(figures.samples["held_out"].rows) == 3
+    page = html.unescape(render_page(history, figures))
+    assert all(sample.generated in page and sample.reference in page for sample in sampled.evaluations[-1].samples)
+    assert any(">> " in line for line in report_lines(figures))
+
+
+def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: Run) -> None:
+    assert sampled.sampler is not None
+    with Trainer(sampled.config, plan=sampled.plan).open() as trainer:
+        trainer.load()
+        store = trainer.store
+        before = set(store), store.stats().tiers["ram"].used_bytes
+        answers = iter([False, False, True])  # after the second of five passes
+        stopped = sampled.sampler.samples_of("held_out", store, trainer.activity, lambda: next(answers))
+        assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
+        whole = sampled.sampler.samples_of("held_out", store, trainer.activity, lambda: False)
+        assert tuple(whole) == sampled.evaluations[0].samples
+        assert before == (set(store), store.stats().tiers["ram"].used_bytes)
+
+
+@pytest.mark.parametrize("placement", ["NVMe", "parts", "GPU", "some GPU", "past RAM"])
+def test_samples_change_no_bit_and_move_what_is_planned(
+    placement: str,
+    tiny_model: Path,
+    tmp_path: Path,
+    without: Run,
+    sampled: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if placement == "parts":  # of embeddings and the head: rows are looked up in them, the head's are put together
+        monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    run = train(tmp_path / "w", tiny_model, PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), evaluation=SAMPLES)
+    assert placement != "parts" or run.plan.program.cut_weights
+    if placement != "parts":  # whose sums are others
+        assert run.losses == without.losses and run.weights == without.weights
+        assert [each.samples for each in run.evaluations] == [each.samples for each in sampled.evaluations]
+    assert run.evaluations[0].samples == sampled.evaluations[0].samples
+    planned = Counter[str]()
+    for num_steps in SEGMENTS:
+        planned.update(run.plan.placement.run_traffic_bytes(num_steps))
+    planned.update(traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in run.sets())))
+    assert run.sampler is not None and (placement == "GPU" or any(run.sampler.planned_bytes.values()))
+    planned.update(run.sampler.planned_bytes)
+    assert run.summary.link_bytes == dict(planned)
+    for tier, nbytes in run.summary.tier_peak_bytes.items():
+        assert nbytes <= run.plan.budgets[tier]
 
 
 def train_plan(folder: Path, without: Run) -> Plan:

@@ -146,6 +146,9 @@ def written_out(loss: PreferenceLoss, batches: list[dict[str, Tensor]], policy: 
             terms.append(
                 -(1 - eps) * functional.logsigmoid(beta * margin) - eps * functional.logsigmoid(-beta * margin)
             )
+        elif loss.loss_type == "cpo":
+            right, wrong = (-functional.logsigmoid(sign * beta * (chosen - rejected)) for sign in (1, -1))
+            terms.append((1 - eps) * right + eps * wrong)
         elif loss.loss_type == "hinge":
             terms.append(torch.relu(1 - beta * margin))
         elif loss.loss_type == "robust":
@@ -169,6 +172,7 @@ LOSSES = {
     "robust": PreferenceLoss("robust", label_smoothing=0.1),
     "ipo": PreferenceLoss("ipo", beta=0.5),
     "kto": PreferenceLoss("kto", desirable_weight=1.5, undesirable_weight=0.5),
+    "cpo": PreferenceLoss("cpo", beta=0.3, rpo_alpha=0.6, label_smoothing=0.1),
     "orpo": PreferenceLoss("orpo", beta=0.3),
     "simpo": PreferenceLoss("simpo", beta=2.0, simpo_gamma=0.7),
 }
@@ -241,10 +245,16 @@ def trl_trainer(setup: Setup, tmp_path: Path) -> Any:
         weights = {"desirable_weight": loss.desirable_weight, "undesirable_weight": loss.undesirable_weight}
         args = KTOConfig(**common, **weights, train_sampling_strategy="sequential")
         return KTOTrainer(**given, ref_model=setup.reference, args=args)
-    if loss.loss_type == "simpo":
+    if loss.loss_type in ("cpo", "simpo"):
         from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-        args = CPOConfig(**common, loss_type="simpo", cpo_alpha=loss.rpo_alpha, simpo_gamma=loss.simpo_gamma)
+        args = CPOConfig(
+            **common,
+            loss_type="simpo" if loss.loss_type == "simpo" else "sigmoid",
+            label_smoothing=loss.label_smoothing,
+            cpo_alpha=loss.rpo_alpha,
+            simpo_gamma=loss.simpo_gamma,
+        )
         return CPOTrainer(**given, args=args)
     if loss.loss_type == "orpo":
         from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -265,13 +275,13 @@ def trl_trainer(setup: Setup, tmp_path: Path) -> Any:
 TRL = {
     "sigmoid": LOSSES["sigmoid"],
     "with_likelihood": PreferenceLoss(rpo_alpha=0.5, beta=0.3),
-    **{name: LOSSES[name] for name in ("hinge", "robust", "ipo", "kto", "orpo", "simpo")},
+    **{name: LOSSES[name] for name in ("hinge", "robust", "ipo", "kto", "cpo", "orpo", "simpo")},
 }
 
 
 def trl_inputs(setup: Setup, trainer: Any) -> Any:
     """Return a micro-batch as TRL's trainer takes it."""
-    if setup.loss.loss_type not in ("orpo", "simpo"):
+    if setup.loss.loss_type not in ("cpo", "orpo", "simpo"):
         return trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
     # These tokenize prompts in a way of their own: they get our rows.
     (batch,) = setup.batches

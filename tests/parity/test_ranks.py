@@ -314,15 +314,3 @@ def test_evaluations_are_dealt_as_memory_is_planned(tmp_path: Path) -> None:
         for rank, own in enumerate(dealt):
             trained = replace(run, world=World.local(rank, size)).own_micro_batches
             assert 0 < len(own) * rows <= len(trained) * 3, (size, rows, rank)
-
-
-def test_preferences_are_of_one_process(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(
-        f'task = "dpo"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{tmp_path}"\n'
-        '[[data.train]]\npath = "x.jsonl"\n'
-        "[training]\ngradient_accumulation_steps = 4\n"
-    )
-    run = resolve(load_config(tmp_path / "run.toml").config)
-    check_ranks(run)
-    with pytest.raises(ConfigError, match='task = "dpo": with 2 processes'):
-        check_ranks(replace(run, world=World.local(0, 2)))

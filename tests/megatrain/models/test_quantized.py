@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -18,7 +19,7 @@ from megatrain.models.graph import build_graph
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.layout import views
 from megatrain.models.load import open_loader
-from megatrain.models.quantized import decode
+from megatrain.models.quantized import decode, find_decoders
 from oracles.quantize import BLOCK, METHODS, fp8, mxfp4, quantized_pair
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered import TransferError
@@ -106,6 +107,47 @@ def test_mxfp4_is_decoded_as_transformers_does(tmp_path: Path) -> None:
     folder = ModelFolder(tmp_path)
     assert list(folder.records) == ["experts.gate"]
     assert torch.equal(folder.read("experts.gate"), meant)
+
+
+def decoded_nf4(tensors: dict[str, torch.Tensor], shape: torch.Size) -> torch.Tensor:
+    """Return what our decoder makes of the tensors of one weight, by the ends of their names, fp32."""
+    names = {torch.uint8: "U8", torch.float32: "F32"}
+    shapes = {f"weight{end}": (tuple(tensor.shape), names[tensor.dtype]) for end, tensor in tensors.items()}
+    stored = {f"weight{end}": tensor.reshape(-1).view(torch.uint8) for end, tensor in tensors.items()}
+
+    def read(name: str, first: int, count: int) -> torch.Tensor:
+        return stored[name][first : first + count].clone()
+
+    decoder = find_decoders(shapes, {"quant_method": "bitsandbytes", "load_in_4bit": True}, read)["weight"]
+    return decode(decoder, 0, shape.numel(), read).view(shape)
+
+
+def test_nf4_is_decoded_as_bitsandbytes_did() -> None:
+    """Recorded on a CPU by bitsandbytes 0.50.2: blocks of 64, and of 128 with scales in 8 bits."""
+    recorded = load_file(Path(__file__).parents[2] / "data/bitsandbytes_nf4.safetensors")
+    cases = [name.removesuffix(".dequantized") for name in recorded if name.endswith(".dequantized")]
+    assert len(cases) == 6
+    for case in cases:
+        theirs, prefix = recorded[f"{case}.dequantized"], f"{case}.weight"
+        parts = {name.removeprefix(prefix): each for name, each in recorded.items() if name.startswith(prefix)}
+        assert torch.equal(decoded_nf4(parts, theirs.shape).to(theirs.dtype), theirs), case
+
+
+def test_nf4_is_decoded_as_bitsandbytes_does() -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    generator = torch.Generator().manual_seed(5)
+    # A last block that is not full; scales that have several scales of their own.
+    for shape, dtype, block, nested in itertools.product(
+        ((33, 130), (160, 512)), (torch.float32, torch.bfloat16, torch.float16), (64, 128), (False, True)
+    ):
+        weight = (torch.randn(shape, generator=generator) * 0.05).to(dtype)
+        quantized, state = functional.quantize_4bit(
+            weight, blocksize=block, quant_type="nf4", compress_statistics=nested
+        )
+        parts = {f".{name}": each for name, each in state.as_dict(packed=True).items()}
+        theirs = functional.dequantize_4bit(quantized, state)
+        ours = decoded_nf4({"": quantized, **parts}, theirs.shape)
+        assert torch.equal(ours.to(dtype), theirs), (shape, dtype, block, nested)
 
 
 def test_fp8_is_decoded_as_transformers_does(tmp_path: Path) -> None:

@@ -430,7 +430,10 @@ REFUSED = {
     "rl": ("base_model: a\nrl: grpo\n", "GRPO is not supported"),
     "reward model": ("base_model: a\nreward_model: true\n", "reward model training is not supported"),
     "TRL, two losses": ("model_name_or_path: a\ndataset_name: b\nbeta: 0.1\nloss_type: [ipo, hinge]\n", "several"),
-    "TRL CPO": ("model_name_or_path: a\ndataset_name: b\ncpo_alpha: 0.1\n", "CPO is not supported"),
+    "TRL CPO": (
+        "model_name_or_path: a\ndataset_name: b\ncpo_alpha: 0.1\nloss_type: ipo\n",
+        "the loss `ipo` of CPOTrainer is not supported",
+    ),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
     "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),
 }  # fmt: skip

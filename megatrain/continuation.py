@@ -1,0 +1,205 @@
+"""A batch of prompts continued by passes over the blocks of a store: transformers' ``generate`` and its cache.
+
+Used for whole commands (``generation``) and between the steps of a run (``evaluation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.chat import ChatSettings, generation_options
+from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.step import StoreAccess
+from megatrain.optim.threads import KernelThreads
+from megatrain.run.activity import Activity
+from megatrain.tiers import set_schedule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.engine.program import Stays
+    from megatrain.plan.forward import GenerationPlan
+    from tiered import TieredStore
+
+__all__ = ["Continuation", "StoppedError"]
+
+
+class StoppedError(Exception):
+    """Somebody wants the passes to end; nothing is leased or on its way."""
+
+
+class Continuation:
+    """Continues batches of prompts with the weights of a store. Used by one thread.
+
+    Args:
+        plan: of a batch.
+        store: with the blocks of the plan.
+        tokenizer: of the model.
+        settings: of the completions.
+        activity: progress within a pass, for status.
+        is_exact: nothing is fetched ahead of the pass that runs, as all prompts may have ended after it. Else the links
+            are busy from one pass to the next, and what was fetched for one that does not come was for nothing.
+        should_stop: asked before each pass.
+
+    Attributes:
+        planned_bytes: link -> bytes that the passes so far were planned to move.
+    """
+
+    def __init__(
+        self,
+        plan: GenerationPlan,
+        store: TieredStore,
+        tokenizer: Any,
+        settings: ChatSettings,
+        *,
+        activity: Activity | None = None,
+        is_exact: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._generation, self._plan, self._store = plan, plan.plan, store
+        self._tokenizer, self._settings = tokenizer, settings
+        self._activity, self._is_exact, self._should_stop = activity or Activity(), is_exact, should_stop
+        self.planned_bytes: dict[str, int] = {}
+
+    def run(self, prompts: Sequence[Tensor], first_micro_batch: int = 0) -> list[tuple[int, ...]]:
+        """Return the new tokens of prompts, the end of text included.
+
+        Args:
+            prompts: tokens of each, no more than the plan has rows.
+            first_micro_batch: number of the first one, from which random numbers come.
+
+        Raises:
+            StoppedError: ``should_stop`` said so.
+            VisitOrderError: prompts call different layers, or others than planned.
+        """
+        from transformers import DynamicCache
+
+        plan, store = self._plan, self._store
+        graph, homes, model = plan.graph, plan.placement.homes, plan.graph.model
+        rows = plan.micro_batch_size
+        batches = [self._batch(prompts[first : first + rows]) for first in range(0, len(prompts), rows)]
+        num_new = self._settings.max_new_tokens
+        num_passes = 0
+        programs = (self._generation.first, plan.program)
+        all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
+        accesses = [
+            StoreAccess(store, graph, plan.trace, program, homes, stays, KernelThreads(1), activity=self._activity)
+            for program, stays in zip(programs, all_stays, strict=True)
+        ]
+        turn = _Turns(accesses)
+
+        def on_pass(number: int) -> None:
+            nonlocal num_passes
+            if number:
+                turn.access.end_step()
+            if self._should_stop():
+                raise StoppedError
+            num_passes = number + 1
+            at = min(number, 1)  # the first pass fills the cache, the others have it
+            turn.access = accesses[at]
+            if number <= 1 or self._is_exact:
+                store.set_schedule(None)
+                count = 1 if number == 0 or self._is_exact else max(1, num_new - 1)
+                set_schedule(store, programs[at].schedule(homes, count, first_step=number), plan.run.prefetch_bytes)
+            # Of a pass that makes a token of each prompt; the first one has all of their tokens.
+            turn.access.num_tokens = sum(map(len, prompts)) if number == 0 else len(prompts)
+            turn.access.start_step(number)
+
+        runner = GenerationRunner(
+            graph, turn, device=plan.device, trace=plan.trace, num_micro_batches=plan.num_micro_batches
+        )
+        config = graph.config.get_text_config(decoder=True)
+        caches = [DynamicCache(config=config) for _ in batches]
+        options = generation_options(self._settings, self._tokenizer, num_new)
+        functions = [_generating(model, batch, cache, options) for batch, cache in zip(batches, caches, strict=True)]
+        seeds = [(self._settings.seed or 0) + first_micro_batch + number for number in range(len(batches))]
+        before = model.generation_config
+        _read_generation_config(model, Path(plan.run.model.folder))
+        ends = _ends_of(model)
+        outputs: list[Any] | None = None
+        try:
+            outputs = runner.run(functions, caches, seeds, on_pass)
+            turn.access.end_step()
+        except StoppedError:  # between two passes
+            pass
+        finally:
+            model.generation_config = before
+        turn.access.finish()
+        store.set_schedule(None)
+        moved = self._generation.planned_bytes(num_passes) if num_passes else {}
+        for link, nbytes in moved.items():
+            self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes
+        if outputs is None:
+            raise StoppedError
+        return [
+            tuple(_until_end(row, ends))
+            for batch, output in zip(batches, outputs, strict=True)
+            for row in output[:, batch["input_ids"].shape[1] :].tolist()
+        ]
+
+    def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return prompts padded on the left to one length, as ``generate`` wants them."""
+        width = max(map(len, prompts))
+        pad = self._tokenizer.pad_token_id
+        pad = self._tokenizer.eos_token_id if pad is None else pad
+        ids = torch.full((len(prompts), width), 0 if pad is None else pad, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, tokens in enumerate(prompts):
+            ids[row, width - len(tokens) :], mask[row, width - len(tokens) :] = tokens, 1
+        return {"input_ids": ids.to(self._plan.device), "attention_mask": mask.to(self._plan.device)}
+
+
+class _Turns:
+    """The blocks of the pass that runs: those of the first one, or of the others; a ``GenerationAccess``."""
+
+    def __init__(self, accesses: Sequence[StoreAccess]) -> None:
+        self.access = accesses[0]
+
+    def begin(self, phase: Any, visit: int) -> None:
+        """Go to a visit."""
+        self.access.begin(phase, visit)
+
+    def weights(self, unit: Any, visit: int) -> Any:
+        """Lease weights."""
+        return self.access.weights(unit, visit)
+
+    def skip_weights(self, unit: Any, visit: int) -> None:
+        """Leave weights where they are."""
+        self.access.skip_weights(unit, visit)
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Note visits whose weights will be left where they are."""
+        self.access.note_idle(visits, idle)
+
+    def cache_room(self, visit: int, micro_batch: int) -> Any:
+        """Lease what the cache holds."""
+        return self.access.cache_room(visit, micro_batch)
+
+
+def _generating(model: Any, batch: Mapping[str, Tensor], cache: Any, options: Mapping[str, Any]) -> Callable[[], Any]:
+    return lambda: model.generate(**batch, past_key_values=cache, **options)
+
+
+def _read_generation_config(model: Any, folder: Path) -> None:
+    """Give a model the generation_config.json of its folder, if there is one."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder))
+
+
+def _ends_of(model: Any) -> frozenset[int]:
+    ends = model.generation_config.eos_token_id
+    return frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _until_end(ids: list[int], ends: frozenset[int]) -> list[int]:
+    """Return the tokens up to the first that ends a text, with it; what follows is padding."""
+    for number, token in enumerate(ids):
+        if token in ends:
+            return ids[: number + 1]
+    return ids
