@@ -71,7 +71,7 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
-    """Muon with the best model and samples, moments in 8 bits, preferences: a few steps of each."""
+    """Muon with the best model and samples, moments in 8 bits with an average of the weights, preferences."""
     options = [f"-c{tmp_path}/options/{name}.toml" for name in ("muon", "best_model")]
     best = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1")
     assert best.returncode == 0, best.stdout + best.stderr
@@ -80,10 +80,10 @@ def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
     assert [(line["step"], len(line["samples"])) for line in evaluations] == [(2, 2), (4, 2)]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     check_folder(tmp_path / "outputs/best_model/final")
-    words = (f"-c{tmp_path}/options/small_states.toml", "--max-steps=4", "--set=warmup_steps=1")
-    small = run_example("tiny.toml", tmp_path, *words)
+    options = [f"-c{tmp_path}/options/{name}.toml" for name in ("small_states", "average")]
+    small = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=warmup_steps=1")
     assert small.returncode == 0, small.stdout + small.stderr
-    steps = [line for line in metrics_of(tmp_path / "outputs/small_states") if "event" not in line]
+    steps = [line for line in metrics_of(tmp_path / "outputs/average") if "event" not in line]
     assert len(steps) == 4 and steps[-1]["loss"] < steps[0]["loss"]
     words = ("data.val_size=4", "predict_with_generate=true", "max_predict_samples=2", "max_new_tokens=16")
     preferred = run_example("dpo.toml", tmp_path, "--max-steps=3", *(f"--set={word}" for word in words))
