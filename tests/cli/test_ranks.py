@@ -194,7 +194,7 @@ def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path
 def test_samples_are_of_one_process(made: SavedRun) -> None:
     ended = launch(2, made.write_config(), *OPTIONS, *options("predict_with_generate=true"))
     assert ended.codes == [2] and len(ended.errors) == 1, ended.err
-    assert "evaluation.predict_with_generate = true, but several processes" in ended.errors[0]
+    assert "evaluation.predict_with_generate = true, but several processes" in ended.err
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------
