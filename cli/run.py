@@ -209,14 +209,14 @@ def _run(
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
     """Return the plan of one of several processes, none of which is started; None: the config asks for one."""
+    size = loaded.config.distributed.processes
+    if size == 1:
+        return None
     from megatrain.config.resolve import resolve
     from megatrain.plan.planner import plan_run
     from megatrain.ranks.world import World
     from megatrain.trainer import with_kept_lanes
 
-    size = loaded.config.distributed.processes
-    if size == 1:
-        return None
     return plan_run(replace(with_kept_lanes(resolve(loaded.config)), world=World.local(0, size)))
 
 

@@ -51,12 +51,22 @@ LONG_MATRICES = (
     "tests/megatrain/verify/",
     "tests/cli/test_ranks.py",
     "tests/docs/test_sizing.py",
+    "tests/examples/test_popular_examples.py::test_an_example_is_planned",
 )
 SHARE, FEWEST = 13, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one.
 SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
-LONG_BENCHES = ("plan_accuracy", "nvme_step", "overlap", "recompute", "compare/deepspeed", "gpu", "gpu_profile")
+LONG_BENCHES = (
+    "plan_accuracy",
+    "activations",
+    "nvme_step",
+    "overlap",
+    "recompute",
+    "compare/deepspeed",
+    "gpu",
+    "gpu_profile",
+)
 
 
 @pytest.fixture

@@ -525,6 +525,7 @@ def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
     assert rows["ours.nvme->ram.per_step"] > 0  # it streams
 
 
+@pytest.mark.slow
 def test_planned_bytes_are_moved_bytes_here_and_at_other_sizes() -> None:
     rows = {row["name"]: row for row in run("plan_accuracy")}
     for name in ("small_on_nvme", "small_on_nvme.what_if.ram=1GiB"):

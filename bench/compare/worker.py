@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-#: Both sides: AdamW with these.
-LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY = 1e-4, (0.9, 0.95), 1e-8, 0.01
+#: Both sides: AdamW with these, gradients clipped to this norm where they are.
+LEARNING_RATE, BETAS, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-4, (0.9, 0.95), 1e-8, 0.01, 1.0
 RESULT_FD = 1
 
 
@@ -42,7 +42,7 @@ class Job:
     compute_dtype: str = "bfloat16"
     ram: str = ""
     is_pipelined: bool = True
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = MAX_GRAD_NORM
     overrides: Mapping[str, Any] | None = None
     rank: int = 0
     size: int = 1

@@ -26,6 +26,7 @@ MODEL_INTERNALS = {
     "transformers.core_model_loading:build_glob_alternation": "weights that stay in fp32",
     "transformers.core_model_loading:dot_natural_key": "names of weights in files",
     "transformers.core_model_loading:rename_source_key": "names of weights in files",
+    "transformers.integrations.moe:_grouped_linear": "experts in parts",
     "transformers.initialization:guard_torch_init_functions": "initial weights",
     "transformers.initialization:no_init_weights": "models without memory",
     "transformers.loss.loss_utils:ForCausalLMLoss": "the loss, which the head computes in pieces",

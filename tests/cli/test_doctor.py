@@ -48,6 +48,7 @@ def test_it_measures_prints_and_keeps(call: Call, drive: Path) -> None:
     assert machine.drive_of(drive) is not None
 
 
+@pytest.mark.slow
 def test_several_processes_measure_at_once(call: Call, drive: Path) -> None:
     result = call("--quick", "--processes", "2", drive)
     assert result.exit_code == 0, result.output

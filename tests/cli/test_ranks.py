@@ -344,7 +344,8 @@ def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path,
     assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
-@pytest.mark.parametrize("worlds", [(2, 1), pytest.param((1, 3, 2, 1), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("worlds", [(2, 1), (1, 3, 2, 1)])
 def test_ranks_go_on_from_whole_copies(worlds: Sequence[int], made: SavedRun, tmp_path: Path) -> None:
     """Every start loses all drives afterwards; the next one, of another number of ranks, goes on from the copy."""
     run, drive, step = made.copy(tmp_path / "run"), tmp_path / "run/drive", 0

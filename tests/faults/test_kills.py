@@ -61,9 +61,9 @@ def disturb(model: Path, folder: Path, *, kills: int, stops: int, seed: int, per
 
 @pytest.mark.fault
 def test_killed_and_stopped_runs_end_with_the_same_bits(model: Path, tmp_path: Path) -> None:
-    figures = disturb(model, tmp_path, kills=8, stops=2, seed=1, per_run=2)
-    assert len(figures["SIGKILL"]["hits"]) >= 8 and figures["SIGKILL"]["runs"] >= 4  # one of each placement
-    assert len(figures["SIGTERM"]["hits"]) >= 2
+    figures = disturb(model, tmp_path, kills=4, stops=1, seed=1, per_run=1)
+    assert len(figures["SIGKILL"]["hits"]) >= 4 and figures["SIGKILL"]["runs"] >= 4  # one of each placement
+    assert len(figures["SIGTERM"]["hits"]) >= 1
 
 
 @pytest.mark.fault

@@ -66,6 +66,7 @@ def test_what_cannot_be_copied_is_refused(tmp_path: Path) -> None:
         write_small_model(CONFIG_MAPPING["t5"](), tmp_path, attn_implementation="auto", seed=1)
 
 
+@pytest.mark.slow
 def test_the_default_proof(tmp_path: Path) -> None:
     said: list[str] = []
     verdict = verify(None, scratch=tmp_path, on_progress=said.append)
