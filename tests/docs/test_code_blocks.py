@@ -238,7 +238,15 @@ def test_every_block_says_what_it_is(page: str) -> None:
     assert sum(bool(block.reason) for block in BLOCKS[page]) == NOT_EXECUTED.get(page, 0)
 
 
-@pytest.mark.parametrize("reader", [page for page in NAMES if BLOCKS[page]], indirect=True)
+#: What test_readme.py and test_examples.py run as well.
+LONG_PAGES = ("docs/quickstart.md", "examples/README.md")
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG_PAGES else page for page in NAMES if BLOCKS[page]],
+    indirect=True,
+)
 def test_blocks_are_executed(reader: Reader) -> None:
     followed = 0
     for block in BLOCKS[reader.page]:

@@ -216,6 +216,7 @@ def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline:
     result.assert_as_planned()
 
 
+@pytest.mark.slow
 def test_more_gpu_memory_never_moves_more(tiny_model: Path, tmp_path: Path) -> None:
     """But for one percent at the tightest sizes: a block that has its home there is room that copies lack."""
     moved = []

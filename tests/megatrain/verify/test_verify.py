@@ -133,6 +133,7 @@ def test_a_wrong_update_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert failed(verify(None, tiers=["ram"], scratch=tmp_path)) >= {"loss", "weights"}
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_place_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = proof.make_config
 
