@@ -53,13 +53,14 @@ LONG_MATRICES = (
     "tests/docs/test_sizing.py",
     "tests/examples/test_popular_examples.py::test_an_example_is_planned",
 )
-SHARE, FEWEST = 13, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
+SHARE, FEWEST = 17, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one.
 SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = (
     "plan_accuracy",
     "activations",
+    "ranks",
     "nvme_step",
     "overlap",
     "recompute",

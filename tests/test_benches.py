@@ -134,6 +134,7 @@ def test_embedded_optimizer_computes_what_torch_does() -> None:
         assert f"free.{peer}.step" in rows or rows[f"{peer}.step"]["unit"].startswith("skipped: "), peer
 
 
+@pytest.mark.slow
 def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
     rows = {row["name"]: row["value"] for row in run("ranks")}
     assert rows["nvme.1x2.steps_that_differ"] == 0

@@ -96,10 +96,8 @@ def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None
 
     # Once it is here, the network is not needed.
     hub.asked.clear()
-    again = machine.call("run", config, "--max-steps", "3", HF_ENDPOINT="http://127.0.0.1:9")
-    assert again.returncode == 0 and not hub.asked, again.stderr
-    exported = machine.call("export", machine.run.out, machine.run.folder / "e", HF_HUB_OFFLINE="1")
-    assert exported.returncode == 0, exported.stderr
+    exported = machine.call("export", machine.run.out, machine.run.folder / "e", HF_ENDPOINT="http://127.0.0.1:9")
+    assert exported.returncode == 0 and not hub.asked, exported.stderr
 
     # And the result goes there.
     out = machine.run.folder / "sent"
@@ -117,6 +115,9 @@ def test_what_is_told_before_it_is_fetched_and_when_it_cannot_be_sent(machine: M
     checked = machine.call("check", config)
     assert checked.returncode == 0 and "`run` fetches" in checked.stdout and "in 3 files" in checked.stdout, checked
     assert machine.call("run", config).returncode == 0
+    machine.hub.asked.clear()
+    again = machine.call("run", config, "--max-steps", "3", HF_ENDPOINT="http://127.0.0.1:9")
+    assert again.returncode == 0 and not machine.hub.asked, again.stderr
     refused = machine.call("export", machine.run.out, out, "--push-to-hub", "me/result", HF_TOKEN="wrong")
     assert refused.returncode == 2 and "HF_TOKEN" in refused.stderr and out.is_dir(), refused.stderr
 
