@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -117,7 +118,7 @@ class Bench:
 
     def run(self) -> None:
         """Take one unmeasured round and then the measured ones, and print the rows."""
-        config = run_config(self._model, self._arguments.text, self._shape, self._folder)
+        config = self._config()
         nvme_config = self._nvme_config()
         data = batches(config)
         with ExitStack() as stack:
@@ -151,8 +152,12 @@ class Bench:
         return with_tight_ram(self._config_with_ram) if ram is None else self._config_with_ram(ram)
 
     def _config_with_ram(self, ram: str) -> RunConfig:
-        tiers = {"ram": {"size": ram}, "nvme": [{"path": str(self._folder / "nvme")}]}
-        return run_config(self._model, self._arguments.text, self._shape, self._folder, tiers=tiers)
+        return self._config(tiers={"ram": {"size": ram}, "nvme": [{"path": str(self._folder / "nvme")}]})
+
+    def _config(self, **tables: Any) -> RunConfig:
+        """Return a config that keeps the graphs that fit, as a run does by default."""
+        keeps = {"keep_graphs": "auto"}
+        return run_config(self._model, self._arguments.text, self._shape, self._folder, advanced=keeps, **tables)
 
     def _tell_times(self, rounds: Rounds) -> None:
         for name in SIDES:
