@@ -535,6 +535,8 @@ def summary_lines(summary: RunSummary) -> list[str]:
         f"eval   {name}: loss {each.loss:.4f}, {each.quality} at step {each.step}"
         for name, each in summary.evaluations.items()
     ]
+    if summary.num_processes > 1:
+        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are what the first of them did")
     if summary.tier_peak_bytes:
         peaks, limits = summary.tier_peak_bytes, summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())

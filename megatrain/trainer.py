@@ -1142,6 +1142,7 @@ class Trainer:
             interrupted=interrupted,
             saved_step=self.saver.saved_step,
             evaluations=dict(self.evaluator.latest),
+            num_processes=self.run.world.size,
         )
 
 

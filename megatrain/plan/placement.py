@@ -524,6 +524,7 @@ class TierBudget:
         filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
         residency: of the compute tier, if it is not RAM.
         direct_to: tiers, not neighbours, that copies come from and go to without passing those between.
+        num_processes: of this host, which have as much each; the config gives the size of all.
     """
 
     name: str
@@ -534,6 +535,7 @@ class TierBudget:
     filling_bytes: int = 0
     residency: Residency | None = None
     direct_to: frozenset[str] = frozenset()
+    num_processes: int = 1
 
     def generation_bytes(self, block: BlockPlan) -> int:
         """Return what the generations of a block take that is at home here."""
@@ -741,16 +743,18 @@ class PlacementSolver:
         return found
 
     def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
-        have = self._tiers[tier].capacity_bytes
+        have, num_processes = self._tiers[tier].capacity_bytes, self._tiers[tier].num_processes
         need = state.peak(tier, ahead=False)
+        in_all = ""
+        if num_processes > 1:
+            nbytes = num_processes * need
+            in_all = f" for each of {num_processes} processes, {nbytes} ({format_size(nbytes)}) in all"
         if tier == self._order[-1] and len(self._order) > 1:
-            advice = f"Give tiers.{tier} that size, or a faster tier room for {format_size(need - have)} more."
-        elif "nvme" in self._order:
-            advice = f"Give tiers.{tier}.size that much, or lower data.max_length or the batch."
+            more = format_size(need - have)
+            advice = f"Give tiers.{tier} that size{in_all}, or a faster tier room for {more} more."
         else:
-            advice = (
-                f"Give tiers.{tier}.size that much, add a [[tiers.nvme]] path, or lower data.max_length or the batch."
-            )
+            drive = "" if "nvme" in self._order else " add a [[tiers.nvme]] path,"
+            advice = f"Give tiers.{tier}.size that much{in_all},{drive} or lower data.max_length or the batch."
         return DoesNotFitError(tier, need, have, advice + self._less_for_checkpoints(tier, state))
 
     def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:

@@ -825,7 +825,13 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     if tiers.ram_size.is_auto and not run.world.is_single:
         capacity -= run.world.local_size * RANK_BYTES
     capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
-    budgets["ram"] = TierBudget("ram", capacity, lambda n: round_up(n, PAGE_BYTES), 0 if on_gpu else workspace)
+    budgets["ram"] = TierBudget(
+        "ram",
+        capacity,
+        lambda n: round_up(n, PAGE_BYTES),
+        0 if on_gpu else workspace,
+        num_processes=run.world.local_size,
+    )
     if tiers.drives:
         shares = check_rates(tiers.rates, len(tiers.drives))
         capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
@@ -835,6 +841,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
             functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
             generations=run.checkpoint.num_generations,
             direct_to=frozenset({"gpu"} if is_direct else ()),
+            num_processes=run.world.local_size,
         )
     return budgets
 

@@ -284,6 +284,7 @@ class RunSummary:
         interrupted: whether the run was stopped early.
         saved_step: step of the newest checkpoint, None without one.
         evaluations: set -> its last evaluation.
+        num_processes: that trained together. What is said of tiers, links, drives and memory is the first one's.
     """
 
     num_steps: int
@@ -304,6 +305,7 @@ class RunSummary:
     link_paths: Mapping[str, str] = field(default_factory=dict)
     mean_losses: tuple[float, float] | None = None
     num_averaged: int = 0
+    num_processes: int = 1
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON values; floats that are not finite become text."""

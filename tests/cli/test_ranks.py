@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -95,6 +96,8 @@ def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:
     ended = launch(2, made.write_config(), *OPTIONS, "--set", "tiers.ram.size=1MiB")
     assert ended.codes == [3] and len(ended.errors) == 1, ended.err
     assert ended.errors[0].startswith("error: does not fit: tier 'ram'")
+    need, in_all = (int(number) for number in re.findall(r"at least (\d+) .* processes, (\d+) ", ended.errors[0])[0])
+    assert in_all == 2 * need  # the config's size is the machine's
 
 
 def test_processes_that_others_started(made: SavedRun) -> None:

@@ -195,6 +195,12 @@ def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
     )
 
 
+def test_figures_of_one_of_several_processes_are_named_so(cli_module: CliModule) -> None:
+    lines = cli_module("render").summary_lines(dataclasses.replace(SUMMARY, num_processes=2))
+    assert "ranks  2 processes; peak, moved and wrote are what the first of them did" in lines
+    assert not any(line.startswith("ranks") for line in cli_module("render").summary_lines(SUMMARY))
+
+
 def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -> None:
     text = "saved  " + " ".join(f"word{number}" for number in range(20)) + "\n  1 row dropped: why"
     for is_terminal in (True, False):
