@@ -47,6 +47,7 @@ class Case:
         has_parts: layouts are cut into parts of one partial sum of a norm.
         labels: which micro-batches have labels: ``all`` or ``few``.
         lanes: in which gradients are added.
+        num_micro_batches: of a step.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Case:
     has_parts: bool = False
     labels: str = "all"
     lanes: int = LANES
+    num_micro_batches: int = NUM_MICRO_BATCHES
 
 
 CASES = {
@@ -82,7 +84,12 @@ CASES = {
     ),
 }
 
-UNEVEN = {"tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5)}
+MORE_LANES = {
+    "tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5),
+    "tied, eight lanes": Case(
+        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=8, num_micro_batches=9
+    ),
+}
 
 
 def write_models(folder: Path) -> None:
@@ -122,7 +129,9 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     own = {name: tables.pop(name, "") for name in ("training", "model")}
     text = config_text(folder / own_folder(world), folder / case.model, **tables)
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
-    batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
+    batch = (
+        f"gradient_accumulation_steps = {case.num_micro_batches}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
+    )
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
     text += f'[[data.eval]]\npath = "{EXAMPLES}/quickstart/loomings.txt"\nmax_samples = 12\n'
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
@@ -142,7 +151,7 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
     """Train the cases, one after the other, on one rank."""
     found = {}
     for number, name in enumerate(names):
-        case = {**CASES, **UNEVEN}[name]
+        case = {**CASES, **MORE_LANES}[name]
         own = folder / own_folder(world) / f"case{number}"
         own.mkdir(parents=True, exist_ok=True)
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
@@ -224,12 +233,13 @@ def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_same_bits_where_lanes_are_uneven(num_hosts: int, folder: Path) -> None:
+@pytest.mark.parametrize(("lanes", "worlds"), [("five", ((4, 1), (4, 2), (4, 4))), ("eight", ((3, 1), (8, 1), (8, 2)))])
+def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]], folder: Path) -> None:
     """Of five lanes the last of four ranks has two, whose sums are no node of the tree; nor are those of its host."""
-    (name,) = UNEVEN
+    name = f"tied, {lanes} lanes"
     (expected,) = by_case(1, folder, names=[name])[name]
-    assert_same(name, by_case(4, folder, num_hosts=num_hosts, names=[name])[name], [expected])
+    for size, num_hosts in worlds:
+        assert_same(name, by_case(size, folder, num_hosts=num_hosts, names=[name])[name], [expected])
 
 
 def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
