@@ -23,9 +23,10 @@ from megatrain.engine.head import IGNORED_LABEL
 from megatrain.evaluation import deal_micro_batches
 from megatrain.models import layout as layouts
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
-from megatrain.plan.machine import file_system_of, store_profile
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import check_ranks, plan_run
+from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
 from oracles.tiered_run import EXAMPLES, config_text, write_tiny_model
@@ -277,7 +278,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     said["homes"], said["traffic of weights"] = dict(plan.placement.homes), plan.traffic["ram->ranks"]
     said["rates"] = {**plan.estimate.seconds, "bound by": plan.estimate.bound_by, "step": plan.estimate.step_s}
     said["notes"] = plan.estimate.notes
-    said["alone"] = plan_run(replace(plan.run, tiers=replace(plan.run.tiers, profile=None)), like=plan).estimate
+    said["alone"] = estimate_step(plan, plan.shape, load_profile())
     collectives = Collectives()
     try:
         collectives.all_or_none(lambda: 1 // world.rank)
@@ -310,7 +311,8 @@ def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
 def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
     """Ranks plan with the slowest rates of all, and predict the step of the one that takes longest."""
     assert (first["micro-batches"], second["micro-batches"]) == (2, 3)
-    assert first["homes"].keys() == second["homes"].keys()
+    both = first["homes"].keys() & second["homes"].keys()  # rank 1 has more activations
+    assert both == first["homes"].keys() and all(first["homes"][key] == second["homes"][key] for key in both)
     assert first["traffic of weights"] == second["traffic of weights"]
     alone = first["alone"], second["alone"]
     assert [each.bound_by for each in alone] == ["compute", "nvme"]
