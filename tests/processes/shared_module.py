@@ -27,7 +27,7 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "fp32": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
-    "gpu": (torch.float32, {"max_grad_norm": 0.5}, "ram"),
+    "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
 }
 #: Cases that compute on a CUDA device in software, and the least room of its tier.
 ON_GPU = {"gpu": "6MiB"}
