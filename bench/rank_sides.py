@@ -20,7 +20,8 @@ from bench.sides import Ours, StepTimes, batches
 from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.ranked import RankedStepEngine
-from megatrain.plan.planner import plan_run, plan_together
+from megatrain.plan.planner import plan_run
+from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 
@@ -120,7 +121,7 @@ def _run_rank(world: World, meeting: str, answer: Connection, *arguments: Any) -
 
 def _steps(world: World, config: RunConfig, num_warm: int, num_steps: int) -> RankSteps:
     run = replace(resolve(config), world=world)
-    plan = plan_run(run) if world.is_single else plan_together(run, Collectives())
+    plan = plan_run(run) if world.is_single else plan_together(run, Collectives().gather_objects)
     with ExitStack() as stack:
         side = stack.enter_context(RankSide(config, num_warm + num_steps, plan=plan))
         times = [side.step(batch, LR) for batch in islice(batches(config), num_warm + num_steps)]

@@ -3,6 +3,7 @@
     python bench/ranks.py --json
     python bench/ranks.py --quick                      # a minute, a small model and no large plans
     python bench/ranks.py --parts steps --worlds 1x2,2x2
+    python bench/ranks.py --parts plans --plans 70B:32768,65536
 
 `steps`: worlds of hosts x ranks (of this machine, with gloo, a thread each) take the same steps as one process, with
 all state in RAM and with all of it on a drive. Claims: every rank moves exactly the planned bytes over every link,
@@ -97,7 +98,7 @@ def main() -> int:
             report.row("shape", "x".join(map(str, shape)), "micro-batches x rows x tokens")
             Steps(model, arguments, Path(scratch), report).run()
         if "plans" in arguments.parts:
-            for planned in planned_models(Path(scratch), quick=arguments.quick):
+            for planned in planned_models(Path(scratch), arguments.plans, quick=arguments.quick):
                 Plans(planned, Path(scratch), report).run()
     return 0 if report.all_ok else 1
 
@@ -113,6 +114,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
     parser.add_argument("--steps", type=int, help="steps that are measured, after one that is not; default: 4")
     parser.add_argument("--parts", type=_parts, default=PARTS, help="of steps,plans; default: both")
+    parser.add_argument(
+        "--plans", type=_plans, help="end of a model's name, and tokens per GPU: 70B:16384,32768; default: all of both"
+    )
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
     arguments = parser.parse_args()
     arguments.worlds = arguments.worlds or ([(1, 2)] if arguments.quick else [(1, 2), (1, 4), (2, 2)])
@@ -130,6 +134,11 @@ def _parts(text: str) -> tuple[str, ...]:
     if not set(parts) <= set(PARTS):
         raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(PARTS)}")
     return parts
+
+
+def _plans(text: str) -> tuple[str, tuple[int, ...]]:
+    name, _, tokens = text.partition(":")
+    return name, tuple(int(number) for number in tokens.split(",") if number)
 
 
 # -- steps that are taken ------------------------------------------------------------------------------------------
@@ -218,10 +227,18 @@ def _cpu_s(rank: RankSteps) -> float:
 # -- steps that are planned ----------------------------------------------------------------------------------------
 
 
-def planned_models(scratch: Path, *, quick: bool) -> Sequence[PlannedModel]:
-    """Return the models that are planned; small ones in a folder, if that is enough."""
+def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *, quick: bool) -> Sequence[PlannedModel]:
+    """Return the models that are planned; small ones in a folder, if that is enough.
+
+    Args:
+        scratch: folder.
+        chosen: end of a model's name, and tokens per GPU, none: all of them; None: all models.
+        quick: small ones are enough.
+    """
     if not quick:
-        return PLANNED
+        name, tokens = chosen or ("", ())
+        models = [each for each in PLANNED if each.model.endswith(name)]
+        return [replace(each, tokens_per_gpu=tokens or each.tokens_per_gpu) for each in models]
     model = write_llama(scratch / "planned", hidden=256, layers=2, vocabulary=1024)
     return [
         PlannedModel(str(model), 1, 2, (LENGTH,), is_compared=True),

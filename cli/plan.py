@@ -102,14 +102,13 @@ def command(
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.planner import plan_run
             from megatrain.plan.what_if import plan_alternative
-            from megatrain.ranks.world import World
             from megatrain.run.metrics import RunObserver
             from megatrain.trainer import Trainer
 
         machine = None if machine_name is None else find_machine(machine_name)
         run = resolve(loaded.config, machine)
         if size > 1:
-            run = dataclasses.replace(run, world=World.local(0, size, hosts))
+            run = run.as_fullest_rank(size, hosts)
         try:
             changes = {text: overrides_of(text, run) for text in alternatives}
         except ValueError as error:

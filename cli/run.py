@@ -12,7 +12,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
@@ -214,10 +213,9 @@ def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
         return None
     from megatrain.config.resolve import resolve
     from megatrain.plan.planner import plan_run
-    from megatrain.ranks.world import World
     from megatrain.trainer import with_kept_lanes
 
-    return plan_run(replace(with_kept_lanes(resolve(loaded.config)), world=World.local(0, size)))
+    return plan_run(with_kept_lanes(resolve(loaded.config)).as_fullest_rank(size))
 
 
 def _print_fetched(file: FetchedFile) -> None:

@@ -46,14 +46,13 @@ from megatrain.config.resolve import (
     with_packing,
 )
 from megatrain.config.resolved import check_writable, config_from_toml, config_lines, to_toml, write_resolved
-from megatrain.config.sizes import Size
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import check_losses
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
-from megatrain.engine.ranked import RankedStepEngine
+from megatrain.engine.ranked import RankedStepEngine, describe_collectives
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
@@ -65,9 +64,9 @@ from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.factory import segment_builder
-from megatrain.plan import machine
 from megatrain.plan.limits import refuse
-from megatrain.plan.planner import gathering_at_most, plan_run
+from megatrain.plan.planner import plan_run
+from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
@@ -101,7 +100,7 @@ from megatrain.weights import (
     saved_places,
 )
 from tiered import RamTier, checksum
-from tiered.units import GiB, format_duration, format_size
+from tiered.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -119,33 +118,11 @@ __all__ = ["Trainer"]
 #: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
 _MEAN_OF_STEPS = 20
 _WORTH_TELLING_S = 1.0
-_PROCESS_BYTES = GiB
-
-
-def planned_alike(run: RunSpec, group: RankGroup) -> RunSpec:
-    """Return a run as a rank of a group; memory is as large as on the rank that has least. A collective.
-
-    Where the size of RAM is measured, a part of it is left to Python and the libraries of each process.
-    """
-    world = group.world
-    if world.is_single:
-        return run
-    tiers, ram_bytes, gpu_bytes = run.tiers, 0, 0
-    if tiers.ram_size.nbytes is None:
-        libraries = world.local_size * _PROCESS_BYTES if tiers.ram_size.is_auto else 0
-        ram_bytes = max(1, machine.ram_capacity_bytes(tiers) - libraries)
-    if tiers.gpu_size.nbytes is None and machine.compute_tier(tiers, run.device) == "gpu":
-        gpu_bytes = machine.gpu_capacity_bytes(tiers, run.device)
-    least = [min(sizes) for sizes in zip(*group.gather((ram_bytes, gpu_bytes)), strict=True)]
-    ram, gpu = (Size(format_size(nbytes), nbytes) if nbytes else None for nbytes in least)
-    tiers = replace(tiers, ram_size=ram or tiers.ram_size, gpu_size=gpu or tiers.gpu_size)
-    return replace(run, world=world, tiers=tiers)
 
 
 def _planned(run: RunSpec, group: RankGroup) -> Plan:
     """Plan a run of this rank. A collective."""
-    plan = plan_run(run)
-    return plan if group.world.is_single else gathering_at_most(plan, min(group.gather(plan.program.gathers_ahead)))
+    return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
 
 
 class Trainer:
@@ -202,7 +179,7 @@ class Trainer:
         group: RankGroup | None = None,
     ) -> None:
         self.group = group or RankGroup.single()
-        self.plan = plan or _planned(with_kept_lanes(planned_alike(resolve(config), self.group)), self.group)
+        self.plan = plan or _planned(with_kept_lanes(resolve(config)), self.group)
         self.run = self.plan.run
         config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
         self.config = with_commit(config, self.run.model.hub)
@@ -344,10 +321,9 @@ class Trainer:
         model = {name: str(value) for name, value in describe_model(self.plan).items()}
         self.group.check_same("model", model, "Give all ranks the same model folder, and the same kind of machine")
         # Collectives are matched by their order, which is that of the ticks. Micro-batches and homes may differ.
-        program = self.plan.program
-        order = [(tick.phase, tick.visit) for tick in program.ticks]
-        told = {"the order of its collectives": checksum(repr((order, program.gathers_ahead, program.lanes)).encode())}
-        self.group.check_same("step", told, f"Write sizes in [tiers]. {advice}")
+        Collectives().check_alike(
+            "program of a step", describe_collectives(self.plan.program, self.run.batch.num_micro_batches)
+        )
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""

@@ -18,7 +18,8 @@ from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import plan_run, plan_together
+from megatrain.plan.planner import plan_run
+from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 
@@ -34,7 +35,7 @@ class OursSide:
         world = World.local(job.rank, job.size)
         init(world, torch.device("cpu"), torch.distributed.FileStore(job.meeting, job.size))
         config = _config(job, job.ram)
-        plan = plan_together(replace(resolve(config), world=world), Collectives())
+        plan = plan_together(replace(resolve(config), world=world), Collectives().gather_objects)
         self._ours = Ours(config, job.num_steps, plan=plan)
 
     def about(self) -> dict[str, Any]:

@@ -80,7 +80,8 @@ def offload(
         weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         leave: globs over names of parameters that stay ordinary ones.
-        group: of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the module.
+        group: of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the module. Weights and
+            gradients move between host memories, also where modules compute on GPUs.
         gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on a half or a third of them,
             each of which computes several lanes (``gradient_lanes``); default: one for each rank.
 
@@ -722,10 +723,13 @@ def check_room(
     shared.working_bytes = max(before, _working_bytes(units) if ranks is None else _shared_working_bytes(parts, ranks))
     try:
         if ranks is not None:
-            ranks.reserve(_full_copies_bytes(units, ranks))
-        homes = shared.placed(wanted)
+            for tier, nbytes in _room_of_ranks(units, ranks).items():
+                ranks.reserve(tier, nbytes)
+        homes = dict(zip([block.key for block in wanted], shared.placed(wanted), strict=True))
         if ranks is None:
-            _check_layers(store, units, dict(zip([block.key for block in wanted], homes, strict=True)), wanted)
+            _check_layers(store, units, homes, wanted)
+        elif ranks.tier != "ram":
+            _check_sums(store, parts, homes, wanted, ranks)
     except BaseException:
         shared.working_bytes = before
         raise
@@ -753,15 +757,37 @@ def _check_layers(
             )
 
 
-def _full_copies_bytes(units: Sequence[UnitPart], ranks: ModuleRanks) -> int:
-    """Return what full copies take at most: a module's and those of the modules around it, or what an exchange does."""
-    most = 0
+def _check_sums(
+    store: TieredStore, parts: Sequence[Part], homes: dict[str, str], wanted: Sequence[Wanted], ranks: ModuleRanks
+) -> None:
+    """Refuse a compute tier in which the largest sum of gradients does not fit beside homes and full copies."""
+    where = ranks.tier
+    tier = store.tier(where)
+    taken = sum(tier.slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
+    room = room_for_homes(store, where) - taken - ranks.reserved_bytes(where)
+    for part in parts:
+        need = tier.slot_bytes(ranks.gathered_bytes(part.layout, torch.float32))
+        lane = f"{part.gradient_key}.lane{ranks.own_lanes[0]}"
+        if part.layout.trainable and homes[lane] != where and need > room:
+            detail = f"to sum the gradients of {part.layout.name} beside full copies of weights. Give {where} more room"
+            raise CapacityError(where, need, max(0, room), detail=detail)
+
+
+def _room_of_ranks(units: Sequence[UnitPart], ranks: ModuleRanks) -> dict[str, int]:
+    """Return by tier what ranks need beside blocks.
+
+    Where modules compute: full copies of a module and of those around it. In RAM: what an exchange receives, and on a
+    GPU's host the full copy that is gathered.
+    """
+    copies = beside = 0
     for unit in units:
         around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
         parts = dict.fromkeys(part for other in around for part in other.parts)
-        most = max(most, sum(ranks.gathered_bytes(part.layout, part.dtype) for part in parts))
-        most = max(most, *(ranks.exchange_bytes(part.layout) for part in parts))
-    return most
+        copies = max(copies, sum(ranks.gathered_bytes(part.layout, part.dtype) for part in parts))
+        for part in parts:
+            staged = 0 if ranks.tier == "ram" else ranks.gathered_bytes(part.layout, part.dtype)
+            beside = max(beside, ranks.exchange_bytes(part.layout), staged)
+    return {"ram": max(copies, beside)} if ranks.tier == "ram" else {"ram": beside, ranks.tier: copies}
 
 
 def _shared_working_bytes(parts: Sequence[Part], ranks: ModuleRanks) -> int:

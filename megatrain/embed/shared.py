@@ -4,10 +4,14 @@ The law of shares, the order of additions and the collectives are those of a run
 (``megatrain.ranks``). There a program says which collective comes next; here the user's code decides, so every
 collective is announced to all ranks first: where they are not about to do the same, all of them raise the same error,
 and none waits for another.
+
+Bytes move between host memories. Where modules compute on a GPU, a full copy is gathered in RAM and copied to the GPU,
+and sums of gradients, which are made there, are fetched to RAM for their exchange.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
+from megatrain.embed.stores import compute_device, compute_tier
 from megatrain.engine.lanes import lanes_of_rank, total
 from megatrain.models.layout import UnitLayout
 from megatrain.ranks.collectives import Collectives, RanksDifferError
@@ -38,27 +43,24 @@ class ModuleRanks:
         num_lanes: that gradients are added in, a multiple of the ranks; None: one for each.
 
     Attributes:
+        tier: that modules compute in.
+        device: of that tier.
         shares: which elements of a block this rank has.
         lanes: which lanes each rank has.
         lane: of this rank's, that gradients are added to now.
 
     Raises:
-        ValueError: lanes that ranks cannot share evenly, a store that computes on a GPU, or a group without gloo.
+        ValueError: lanes that ranks cannot share evenly, or a group without gloo.
     """
 
     def __init__(self, group: ProcessGroup, store: TieredStore, num_lanes: int | None) -> None:
-        if (tier := next(iter(store.stats().tiers))) != "ram":
-            raise ValueError(
-                f'group=... with a store that computes in "{tier}": shares are moved between host memories alone. Open '
-                "the store without gpu="
-            )
-        self._collectives = Collectives(group, tier=tier)
+        self._collectives = Collectives(group)
         if not self._collectives.serves("cpu"):
             raise ValueError(
                 "group=... has no backend for host memory: make it with gloo, or the default group with "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
-        self._store, self._tier = store, tier
+        self._store, self.tier, self.device = store, compute_tier(store), compute_device(store)
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
         if count < 1 or count % self.size:  # all ranks gather for as many forwards and backwards
@@ -68,7 +70,7 @@ class ModuleRanks:
         self.shares, self.lanes = Shares(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
         self.lane = self.own_lanes[0]
-        self._in_use_bytes = self._reserved_bytes = 0
+        self._in_use_bytes, self._reserved_bytes = Counter[str](), Counter[str]()  # by tier
         self._num_announced = 0
 
     def all_or_none(self, action: Callable[[], None]) -> None:
@@ -135,33 +137,52 @@ class ModuleRanks:
 
     # -- memory that is no block -------------------------------------------------------------------------------
 
-    def reserve(self, nbytes: int) -> None:
+    def reserve(self, tier: str, nbytes: int) -> None:
         """Set room apart for full copies and sums that are on their way.
 
         Raises:
             CapacityError: there is none.
         """
-        if nbytes > self._reserved_bytes:
-            self._store.reserve(self._tier, nbytes - self._reserved_bytes)
-            self._reserved_bytes = nbytes
+        more = nbytes - self._reserved_bytes[tier]
+        if more > 0:
+            self._store.reserve(tier, more)
+            self._reserved_bytes[tier] += more
+
+    def reserved_bytes(self, tier: str) -> int:
+        """Return the room of a tier that is set apart."""
+        return self._reserved_bytes[tier]
 
     def unreserve(self) -> None:
         """Give back all room that was set apart."""
-        self._store.reserve(self._tier, -self._reserved_bytes)
-        self._reserved_bytes = 0
+        for tier, nbytes in self._reserved_bytes.items():
+            self._store.reserve(tier, -nbytes)
+        self._reserved_bytes.clear()
 
-    def take(self, nbytes: int) -> None:
+    def take(self, tier: str, nbytes: int) -> None:
         """Count memory that is about to be used; more than was reserved is reserved now.
 
         Raises:
             CapacityError: there is none.
         """
-        self.reserve(self._in_use_bytes + nbytes)
-        self._in_use_bytes += nbytes
+        self.reserve(tier, self._in_use_bytes[tier] + nbytes)
+        self._in_use_bytes[tier] += nbytes
 
-    def give(self, nbytes: int) -> None:
+    def give(self, tier: str, nbytes: int) -> None:
         """Undo a ``take``."""
-        self._in_use_bytes -= nbytes
+        self._in_use_bytes[tier] -= nbytes
+
+    @contextmanager
+    def room(self, tier: str, nbytes: int) -> Iterator[None]:
+        """Count memory that is used inside the context.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        self.take(tier, nbytes)
+        try:
+            yield
+        finally:
+            self.give(tier, nbytes)
 
     def exchange_bytes(self, layout: UnitLayout) -> int:
         """Return the memory that an exchange of gradients of a layout takes."""
@@ -211,19 +232,23 @@ class GatheredWeights:
     ) -> None:
         ranks.announce(f"the weights of {key}" + (" to change them" if mode != "r" else ""))
         self._ranks, self._store, self._key, self._layout, self.mode = ranks, store, key, layout, mode
-        self._nbytes = ranks.num_gathered(layout) * dtype.itemsize
-        ranks.take(self._nbytes)
+        self._nbytes = ranks.gathered_bytes(layout, dtype)
+        ranks.take(ranks.tier, self._nbytes)
         try:
-            full = torch.empty(ranks.num_gathered(layout), dtype=dtype)
-            if mode == "w":
-                full.zero_()
-            else:
-                with store.acquire(key, "ram", "r") as lease:
-                    ranks.gather(full, lease.tensor)
+            self.tensor = self._gathered(dtype)[: layout.num_elements]
         except BaseException:
-            ranks.give(self._nbytes)
+            ranks.give(ranks.tier, self._nbytes)
             raise
-        self.tensor = full[: layout.num_elements]
+
+    def _gathered(self, dtype: torch.dtype) -> Tensor:
+        ranks, count = self._ranks, self._ranks.num_gathered(self._layout)
+        if self.mode == "w":
+            return torch.zeros(count, dtype=dtype, device=ranks.device)
+        with ranks.room("ram", 0 if ranks.tier == "ram" else self._nbytes):
+            full = torch.empty(count, dtype=dtype)
+            with self._store.acquire(self._key, "ram", "r") as lease:
+                ranks.gather(full, lease.tensor)
+            return full.to(ranks.device)  # not page-locked: the copy has ended when the call returns
 
     def release(self) -> None:
         """Drop the copy; this rank's share of what was changed goes to the store."""
@@ -234,7 +259,7 @@ class GatheredWeights:
 
     def abandon(self) -> None:
         """Drop the copy, and whatever was changed."""
-        self._ranks.give(self._nbytes)
+        self._ranks.give(self._ranks.tier, self._nbytes)
 
 
 @contextmanager
@@ -247,13 +272,10 @@ def filled_in(
             lease.tensor.zero_()
             yield lease.tensor
             return
-        full = torch.zeros(layout.num_elements, dtype=dtype)
-        ranks.take(full.nbytes)
-        try:
+        with ranks.room("ram", layout.num_elements * dtype.itemsize):
+            full = torch.zeros(layout.num_elements, dtype=dtype)
             yield full
             ranks.put_share(lease.tensor, layout, full)
-        finally:
-            ranks.give(full.nbytes)
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:

@@ -345,7 +345,9 @@ class WeightBlock:
         self.owner: WeightOwner | None = None
         self.updater: BlockUpdater | None = None
         self.version = 0
-        self.tier, self._device = compute_tier(store), compute_device(store)
+        # Shares are gathered in RAM, wherever the module computes.
+        self.tier = compute_tier(store) if ranks is None else "ram"
+        self._device = compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._lease: Lease | GatheredWeights | None = None
         self._num_holders = 0
@@ -798,9 +800,7 @@ class SharedGradients(GradientBlock):
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
             self.updater.finish_update()  # of the step before, which reads the block
-        room = self.ranks.exchange_bytes(self.layout)
-        self.ranks.take(room)
-        try:
+        with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
             modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
             requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
             with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
@@ -808,8 +808,6 @@ class SharedGradients(GradientBlock):
                 for lane, tensor in sums.items():
                     self._clear_others(tensor, self._filled_of[lane])
                 leases.of(self.key).tensor.copy_(self.ranks.add_up(sums))
-        finally:
-            self.ranks.give(room)
         for key in self._lane_keys.values():
             self._store.discard(key)
         self.is_exchanged = True

@@ -85,7 +85,7 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         occasions=tuple(_occasions(plan, shape, None if plan.run.tiers.machine else loaded.machine)),
     )
     if loaded.machine is None:
-        notes = [f"times           not measured: {_ADVICE}", *_striping(shape)]
+        notes = [f"times           not measured: {_ADVICE}", *_striping(shape), *loaded.ranks]
         return replace(wear, notes=(*notes, *([f"profile         {loaded.note}"] if loaded.note else [])))
     costs = _Costs(plan, shape, loaded.machine)
     seconds, unmeasured = costs.seconds()
@@ -404,7 +404,7 @@ def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> t
     line = f"rates           measured by doctor {_days(age)}{quick}"
     if age > STALE_DAYS:
         line += f": older than {STALE_DAYS} days, measure again"
-    return (*notes, line)
+    return (*notes, line, *loaded.ranks)
 
 
 def _striping(shape: StepShape) -> Sequence[str]:

@@ -243,6 +243,7 @@ class TierSpecs:
         allows_tmpfs: a drive may be RAM.
         file_bytes: largest file of a block; None: the tier's own choice.
         machine: that is planned for; None: this one.
+        profile: the rates to plan with; None: those of the machine.
     """
 
     ram_size: Size
@@ -259,6 +260,7 @@ class TierSpecs:
     allows_tmpfs: bool = False
     file_bytes: int | None = None
     machine: PlannedMachine | None = None
+    profile: LoadedProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +271,13 @@ class LoadedProfile:
         machine: its rates.
         note: why there are none although there is a file, or None.
         origin: a line on where they come from; "": doctor measured them on this machine.
+        ranks: lines on the ranks whose rates these are, of several; none: they do not differ.
     """
 
     machine: MachineProfile | None
     note: str | None = None
     origin: str = ""
+    ranks: tuple[str, ...] = ()
 
 
 #: What a file system is that is none of a drive's own: RAM; of another machine; a program's; a container's layers.
@@ -350,7 +354,9 @@ def load_profile(path: Path | None = None) -> LoadedProfile:
 
 
 def profile_of(tiers: TierSpecs) -> LoadedProfile:
-    """Return the rates of the machine that a run is planned for."""
+    """Return the rates of the machine that a run is planned for; of several ranks, those that all plan with."""
+    if tiers.profile is not None:
+        return tiers.profile
     if tiers.machine is None:
         return load_profile()
     return LoadedProfile(tiers.machine.profile, origin=tiers.machine.origin)

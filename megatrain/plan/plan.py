@@ -187,10 +187,32 @@ class RunSpec:
         """Numbers of the micro-batches of a step that this rank computes."""
         return self.lanes.micro_batches_of_rank(self.world.rank, self.batch.num_micro_batches)
 
+    def tokens_of_rank(self, rank: int) -> int:
+        """Return the places for tokens in a rank's micro-batches of a step."""
+        own = self.lanes.micro_batches_of_rank(rank, self.batch.num_micro_batches)
+        return len(own) * self.batch.micro_batch_rows * self.batch.max_length
+
     @property
     def num_own_tokens(self) -> int:
         """Places for tokens in this rank's micro-batches of a step."""
-        return len(self.own_micro_batches) * self.batch.micro_batch_rows * self.batch.max_length
+        return self.tokens_of_rank(self.world.rank)
+
+    @property
+    def num_fullest_tokens(self) -> int:
+        """Places for tokens in the micro-batches of the rank that has most of them: the others wait for it."""
+        return max(map(self.tokens_of_rank, range(self.world.size)))
+
+    def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
+        """Return the run as one of several processes, none of which is there: the first of those that have most to do.
+
+        Args:
+            size: number of processes, of all hosts.
+            num_hosts: that are like this one.
+        """
+        first = replace(self, world=World.local(0, size, num_hosts))
+        if first.num_lanes < size:  # which is refused
+            return first
+        return replace(self, world=World.local(max(range(size), key=first.tokens_of_rank), size, num_hosts))
 
     @property
     def num_together(self) -> int:

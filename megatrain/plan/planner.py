@@ -26,7 +26,7 @@ from megatrain.engine.program import (
     stored_keys,
     unpacked_bytes,
 )
-from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
+from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
@@ -72,7 +72,6 @@ if TYPE_CHECKING:
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.machine import LoadedProfile, MachineProfile
     from megatrain.plan.plan import RunSpec
-    from megatrain.ranks.collectives import Collectives
 
 #: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
 #: (docs/decisions/0008-open-room.md).
@@ -159,39 +158,6 @@ def plan_run(
             )
             plan = fastest(chain((plan,), shared))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
-
-
-def plan_together(run: RunSpec, collectives: Collectives) -> Plan:
-    """Plan a run of several ranks: each for itself, with what all of them have.
-
-    Every rank calls it. Homes of blocks may differ in the end; what ranks do together does not.
-
-    Raises:
-        DoesNotFitError: as ``plan_run``; on all ranks, with the same text. So are all other errors.
-        RanksDifferError: the ranks would not issue the same collectives.
-    """
-    own = collectives.all_or_none(lambda: {name: each.capacity_bytes for name, each in tier_budgets(run, 0).items()})
-    of_ranks = collectives.gather_objects(own)
-    collectives.check_alike("tiers", list(own))
-    least = {name: min(each[name] for each in of_ranks) for name in own}
-    own_plan = collectives.all_or_none(lambda: plan_run(run, capacities=least))
-    most_ahead = min(collectives.gather_objects(own_plan.program.gathers_ahead))
-    plan = collectives.all_or_none(lambda: gathering_at_most(own_plan, most_ahead, least))
-    collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
-    return plan
-
-
-def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
-    """Return a plan with weights gathered no further ahead than on the rank that has least room for it.
-
-    Args:
-        plan: of a rank, whose blocks may have other homes, and leave other room, than those of others.
-        most_ahead: on all ranks.
-        capacities: as for ``plan_run``.
-    """
-    if plan.program.gathers_ahead <= most_ahead:
-        return plan
-    return plan_run(plan.run, like=plan, capacities=capacities, most_ahead=most_ahead)
 
 
 def check_ranks(run: RunSpec) -> None:

@@ -154,7 +154,7 @@ def _plan_values(plan: Plan, config: RunConfig) -> dict[str, Any]:
 
     rates = measured_rates(plan)
     estimate = plan.estimate
-    replayed = simulate_step(plan, estimate.tokens_per_step, rates) if rates is not None and estimate else None
+    replayed = simulate_step(plan, plan.run.num_fullest_tokens, rates) if rates is not None and estimate else None
     return {
         "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,

@@ -62,7 +62,7 @@ def other_config(run: SavedRun, path: Path, before: str, after: str) -> Path:
     return path
 
 
-def test_ranks_with_another_model_or_config(made: SavedRun, tmp_path: Path) -> None:
+def test_ranks_with_another_model_config_or_data(made: SavedRun, tmp_path: Path) -> None:
     """One message, which names the rank where it is one rank's; nothing is written."""
     config = made.write_config()
     elsewhere = other_config(made, made.folder / "elsewhere.toml", '"model"', '"nowhere"')
@@ -77,6 +77,13 @@ def test_ranks_with_another_model_or_config(made: SavedRun, tmp_path: Path) -> N
     assert told.startswith(
         "error: the ranks do not have the same config: training.max_steps is 6 on rank 0, and 7 on rank 1."
     )
+    # The same path, under which each rank finds another file.
+    (tmp_path / "data.txt").write_text((made.folder / "data.txt").read_text()[5:])
+    here = options("data.train.0.path=/proc/self/cwd/data.txt")
+    ended = run_ranks([config, config], *OPTIONS, *here, folders=[made.folder, tmp_path])
+    assert ended.codes == [2, 2], ended.err
+    (told,) = ended.errors
+    assert told.startswith("error: the ranks do not have the same data: the fingerprint of the rows is "), told
     assert not made.out.exists()
 
 
@@ -217,10 +224,14 @@ def has_steps(run: SavedRun) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_damaged_on_one_rank_is_passed_over_by_all(made: SavedRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["ram", "nvme"])
+def test_what_is_damaged_on_one_rank_is_passed_over_by_all(home: str, made: SavedRun, tmp_path: Path) -> None:
     run = made.copy(tmp_path / "run")
-    go_on(run, 2, 4)
-    folder = max((run.out / "checkpoints" / rank_folder_name(1) / "snap").glob("0*"))
+    places = () if home == "ram" else (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive")
+    go_on(run, 2, 4, *places)
+    folder = max(
+        ((run.out / "checkpoints" if home == "ram" else run.folder / "drive") / rank_folder_name(1) / "snap").glob("0*")
+    )
     file = next(path for path in sorted(folder.rglob("c/0")) if "weight" in str(path))
     content = bytearray(file.read_bytes())
     content[5] ^= 1
@@ -228,7 +239,7 @@ def test_what_is_damaged_on_one_rank_is_passed_over_by_all(made: SavedRun, tmp_p
     file.write_bytes(content)
     verified = run.call("ckpt", "verify", run.out)
     assert verified.exit_code == 1 and "rank 1" in verified.output
-    ended = launch(2, run.write_config(steps=6), *options(*SAVED))
+    ended = launch(2, run.write_config(steps=6), *options(*SAVED, *places))
     assert ended.codes == [0], ended.err
     said = ended.out + ended.err
     assert "the checkpoint of step 4" in said and "cannot be used" in said and "continuing after step 2 of 6" in said
@@ -293,12 +304,20 @@ def assert_as_unbroken(run: SavedRun, fresh: SavedRun, steps: int) -> None:
     assert read_run(run)[:2] == read_run(fresh)[:2]
 
 
-def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(made: SavedRun, tmp_path: Path) -> None:
-    """2 -> 1 -> 2 processes, the first stopped by SIGTERM: losses, norms and model of an unbroken run of one."""
+@pytest.mark.parametrize("way", ["signal", pytest.param("commands", marks=pytest.mark.slow)])
+def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(way: str, made: SavedRun, tmp_path: Path) -> None:
+    """2 -> 1 -> 2 processes, the first stopped by SIGTERM or ``stop``: losses, norms and model of an unbroken run."""
     run, fresh = made.copy(tmp_path / "run"), made.copy(tmp_path / "fresh")
-    with launched(2, run.write_config(steps=400), *options(*SAVED)) as process:
+    keys = (*SAVED, *(["checkpoint.save_steps=1000"] if way == "commands" else []))
+    with launched(2, run.write_config(steps=400), *options(*keys)) as process:
         wait_until(partial(has_steps, run), process)
-        process.send_signal(signal.SIGTERM)
+        if way == "signal":
+            process.send_signal(signal.SIGTERM)
+        else:
+            saved = run.call("save", run.out)
+            assert saved.exit_code == 0 and saved_step(run) is not None, saved.output
+            stopped = run.call("stop", run.out)
+            assert stopped.exit_code == 0, stopped.output
         _, err = process.communicate(timeout=LIMIT_S)
     step = saved_step(run)
     assert process.returncode == 75 and step is not None and f"interrupted at step {step}, saved" in err, err
@@ -469,6 +488,36 @@ def test_a_rank_that_is_killed_at_any_instant(num_kills: int, made: SavedRun, tm
 
 def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+FAILS = {
+    "raise": ("1:raise:begins:2", r".*a thing that nobody thought of"),
+    "stop": ("1:stop:begins:2", r"has not been heard of for \d+ s"),
+    "flip": ("1:flip:{file}", r".*block '[\w.]+/\w+'"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", FAILS)
+def test_a_rank_that_fails_within_a_run(how: str, made: SavedRun, tmp_path: Path) -> None:
+    """An error, silence, or a wrong bit on the drive of rank 1: one message that names it, and nothing is lost."""
+    run, file = made.copy(tmp_path / "run"), tmp_path / "wrong"
+    happens, says = FAILS[how]
+    keys = (*SAVED, *DRIVES, f"tiers.nvme.0.path={run.folder}/drive", "tiers.verify=always", "distributed.timeout=2s")
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    happens = happens.format(file=file)
+    with launched_with(2, pids, happens, run.write_config(steps=400), *options(*keys)) as process:
+        wait_until(lambda: saved_step(run) is not None, process)
+        file.touch()
+        ended = Ended([], *process.communicate(timeout=LIMIT_S))
+    (told,) = ended.errors
+    assert process.returncode == 1 and re.match(rf"error: rank 1 \(on {HOST}\): {says}", told), ended.err
+    assert not any(is_running(int(each.read_text())) for each in pids.iterdir())
+    assert run.call("ckpt", "verify", run.out).exit_code == 0
+    step = saved_step(run) or 0
+    go_on(run, 2, step + 1, *keys[len(SAVED) :])
+    assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
 
 
 @pytest.mark.parametrize("on_full", ["pause", pytest.param("error", marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fakes.rates import drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.problems import ConfigError
 from megatrain.config.resolve import resolve
@@ -21,6 +23,8 @@ from megatrain.engine.head import IGNORED_LABEL
 from megatrain.evaluation import deal_micro_batches
 from megatrain.models import layout as layouts
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
@@ -44,6 +48,7 @@ class Case:
         has_parts: layouts are cut into parts of one partial sum of a norm.
         labels: which micro-batches have labels: ``all`` or ``few``.
         lanes: in which gradients are added.
+        num_micro_batches: of a step.
     """
 
     model: str
@@ -52,6 +57,7 @@ class Case:
     has_parts: bool = False
     labels: str = "all"
     lanes: int = LANES
+    num_micro_batches: int = NUM_MICRO_BATCHES
 
 
 CASES = {
@@ -79,7 +85,12 @@ CASES = {
     ),
 }
 
-UNEVEN = {"tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5)}
+MORE_LANES = {
+    "tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5),
+    "tied, eight lanes": Case(
+        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=8, num_micro_batches=9
+    ),
+}
 
 
 def write_models(folder: Path) -> None:
@@ -119,7 +130,9 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     own = {name: tables.pop(name, "") for name in ("training", "model")}
     text = config_text(folder / own_folder(world), folder / case.model, **tables)
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
-    batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
+    batch = (
+        f"gradient_accumulation_steps = {case.num_micro_batches}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
+    )
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
     text += f'[[data.eval]]\npath = "{EXAMPLES}/quickstart/loomings.txt"\nmax_samples = 12\n'
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
@@ -139,7 +152,7 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
     """Train the cases, one after the other, on one rank."""
     found = {}
     for number, name in enumerate(names):
-        case = {**CASES, **UNEVEN}[name]
+        case = {**CASES, **MORE_LANES}[name]
         own = folder / own_folder(world) / f"case{number}"
         own.mkdir(parents=True, exist_ok=True)
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
@@ -221,16 +234,17 @@ def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_hosts", [1, 2, 4])
-def test_same_bits_where_lanes_are_uneven(num_hosts: int, folder: Path) -> None:
+@pytest.mark.parametrize(("lanes", "worlds"), [("five", ((4, 1), (4, 2), (4, 4))), ("eight", ((3, 1), (8, 1), (8, 2)))])
+def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]], folder: Path) -> None:
     """Of five lanes the last of four ranks has two, whose sums are no node of the tree; nor are those of its host."""
-    (name,) = UNEVEN
+    name = f"tied, {lanes} lanes"
     (expected,) = by_case(1, folder, names=[name])[name]
-    assert_same(name, by_case(4, folder, num_hosts=num_hosts, names=[name])[name], [expected])
+    for size, num_hosts in worlds:
+        assert_same(name, by_case(size, folder, num_hosts=num_hosts, names=[name])[name], [expected])
 
 
-def refuse_together(world: World, folder: Path, model: Path) -> dict[str, Any]:
-    """Return what is said to what ranks cannot do together, and what collectives do with an error of one rank."""
+def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
+    """Return plans of ranks that differ, what is said to what they cannot do, and to an error of one of them."""
     said: dict[str, Any] = {}
     lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 4"
     text = config_text(folder, model, nvme=0).replace("gradient_accumulation_steps = 3", lanes)
@@ -249,6 +263,22 @@ def refuse_together(world: World, folder: Path, model: Path) -> dict[str, Any]:
     said["other program"] = plan_with(
         text.replace("[precision]", '[precision]\ngrad_dtype = "bfloat16"') if world.rank else text
     )
+    # Rank 0 computes slowly, rank 1 has a slow drive, and computes three of five micro-batches.
+    rates: dict[str, Any] = {"matmul_flops_per_s": {"cpu/float32": 1e11 if world.rank else 1e9}}
+    rates["drives"] = {file_system_of(folder).key: drive(1e6, 1e6, 1e6) if world.rank else drive(2e9, 1e9, 1.5e9)}
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache{world.rank}")
+    store_profile(make_machine(folder, **rates))
+    uneven = config_text(folder, model, placement=ALL_NVME, ram="24MiB").replace(
+        "gradient_accumulation_steps = 3", lanes.replace("steps = 4", "steps = 5")
+    )
+    path.write_text(uneven)
+    plan = plan_of_rank(path, world)
+    assert plan.estimate is not None
+    said["micro-batches"] = len(plan.run.own_micro_batches)
+    said["homes"], said["traffic of weights"] = dict(plan.placement.homes), plan.traffic["ram->ranks"]
+    said["rates"] = {**plan.estimate.seconds, "bound by": plan.estimate.bound_by, "step": plan.estimate.step_s}
+    said["notes"] = plan.estimate.notes
+    said["alone"] = estimate_step(plan, plan.shape, load_profile())
     collectives = Collectives()
     try:
         collectives.all_or_none(lambda: 1 // world.rank)
@@ -264,17 +294,38 @@ def refuse_together(world: World, folder: Path, model: Path) -> dict[str, Any]:
     return said
 
 
-def test_ranks_are_refused_together(folder: Path) -> None:
-    first, second = run_world(2, refuse_together, folder / "refused", folder / "tied")
+def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
+    first, second = run_world(2, plan_and_refuse, folder / "refused", folder / "tied")
     assert first["too small"] == second["too small"]
     assert first["too small"].startswith("DoesNotFitError: does not fit: tier 'ram' has 2097152 bytes")
     assert first["other program"] == second["other program"]
     assert first["other program"].startswith("RanksDifferError: the ranks do not have the same program of a step")
     assert "float32" in first["other program"] and "bfloat16" in first["other program"]
     assert first["error of rank 0"] == second["error of rank 0"] and "zero" in first["error of rank 0"]
+    check_rates(first, second)
     assert [first["afterwards"], second["afterwards"]] == [0, 1]
     assert first["moved"] == ([5.0] * 3, [[0.0] * 3] * 2)
     assert second["moved"] == ([6.0] * 3, [[10.0] * 3, [12.0] * 3])
+
+
+def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
+    """Ranks plan with the slowest rates of all, and predict the step of the one that takes longest."""
+    assert (first["micro-batches"], second["micro-batches"]) == (2, 3)
+    both = first["homes"].keys() & second["homes"].keys()  # rank 1 has more activations
+    assert both == first["homes"].keys() and all(first["homes"][key] == second["homes"][key] for key in both)
+    assert first["traffic of weights"] == second["traffic of weights"]
+    alone = first["alone"], second["alone"]
+    assert [each.bound_by for each in alone] == ["compute", "nvme"]
+    # Each computes at the rate of rank 0, and moves at that of rank 1.
+    assert first["rates"]["compute"] == alone[0].seconds["compute"] > alone[1].seconds["compute"]
+    assert second["rates"]["compute"] == pytest.approx(1.5 * first["rates"]["compute"])
+    assert second["rates"]["nvme"] == alone[1].seconds["nvme"] > 100 * alone[0].seconds["nvme"]
+    assert first["rates"]["nvme"] > 100 * alone[0].seconds["nvme"]
+    assert first["rates"]["step"] == second["rates"]["step"] == alone[1].step_s
+    assert first["rates"]["bound by"] == second["rates"]["bound by"] == "nvme"
+    both = "rates           the slowest of 2 ranks each: those of rank 0 and rank 1 are lower"
+    assert both in first["notes"] and both in second["notes"]
+    assert "predicted step  that of rank 1, for which all ranks wait" in first["notes"]
 
 
 REFUSED = {

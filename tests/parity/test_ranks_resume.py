@@ -59,29 +59,30 @@ def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_
     assert digests([each[1] for each in results]) == digests([unbroken[1]])
 
 
-def test_an_export_of_ranks_is_that_of_one_process(tiny_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, tmp_path: Path) -> None:
     """File by file; and what `ckpt` lists, verifies and removes."""
-    for world in (1, 2):
+    for world in (1, size):
         folder = tmp_path / f"by{world}"
         folder.mkdir()
         run_world(world, go_on, folder, text_of(folder, tiny_model, placement=ALL_NVME, ram="24MiB"), 0, 1)
         assert find_checkpoint(folder / "out").world == world
         export_checkpoint(folder / "out", tmp_path / f"export{world}")
     files = {path.name for path in (tmp_path / "export1").iterdir()}
-    assert files == {path.name for path in (tmp_path / "export2").iterdir()} and "model.safetensors" in files
+    assert files == {path.name for path in (tmp_path / f"export{size}").iterdir()} and "model.safetensors" in files
     for name in files:
-        assert (tmp_path / "export1" / name).read_bytes() == (tmp_path / "export2" / name).read_bytes(), name
+        assert (tmp_path / "export1" / name).read_bytes() == (tmp_path / f"export{size}" / name).read_bytes(), name
 
-    out = tmp_path / "by2" / "out"
+    out = tmp_path / f"by{size}" / "out"
     (info,) = list_checkpoints(out)
     with pytest.raises(CheckpointError, match="is the only one"):
-        remove_checkpoint(out, info.generation, num_ranks=2)
-    gone = tmp_path / "by2" / "drive0" / "rank00001"
+        remove_checkpoint(out, info.generation, num_ranks=size)
+    gone = tmp_path / f"by{size}" / "drive0" / "rank00001"
     gone.rename(gone.with_name("unplugged"))
     (lost,) = list_checkpoints(out)
     assert lost.problem is not None and "rank00001" in lost.problem
     with pytest.raises(CheckpointError, match="rank00001"):
         export_checkpoint(out, tmp_path / "never")
     gone.with_name("unplugged").rename(gone)
-    remove_checkpoint(out, info.generation, num_ranks=2, force=True)
+    remove_checkpoint(out, info.generation, num_ranks=size, force=True)
     assert list_checkpoints(out) == []

@@ -90,8 +90,8 @@ def launched_with(size: int, folder: Path, happens: str, config: Path, *options:
             process.kill()
 
 
-def start_ranks(configs: Sequence[Path], *options: str) -> list[Any]:
-    """Start one rank for each config, with the variables of torchrun and no launcher."""
+def start_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] = ()) -> list[Any]:
+    """Start one rank for each config, with the variables of torchrun and no launcher; each in its folder, if given."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -103,16 +103,23 @@ def start_ranks(configs: Sequence[Path], *options: str) -> list[Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
-            env={**ENVIRONMENT, **shared, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=folders[rank] if folders else ROOT,
+            env={
+                **ENVIRONMENT,
+                **shared,
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "PYTHONPATH": str(ROOT),
+            },
         )
         for rank, config in enumerate(configs)
     ]
 
 
-def run_ranks(configs: Sequence[Path], *options: str) -> Ended:
+def run_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] = ()) -> Ended:
     """Run one rank for each config, to the end."""
-    ranks = start_ranks(configs, *options)
+    ranks = start_ranks(configs, *options, folders=folders)
     out, err = "", ""
     try:
         for process in ranks:

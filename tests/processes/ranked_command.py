@@ -2,8 +2,10 @@
 
 ``RANK_HAPPENS`` in the environment says what, for each rank that something happens to:
 
-- ``RANK:kill:INSTANT:NTH``: it is killed at the nth time that it comes to one of ``INSTANTS``.
+- ``RANK:kill:INSTANT:NTH``: it is killed at the nth time that it comes to one of ``INSTANTS``; with ``stop`` it is
+  stopped (SIGSTOP), with ``raise`` an error is raised there.
 - ``RANK:full:FILE``: its drives have no room while that file exists.
+- ``RANK:flip:FILE``: what is read from its drives has one wrong bit while that file exists.
 
 In ``RANK_PIDS`` every rank leaves its number. Nothing else differs from the command.
 """
@@ -16,7 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -38,31 +40,41 @@ INSTANTS: dict[str, tuple[Any, str, bool]] = {
 }
 
 
-def kill_at(instant: str, nth: int) -> None:
-    """Have this process killed when it comes to an instant."""
+def fail() -> None:
+    """Raise what no code expects."""
+    raise RuntimeError("a thing that nobody thought of")
+
+
+def happens_at(what: str, instant: str, nth: int) -> None:
+    """Have this process killed, stopped or fail when it comes to an instant."""
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(what)
+    happen = fail if number is None else partial(os.kill, os.getpid(), number)
     owner, name, is_after = INSTANTS[instant]
     real: Callable[..., Any] = getattr(owner, name)
     left = nth
 
     @wraps(real)
-    def killing(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments: Any, **named: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0 and not is_after:
-            os.kill(os.getpid(), signal.SIGKILL)
+            happen()
         result = real(*arguments, **named)
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if left == 0 and is_after:
+            happen()
         return result
 
-    setattr(owner, name, killing)
+    setattr(owner, name, wrapped)
 
 
-class FullWhile(Fault):
-    """No room, while a file exists."""
+class FaultWhile(Fault):
+    """A fault while a file exists: no room, or a wrong bit."""
 
-    def __init__(self, file: Path) -> None:
-        super().__init__("error", "write", errno.ENOSPC)
+    def __init__(self, what: str, file: Path) -> None:
+        if what == "full":
+            super().__init__("error", "write", errno.ENOSPC)
+        else:
+            super().__init__("flip", "read", bit=77)
         self._file = file
 
     def strikes(self, on: str, file: Any) -> bool:
@@ -70,13 +82,13 @@ class FullWhile(Fault):
         return super().strikes(on, file) and self._file.exists()
 
 
-def fill_drives(file: Path) -> None:
-    """Let drives have no room while a file exists; they are looked at every 20 ms."""
+def spoil_drives(what: str, file: Path) -> None:
+    """Let drives be full, or err, while a file exists; full ones are looked at every 20 ms."""
     importlib.import_module("tiered.tiers.health").RETRY_S = 0.02
     real = FileEngine.__init__
 
     def make(self: FileEngine, tier: Any, mover: Any, **options: Any) -> None:
-        real(self, tier, FaultyMover(mover, [FullWhile(file)]), **options)
+        real(self, tier, FaultyMover(mover, [FaultWhile(what, file)]), **options)
 
     FileEngine.__init__ = make  # type: ignore[method-assign]
 
@@ -88,10 +100,10 @@ def main() -> None:
         Path(folder, own).write_text(str(os.getpid()))
     for each in filter(None, os.environ.get("RANK_HAPPENS", "").split(";")):
         rank, what, *how = each.split(":")
-        if rank == own and what == "kill":
-            kill_at(how[0], int(how[1]))
+        if rank == own and what in ("kill", "stop", "raise"):
+            happens_at(what, how[0], int(how[1]))
         elif rank == own:
-            fill_drives(Path(how[0]))
+            spoil_drives(what, Path(how[0]))
     command_group()()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import megatrain
+from fakes.gpu_run import virtual_gpu
+from fakes.virtual_embed import embedded
+from megatrain.engine.environment import deterministic_kernels
 from megatrain.ranks.collectives import RanksDifferError
 from tiered import TieredStore
 from tiered.errors import TieredError
@@ -23,7 +27,10 @@ CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "fp32": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
+    "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
 }
+#: Cases that compute on a CUDA device in software, and the least room of its tier.
+ON_GPU = {"gpu": "6MiB"}
 
 
 class Net(nn.Module):
@@ -57,15 +64,26 @@ def make(dtype: torch.dtype, seed: int = 0) -> Net:
 def loss_of(module: nn.Module, step: int, lane: int, **options: Any) -> Tensor:
     """Return the loss of one lane's part of a batch; one has no labels."""
     tokens = torch.randint(50, (2, 6), generator=torch.Generator().manual_seed(LANES * step + lane))
+    tokens = tokens.to(next(module.parameters()).device)
     logits = module(tokens, **options).float().flatten(0, 1)
     labels = tokens.roll(1, 1).flatten()
     loss: Tensor = nn.functional.cross_entropy(logits, labels)
     return loss * 0 if (step, lane) == (1, 2) else loss
 
 
-def open_store(folder: Path) -> TieredStore:
+def open_store(folder: Path, gpu: str | None = None) -> TieredStore:
     """Open the store of a rank."""
-    return megatrain.open_store(ram="24MiB", nvme=folder, nvme_size="96MiB")
+    return megatrain.open_store(ram="24MiB", nvme=folder, nvme_size="96MiB", gpu=gpu)
+
+
+@contextmanager
+def device_of(case: str) -> Iterator[None]:
+    """Put what a case computes on in place."""
+    if case not in ON_GPU:
+        yield
+        return
+    with virtual_gpu() as device, deterministic_kernels(torch.device("cuda"), "a test's module"), embedded(device):
+        yield
 
 
 def offloaded(case: str, store: TieredStore, **options: Any) -> tuple[Net, megatrain.TieredAdamW]:
@@ -93,13 +111,16 @@ def train(module: Net, optimizer: megatrain.TieredAdamW, steps: range) -> tuple[
 
 def copied(module: nn.Module) -> dict[str, Tensor]:
     """Return all weights."""
-    return {name: one.clone() for name, one in module.state_dict().items()}
+    return {name: one.cpu().clone() for name, one in module.state_dict().items()}
 
 
 def run(case: str, folder: Path) -> dict[str, Any]:
     """Train without a stop, and stopped halfway and resumed."""
     found: dict[str, Any] = {}
-    with open_store(folder / "unbroken") as store:
+    if gpu := ON_GPU.get(case):
+        with open_store(folder / "tight", "2MiB") as store:
+            found["room"] = said(lambda: offloaded(case, store))
+    with open_store(folder / "unbroken", gpu) as store:
         module, optimizer = offloaded(case, store)
         losses, norms = train(module, optimizer, range(STEPS))
         tiers = store.stats().tiers
@@ -111,11 +132,11 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         found["changed"] = copied(module)
         found["is_kept"] = all(tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values())
         found["state_bytes"] = sum(spec.nbytes for spec in store.blocks() if spec.durable)
-    with open_store(folder / "stopped") as store:
+    with open_store(folder / "stopped", gpu) as store:
         module, optimizer = offloaded(case, store)
         train(module, optimizer, range(STEPS // 2))
         saved = optimizer.state_dict()
-    with open_store(folder / "stopped") as store:
+    with open_store(folder / "stopped", gpu) as store:
         module, optimizer = offloaded(case, store)
         optimizer.load_state_dict(saved)
         train(module, optimizer, range(STEPS // 2, STEPS))
@@ -167,7 +188,10 @@ def main() -> None:
     limit.daemon = True
     limit.start()
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    results: dict[str, Any] = {case: run(case, folder / case) for case in sys.argv[4:]}
+    results: dict[str, Any] = {}
+    for case in sys.argv[4:]:
+        with device_of(case):
+            results[case] = run(case, folder / case)
     if world == 2:
         results["refused"] = refusals(rank, folder / "refused")
     torch.save(results, folder / f"results{rank}.pt")

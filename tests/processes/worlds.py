@@ -21,9 +21,10 @@ from torch import Tensor
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
+from megatrain.engine.ranked import RankedStepEngine, describe_collectives, ranked_workspace_bytes
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run, plan_together
+from megatrain.plan.planner import plan_run
+from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 from megatrain.trainer import Trainer
@@ -131,7 +132,12 @@ def _run_rank(
 def plan_of_rank(config: Path, world: World) -> Plan:
     """Return the plan of a rank for a config file, which all ranks agree on."""
     run = replace(resolve(load_config(config).config), world=world)
-    return plan_run(run) if world.is_single else plan_together(run, Collectives())
+    if world.is_single:
+        return plan_run(run)
+    collectives = Collectives()
+    plan = plan_together(run, collectives.gather_objects)
+    collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
+    return plan
 
 
 def train(

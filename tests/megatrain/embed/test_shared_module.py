@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) ->
 
 
 def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    cases = ["fp32", "bf16"]
+    cases = ["fp32", "bf16", "gpu"]
     (alone,), ranks = (run_ranks(world, tmp_path / str(world), cases) for world in (1, 2))
     for case in cases:
         check_same(alone, ranks, case)
@@ -60,6 +61,9 @@ def test_the_bits_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert torch.equal(changed["layers.0.0.weight"], 2 * weights["layers.0.0.weight"])
     assert torch.equal(changed["embed.weight"], weights["embed.weight"] + 1)
     check_beside_torch(alone["fp32"])
+    for found in (alone, *ranks):
+        assert re.match(r"CapacityError: tier 'gpu' is too small", found["gpu"]["room"])
+        assert list(found["gpu"]["losses"].values()) == pytest.approx(list(found["fp32"]["losses"].values()), rel=1e-4)
     check_refusals([rank["refused"] for rank in ranks])
 
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
+from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
 from megatrain.plan.machine import (
-    DriveProfile,
     GpuProfile,
     LoadedProfile,
-    MachineProfile,
     measured_drive_rates,
     store_profile,
 )
@@ -32,8 +29,6 @@ from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
-
-NOW = datetime.now(UTC)
 
 
 @pytest.fixture(autouse=True)
@@ -55,45 +50,6 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     planned = plan_run(resolve(load_config(config_at(folder, ram="6MiB")).config))
     assert planned.traffic["nvme->ram"] > planned.traffic["ram->nvme"] > 0
     return planned
-
-
-def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfile:
-    return DriveProfile.model_validate(
-        {
-            "path": "/drive",
-            "filesystem": "ext4",
-            "measured_at": NOW,
-            "is_quick": False,
-            "is_direct": True,
-            "read_bytes_per_s": read,
-            "write_bytes_per_s": write,
-            "mixed_bytes_per_s": mixed,
-            "bare_read_bytes_per_s": read,
-            "bare_write_bytes_per_s": write,
-            "bare_mixed_bytes_per_s": mixed,
-        }
-        | more
-    )
-
-
-def make_machine(folder: Path, **changes: object) -> MachineProfile:
-    return MachineProfile.model_validate(
-        {
-            "host": platform.node(),
-            "cpu": machine.cpu_name(),
-            "ram_bytes": psutil.virtual_memory().total,
-            "measured_at": NOW,
-            "is_quick": False,
-            "num_threads": 2,
-            "ram_read_bytes_per_s": 1e10,
-            "ram_copy_bytes_per_s": 1e10,
-            "ram_update_bytes_per_s": 1e10,
-            "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
-            "matmul_flops_per_s": {"cpu/float32": 1e11},
-            "drives": {machine.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
-        }
-        | changes
-    )
 
 
 def shape_of(folder: Path, **changes: object) -> StepShape:

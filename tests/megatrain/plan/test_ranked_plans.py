@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from click.testing import CliRunner
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import MOST_GATHERS_AHEAD, gathering_at_most, plan_run
+from megatrain.plan.planner import MOST_GATHERS_AHEAD, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
+from megatrain.plan.together import gathering_at_most
 from megatrain.ranks.world import World
 from oracles.tiered_run import config_text, write_tiny_model
 from processes.saved_run import command_group
@@ -66,6 +68,18 @@ def test_a_network_carries_each_byte_once(config: Path) -> None:
     assert one_each.traffic["ram->hosts"] == plan_of(config, 2).traffic["ram->ranks"]
     slow = simulate_step(plan, TOKENS, replace(rates(1e15), network_bytes_per_s=moved / 10))
     assert slow.step_s >= 10 and slow.stall_s["ranks"] > 5
+
+
+def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path) -> None:
+    """Of five micro-batches in four lanes the last of four ranks has two."""
+    run = resolve(load_config(config, (), ["training.gradient_accumulation_steps=5"]).config)
+    one = run.batch.micro_batch_rows * run.batch.max_length
+    fullest = run.as_fullest_rank(4)
+    assert (fullest.world.rank, fullest.num_own_tokens, fullest.num_fullest_tokens) == (3, 2 * one, 2 * one)
+    assert [fullest.tokens_of_rank(rank) for rank in range(3)] == [one] * 3
+    words = ["plan", str(config), "--processes", "4", "--set", "training.gradient_accumulation_steps=5", "--json"]
+    result = CliRunner().invoke(command_group(), words)
+    assert json.loads(result.stdout)["estimate"]["tokens_per_step"] == 2 * one, result.output
 
 
 def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:

@@ -1,0 +1,217 @@
+"""One plan for the ranks of a run: each tells what it has, and all plan with the least of it.
+
+Every rank plans for itself, as blocks may have other homes where drives are smaller. What ranks do together must not
+differ, nor what they are predicted to reach: they wait for each other in every collective, so a step takes as long as
+on the rank where it takes longest. So all plan with the smallest tiers, and with the slowest rate of each link, drive
+and processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megatrain.plan.machine import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, file_system_of, profile_of
+from megatrain.plan.planner import plan_run, tier_budgets
+from megatrain.ranks.collectives import RanksDifferError
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import Estimate, Plan, RunSpec
+
+__all__ = ["RankRates", "gathering_at_most", "plan_together", "slowest_rates"]
+
+#: Returns what every rank gave, by rank.
+Gather = Callable[[Any], Sequence[Any]]
+_Record = TypeVar("_Record", DriveProfile, GpuProfile, MachineProfile)
+#: Of these a larger number is the slower one.
+_LOSSES = ("computing_s_per_byte", "seconds_per_copy")
+#: Rates that change nothing where they were not measured; without another one nothing is predicted.
+_LIMITS = ("sustained_write_bytes_per_s",)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRates:
+    """What was measured where one rank runs.
+
+    Attributes:
+        name: of the rank, for people.
+        machine: its rates; None: it was not measured.
+        drives: what the run has there (its n-th drive, ``output_dir``, the model's folder) -> the rates of the drive
+            under it; None: it was not measured.
+        note: why there are no rates although there is a file of them, or None.
+    """
+
+    name: str
+    machine: MachineProfile | None
+    drives: Mapping[str, DriveProfile | None]
+    note: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RankHas:
+    """What one rank tells the others before they plan: capacity by tier, and rates."""
+
+    capacities: Mapping[str, int]
+    rates: RankRates
+
+
+def plan_together(run: RunSpec, gather: Gather) -> Plan:
+    """Plan a run of several ranks: each for itself, with the least that any of them has. A collective.
+
+    What ranks do together is the same in all their plans; homes of blocks may differ. So are the rates that they
+    choose by, and the seconds of a predicted step: those of the rank that takes longest.
+
+    Args:
+        run: of this rank.
+        gather: of the ranks.
+
+    Raises:
+        RanksDifferError: one rank has other tiers.
+        DoesNotFitError: and all other errors of ``plan_run``, on the ranks that meet them.
+    """
+    capacities = {name: budget.capacity_bytes for name, budget in tier_budgets(run, 0).items()}
+    of_ranks: Sequence[_RankHas] = gather(_RankHas(capacities, _rates_of(run)))
+    for rank, other in enumerate(of_ranks):
+        if other.capacities.keys() != of_ranks[0].capacities.keys():
+            raise RanksDifferError(
+                f"the ranks do not have the same tiers. Rank 0: {', '.join(of_ranks[0].capacities)}. Rank {rank}: "
+                f"{', '.join(other.capacities)}. Start all of them with the same config, on the same kind of machine"
+            )
+    least = {name: min(other.capacities[name] for other in of_ranks) for name in capacities}
+    rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _places(run))
+    run = replace(run, tiers=replace(run.tiers, profile=rates))
+    plan = plan_run(run, capacities=least)
+    plan = gathering_at_most(plan, min(gather(plan.program.gathers_ahead)), least)
+    assert plan.estimate is not None
+    return replace(plan, estimate=_as_slowest(plan.estimate, run, gather))
+
+
+def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int] | None = None) -> Plan:
+    """Return a plan with weights gathered no further ahead than on the rank that has least room for it.
+
+    Args:
+        plan: of a rank, whose blocks may have other homes, and leave other room, than those of others.
+        most_ahead: on all ranks.
+        capacities: as for ``plan_run``.
+    """
+    if plan.program.gathers_ahead <= most_ahead:
+        return plan
+    return plan_run(plan.run, like=plan, capacities=capacities, most_ahead=most_ahead)
+
+
+def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
+    """Return an estimate with the seconds of the rank that takes longest: it may have more micro-batches. A collective.
+
+    Nothing is predicted where it is not on one of them: its blocks may live where nothing was measured.
+    """
+    of_ranks: Sequence[tuple[float | None, str | None]] = gather((estimate.step_s, estimate.bound_by))
+    seconds = [step_s for step_s, _ in of_ranks if step_s is not None]
+    if len(seconds) < len(of_ranks):
+        return replace(estimate, step_s=None, bound_by=None, crossing_tokens=None)
+    slowest = seconds.index(max(seconds))
+    if estimate.step_s == seconds[slowest]:
+        return estimate
+    note = f"predicted step  that of {run.world.name_of(slowest)}, for which all ranks wait"
+    step_s, bound_by = of_ranks[slowest]
+    return replace(estimate, step_s=step_s, bound_by=bound_by, notes=(*estimate.notes, note))
+
+
+# -- rates ---------------------------------------------------------------------------------------------------------
+
+
+def _places(run: RunSpec) -> dict[str, Path]:
+    """Return where a rank has files, by names that are the same on all ranks."""
+    drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.drives)}
+    return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
+
+
+def _rates_of(run: RunSpec) -> RankRates:
+    loaded, world = profile_of(run.tiers), run.world
+    machine = loaded.machine
+    drives = {name: None if machine is None else machine.drive_of(path) for name, path in _places(run).items()}
+    return RankRates(world.name_of(world.rank, world.host), machine, drives, loaded.note)
+
+
+def slowest_rates(of_ranks: Sequence[RankRates], rank: int, places: Mapping[str, Path]) -> LoadedProfile:
+    """Return the profile that a rank plans with: of every rate the lowest that was measured on any rank.
+
+    What was not measured on one rank is not known of the run.
+
+    Args:
+        of_ranks: by rank.
+        rank: whose profile it is to be; its drives have other names than those of others.
+        places: as named in ``RankRates.drives``, on this rank.
+    """
+    unmeasured = [each.name for each in of_ranks if each.machine is None]
+    if unmeasured:
+        note = f"rates           of {_listed(unmeasured)} not measured: run `megatrain-tier doctor` there"
+        return LoadedProfile(None, of_ranks[rank].note, ranks=(note,) if len(unmeasured) < len(of_ranks) else ())
+    slower: set[int] = set()
+    machines = [each.machine for each in of_ranks if each.machine is not None]
+    machine = _slowest(machines, rank, slower)
+    drives: dict[str, DriveProfile] = {}
+    unknown: set[str] = set()
+    lines: list[str] = []
+    for place, path in places.items():
+        key = file_system_of(path).key
+        found = [each.drives[place] for each in of_ranks]
+        measured = [each for each in found if each is not None]
+        if len(measured) < len(found):
+            unknown.add(key)
+            names = [each.name for each, drive in zip(of_ranks, found, strict=True) if drive is None]
+            if measured:
+                lines.append(f"rates           of {_listed(names)}, drive of {place}: not measured")
+            continue
+        drive = _slowest(measured, rank, slower)
+        # Two places on one drive here may be on two drives elsewhere.
+        drives[key] = _slowest([drives.get(key, drive), drive], 0, set())
+    known = {key: drive for key, drive in drives.items() if key not in unknown}
+    if slower:
+        names = [of_ranks[each].name for each in sorted(slower)]
+        lines.append(f"rates           the slowest of {len(of_ranks)} ranks each: those of {_listed(names)} are lower")
+    return LoadedProfile(machine.model_copy(update={"drives": known}), ranks=tuple(lines))
+
+
+def _slowest(records: Sequence[_Record], own: int, slower: set[int]) -> _Record:
+    """Return a record with the lowest of each rate, and the rest as in one's own.
+
+    Args:
+        records: by rank.
+        own: number of one's own.
+        slower: ranks whose rates are lower than those of another; added to.
+    """
+    changes: dict[str, Any] = {}
+    for name in type(records[own]).model_fields:
+        values = [getattr(each, name) for each in records]
+        if name in _LOSSES or name in _LIMITS:
+            known = [value for value in values if value is not None]
+            pick = max if name in _LOSSES else min
+            changes[name] = pick(known, default=None)
+            slower.update(_apart(values, changes[name]))
+        elif name in ("measured_at", "is_quick"):
+            changes[name] = min(values) if name == "measured_at" else any(values)
+        elif name == "gpu":
+            has_all = all(value is not None for value in values)
+            changes[name] = _slowest(values, own, slower) if has_all else None
+        elif name.endswith("_per_s") and isinstance(values[own], dict):
+            kinds = [kind for kind in values[own] if all(kind in each for each in values)]
+            changes[name] = {kind: min(each[kind] for each in values) for kind in kinds}
+            for kind, lowest in changes[name].items():
+                slower.update(_apart([each[kind] for each in values], lowest))
+        elif name.endswith("_per_s"):
+            changes[name] = None if None in values else min(values)
+            slower.update(_apart(values, changes[name]))
+    return records[own].model_copy(update=changes)
+
+
+def _apart(values: Sequence[float | None], slowest: float | None) -> list[int]:
+    """Return the numbers of those that have the slowest value, where others have another one."""
+    if slowest is None or all(value == slowest for value in values):
+        return []
+    return [number for number, value in enumerate(values) if value == slowest]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,55 @@
+"""Rates as doctor measures them, in round numbers."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from megatrain.plan import machine
+from megatrain.plan.machine import DriveProfile, MachineProfile
+
+NOW = datetime.now(UTC)
+
+
+def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfile:
+    """Return the rates of a drive."""
+    return DriveProfile.model_validate(
+        {
+            "path": "/drive",
+            "filesystem": "ext4",
+            "measured_at": NOW,
+            "is_quick": False,
+            "is_direct": True,
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            "mixed_bytes_per_s": mixed,
+            "bare_read_bytes_per_s": read,
+            "bare_write_bytes_per_s": write,
+            "bare_mixed_bytes_per_s": mixed,
+        }
+        | more
+    )
+
+
+def make_machine(folder: Path, **changes: object) -> MachineProfile:
+    """Return rates of this machine, as doctor keeps them; of the drive of a folder as well."""
+    return MachineProfile.model_validate(
+        {
+            "host": platform.node(),
+            "cpu": machine.cpu_name(),
+            "ram_bytes": psutil.virtual_memory().total,
+            "measured_at": NOW,
+            "is_quick": False,
+            "num_threads": 2,
+            "ram_read_bytes_per_s": 1e10,
+            "ram_copy_bytes_per_s": 1e10,
+            "ram_update_bytes_per_s": 1e10,
+            "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
+            "matmul_flops_per_s": {"cpu/float32": 1e11},
+            "drives": {machine.file_system_of(folder).key: drive(2e9, 1e9, 1.5e9)},
+        }
+        | changes
+    )
