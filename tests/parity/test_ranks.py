@@ -61,6 +61,7 @@ CASES = {
             "precision": f'{BF16}\ngrad_dtype = "bfloat16"',
             "training": "neftune_noise_alpha = 5",
             "optimizer": "ema_decay = 0.9",
+            "evaluation": 'weights = "both"',
         },
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
@@ -116,12 +117,13 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     tables = dict(case.tables)
     if world.rank % 2:
         tables |= case.other_tables
-    own = {name: tables.pop(name, "") for name in ("training", "model")}
+    own = {name: tables.pop(name, "") for name in ("training", "model", "evaluation")}
     text = config_text(folder / own_folder(world), folder / case.model, **tables)
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
     batch = f"gradient_accumulation_steps = {NUM_MICRO_BATCHES}\ngradient_lanes = {case.lanes}\n{own['training']}\n"
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
     text += f'[[data.eval]]\npath = "{EXAMPLES}/quickstart/loomings.txt"\nmax_samples = 12\n'
+    text += f"[evaluation]\n{own['evaluation']}\n"
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
 
 
@@ -199,7 +201,7 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert 0 < window <= planned, (name, rank)
     # Every row is evaluated by one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
-    assert [count for _, count in expected.evaluations.values()] == [expected.num_own_labels], name
+    assert {count for _, count in expected.evaluations.values()} == {expected.num_own_labels}, name
     assert digests(results) == digests([expected]), name
 
 

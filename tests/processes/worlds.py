@@ -9,6 +9,7 @@ import pickle
 import sys
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -201,7 +202,7 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
     """Evaluate the sets of the config, and note what that gives and moves."""
     from megatrain.config.resolve import resolve_evaluation
     from megatrain.data.encoding import load_tokenizer
-    from megatrain.evaluation import Evaluator, load_evaluation_sets, traffic_of_passes
+    from megatrain.evaluation import Evaluator, load_evaluation_sets, plans_of_evaluations, traffic_of_passes
     from megatrain.run.metrics import RunObserver
 
     plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
@@ -227,7 +228,10 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
     result.num_own_labels = sum(count_labels(shifted_labels(labels).reshape(-1)) for labels in own)
     result.moved_by_evaluations = {link: stats.num_bytes for link, stats in moved.links.items()}
     result.moved_by_evaluations.update(evaluator.moved_bytes)
-    result.planned_of_evaluations = traffic_of_passes(plan, sum(each.num_passes for each in sets))
+    num_passes, planned = sum(each.num_passes for each in sets), Counter[str]()
+    for each_plan in plans_of_evaluations(spec, plan).values():
+        planned.update(traffic_of_passes(each_plan, num_passes))
+    result.planned_of_evaluations = dict(planned)
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:
