@@ -371,7 +371,8 @@ class Evaluator:
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
             self._activity.begin(f"continuing rows of {name}", num_parts=sampler.num_ticks)
-            samples = tuple(sampler.samples_of(each.name, self._store, self._activity, self._should_stop))
+            found = sampler.samples_of(each.name, self._store, self._activity, self._should_stop, self._collectives)
+            samples = tuple(found)
         if self._should_stop():
             return False
         seconds = time.perf_counter() - start_s
@@ -492,8 +493,16 @@ class Sampler:
         plan: Plan,
         sets: Sequence[EvaluationSet],
         tokenizer: PreTrainedTokenizerFast,
+        gather: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> Sampler | None:
         """Return what continues the first rows of these sets, as the config asks for; None: there are no rows.
+
+        Args:
+            spec: of the run.
+            plan: of passes over the weights.
+            sets: that have the rows.
+            tokenizer: of the model.
+            gather: returns what each rank gave; a collective.
 
         Raises:
             ConfigError: a row and its new tokens are more than the positions of the model.
@@ -516,7 +525,16 @@ class Sampler:
             advice = f"Write at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
         together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
-        generation = plan_samples(plan, rows=together, num_prompts=most, max_length=longest + num_new)
+        # Whole micro-batches are dealt to ranks, as tokens depend on the rows of one.
+        num_micro_batches = -(-most // (together * plan.run.world.size))
+
+        def planned(count: int) -> GenerationPlan:
+            return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
+
+        generation = planned(num_micro_batches)
+        least = min(gather(generation.plan.num_micro_batches))  # where a rank has room for fewer
+        if least < generation.plan.num_micro_batches:
+            generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
 
     @property
@@ -530,9 +548,22 @@ class Sampler:
         return self._generation.plan
 
     def samples_of(
-        self, name: str, store: TieredStore, activity: Activity, should_stop: Callable[[], bool]
+        self,
+        name: str,
+        store: TieredStore,
+        activity: Activity,
+        should_stop: Callable[[], bool],
+        collectives: Collectives | None = None,
     ) -> list[Sample]:
-        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``."""
+        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
+
+        Args:
+            name: of the set.
+            store: of the run.
+            activity: progress, for status.
+            should_stop: asked before each pass; the same on all ranks.
+            collectives: of the ranks of the run, all of which call this.
+        """
         rows, own = self._rows[name], self._generation.plan
         if not rows:
             return []
@@ -544,13 +575,17 @@ class Sampler:
             activity=activity,
             is_exact=True,
             should_stop=should_stop,
+            collectives=collectives,
         )
         found: list[tuple[int, ...]] = []
-        together = own.run.batch.num_rows
+        rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
         with room_lent(store, self._plan, own):
             try:
-                for first in range(0, len(rows), together):
-                    found += passes.run([row.prompt for row in rows[first : first + together]])
+                for first in range(0, len(rows), together * size):
+                    start = first + rank * together
+                    new = passes.run([row.prompt for row in rows[start : start + together]])
+                    of_ranks = [new] if collectives is None else collectives.gather_objects(new)
+                    found += [ids for of_rank in of_ranks for ids in of_rank]
             except StoppedError:
                 found, rows = [], []
         for link, nbytes in passes.planned_bytes.items():
@@ -566,6 +601,7 @@ def make_samplers(
     plans: Mapping[EvaluatedWeights, Plan],
     sets: Sequence[EvaluationSet],
     tokenizer: PreTrainedTokenizerFast,
+    gather: Callable[[int], Sequence[int]] = lambda number: [number],
 ) -> dict[EvaluatedWeights, Sampler]:
     """Return what continues rows of these sets, by the weights that do; none where the config does not ask for it.
 
@@ -574,6 +610,7 @@ def make_samplers(
         plans: of passes, as ``plans_of_evaluations`` returns them.
         sets: that are evaluated.
         tokenizer: of the model.
+        gather: returns what each rank gave; a collective.
 
     Raises:
         ConfigError: as ``Sampler.of_sets``.
@@ -582,5 +619,5 @@ def make_samplers(
     """
     if not spec.num_samples:
         return {}
-    found = {weights: Sampler.of_sets(spec, plan, sets, tokenizer) for weights, plan in plans.items()}
+    found = {weights: Sampler.of_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
     return {weights: sampler for weights, sampler in found.items() if sampler is not None}

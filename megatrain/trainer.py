@@ -327,10 +327,6 @@ class Trainer:
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
-        if self._evaluation.num_samples and not self.group.world.is_single:
-            key = "evaluation.predict_with_generate"
-            text = f"{key} = true, but several processes have a share of each weight, and generating needs whole ones"
-            raise ConfigError("the config", [Problem(key, text, "Write false")])
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program.
@@ -371,7 +367,11 @@ class Trainer:
             )
         )
         self._samplers = make_samplers(
-            self._evaluation, self._evaluation_plans, self._evaluation_sets, tokenizer_of(run.model)
+            self._evaluation,
+            self._evaluation_plans,
+            self._evaluation_sets,
+            tokenizer_of(run.model),
+            self.group.gather,
         )
         try:
             self._best.check(self._evaluation.evaluations_of(each.name for each in self._evaluation_sets))

@@ -60,6 +60,7 @@ __all__ = [
     "attention_key",
     "cache_key",
     "evaluation_program",
+    "gathers_before",
     "gradient_key",
     "keeping_graphs",
     "kind_of_key",
@@ -869,14 +870,9 @@ class ProgramBuilder:
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
         """Yield ticks that lease activations alone, after those that gather weights, before those of gradients."""
-        gathers = deque(
-            Tick("gather", tick.visit, _of_kind("weight", tick.held), serves=_model_phase(tick)) for tick in ticks
-        )
-        for number, tick in enumerate(ticks):
-            while gathers and len(ticks) - len(gathers) <= number + self._gathers_ahead:
-                gather = gathers.popleft()
-                if gather.held:
-                    yield gather
+        weights = [_of_kind("weight", tick.held) for tick in ticks]
+        for gathers, tick in zip(gathers_before(ticks, weights, self._gathers_ahead), ticks, strict=True):
+            yield from gathers
             inputs = tuple(group for group in tick.passing if not _of_kind("grad", group))
             yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs) & tick.spent)
             if gradients := _of_kind("grad", tick.held):
@@ -1055,6 +1051,26 @@ class ProgramBuilder:
 
     def _layouts_of(self, visit: int) -> tuple[str, ...]:
         return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
+
+
+def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
+    """Yield for each tick of a pass the ticks that come before it and gather weights.
+
+    Args:
+        ticks: of the running model.
+        weights: that each of them uses.
+        ahead: how many ticks before it is needed a weight is gathered.
+    """
+    waiting = deque(
+        Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
+    )
+    for number in range(len(ticks)):
+        due: list[Tick] = []
+        while waiting and len(ticks) - len(waiting) <= number + ahead:
+            gather = waiting.popleft()
+            if gather.held:
+                due.append(gather)
+        yield due
 
 
 def _of_kind(kind: str, group: Group) -> Group:

@@ -20,6 +20,7 @@ from megatrain.engine.program import (
     reading_averages,
     unpacked_bytes,
 )
+from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.trace import trace_generation
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
@@ -253,6 +254,8 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
+    if not program.shares.are_whole:
+        whole = ranked_workspace_bytes(graph, program)
     return workspace_bytes(trace, run.batch.num_micro_batches) + logits + unpacking + whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -54,6 +55,11 @@ class Case:
     lanes: int = LANES
 
 
+def samples(count: int) -> str:
+    """Return keys of evaluations that continue so many rows: with three ranks one has none, or fewer than others."""
+    return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
+
+
 CASES = {
     "tied, bf16, dropout, noise": Case(
         "tied",
@@ -61,7 +67,7 @@ CASES = {
             "precision": f'{BF16}\ngrad_dtype = "bfloat16"',
             "training": "neftune_noise_alpha = 5",
             "optimizer": "ema_decay = 0.9",
-            "evaluation": 'weights = "both"',
+            "evaluation": f'weights = "both"\n{samples(2)}',
         },
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
@@ -74,7 +80,7 @@ CASES = {
     ),
     "a GPU tier of its own": Case(
         "untied",
-        {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5"},
+        {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5", "evaluation": samples(5)},
         {"gpu": "24MiB", "placement": 'optimizer = ["nvme"]'},
         labels="few",
     ),
@@ -87,6 +93,9 @@ def write_models(folder: Path) -> None:
     """Write the tiny models that the cases train."""
     write_tiny_model(folder / "tied", attention_dropout=0.1)
     write_tiny_model(folder / "untied", tie_word_embeddings=False)
+    # Half of all words end a text: prompts end after different numbers of tokens, and so do ranks.
+    ends = {"eos_token_id": list(range(0, AutoConfig.from_pretrained(folder / "untied").vocab_size, 2))}
+    (folder / "untied/generation_config.json").write_text(json.dumps(ends))
     shape = AutoConfig.from_pretrained(folder / "untied")
     torch.manual_seed(3)
     mixture = AutoConfig.for_model(
@@ -193,6 +202,7 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
         assert result.moved == result.planned, (name, rank)
         assert result.evaluations == expected.evaluations != {}, (name, rank)
+        assert result.samples == expected.samples, (name, rank)
         assert result.moved_by_evaluations == result.planned_of_evaluations, (name, rank)
         assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
         for tier, (most, capacity) in result.tiers.items():
