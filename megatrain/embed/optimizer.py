@@ -513,8 +513,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                     exchanged.append((group, names))
             yield
         finally:
-            for group, names in exchanged:
-                self._exchange(group, names)
+            for each in exchanged:
+                self._exchange(*each)
             self._is_averaged = False
 
     def _exchange(self, group: StateGroup, names: Mapping[str, object]) -> None:

@@ -799,7 +799,7 @@ class StoreAccess:
         else:
             with self._rounded(layout, visit, {key: blocks[key] for key in keys}) as whole:
                 if is_cut:
-                    parts = whole.split([len(part) for part in program.parts_of(layout)])
+                    parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
                     yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
                 else:
                     yield dict(views(whole, layout))
@@ -812,13 +812,13 @@ class StoreAccess:
             (whole,) = leased.values()
             yield whole
             return
-        blocks = list(leased.values())
-        lengths = [len(block) for block in blocks]
+        blocks, stop = list(leased.values()), 0
         with self._unpacked.room(nbytes, blocks[0].device) as room:
-            weights = room.view(self._program.averages.dtype)[: sum(lengths)]
-            for part, block in zip(weights.split(lengths), blocks, strict=True):
-                part.copy_(block)
-            yield weights
+            weights = room.view(self._program.averages.dtype)
+            for block in blocks:
+                start, stop = stop, stop + len(block)
+                weights[start:stop].copy_(block)
+            yield weights[:stop]
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Leave the unit's weights where they are: no token goes to it."""
