@@ -231,7 +231,7 @@ FEW_IMAGES = [[(40, 60), (90, 33)], [], [], [(50, 50)], [], []]
 
 def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str) -> RankResult:
     """Train on the ranks of a world; homes differ between them."""
-    where = {"placement": ALL_NVME, "ram": f"{36 * world.size}MiB"} if world.rank % 2 else {}
+    where = {"placement": ALL_NVME, "ram": f"{48 * world.size}MiB"} if world.rank % 2 else {}
     text = config_text(folder, model, rows, images, **where)
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 6\ngradient_lanes = 4")
     text = text.replace("val_size = 1\n", "").replace("[evaluation]", f'[[data.eval]]\npath = "{rows}"\n[evaluation]')

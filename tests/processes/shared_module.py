@@ -20,8 +20,8 @@ from tiered.errors import TieredError
 LANES, STEPS = 4, 3
 #: Case -> dtype of the parameters, options of the optimizer, where weights, gradients and state live.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
-    "fp32": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
-    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, "ram"),
+    "fp32": (torch.float32, {"max_grad_norm": 0.5, "ema_decay": 0.5}, "nvme"),
+    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
 }
 

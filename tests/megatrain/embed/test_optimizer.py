@@ -125,17 +125,29 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected) and all(torch.equal(found[name], one) for name, one in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("kind", "place", "dtype"),
-    [
-        ("adamw", "tiered, all on a drive", torch.bfloat16),
-        ("adamw", "plain", torch.float32),
-        ("adafactor", "tiered", torch.float32),
-        ("lion", "plain, on a drive", torch.bfloat16),
-        ("sgd", "plain, gradients leave", torch.float32),
-    ],
-)
-def test_averages_beside_torchs(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+AVERAGED = {
+    "offloaded": ("adamw", "tiered, all on a drive", torch.bfloat16),
+    "ordinary": ("adamw", "plain", torch.float32),
+}
+OTHERS_AVERAGED = {
+    "adafactor": ("adafactor", "tiered", torch.float32),
+    "lion": ("lion", "plain, on a drive", torch.bfloat16),
+    "sgd": ("sgd", "plain, gradients leave", torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGED)
+def test_averages_beside_torchs(case: str, tmp_path: Path) -> None:
+    check_averages(*AVERAGED[case], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS_AVERAGED)
+def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
+    check_averages(*OTHERS_AVERAGED[case], tmp_path)
+
+
+def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Read in the place of the weights, whose bits they leave alone; saved, loaded, and begun by who had none."""
     options = dict(PLACES[place])
     tier = options.pop("tier", None)
