@@ -252,7 +252,7 @@ def _print(
         return
     print_plan(plan, simulated=simulated)
     if length is not None and given is not None:
-        for line in [*_run_lines(length, given.step_s), *_evaluation_lines(evaluation, plan.run.data.val_size)]:
+        for line in [*_run_lines(length, given.step_s), *_evaluation_lines(evaluation, plan)]:
             click.echo(line)
     if lines:
         _print_alternatives(lines)
@@ -301,9 +301,12 @@ def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
     return lines
 
 
-def _evaluation_lines(spec: EvaluationSpec, val_size: float | None) -> list[str]:
-    """Return what is evaluated, and when."""
-    sets = [source.name for source in spec.sources]
+def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
+    """Return what is evaluated, and when; of averages, which are more bytes than weights, what a pass moves."""
+    from megatrain.evaluation import plans_of_evaluations, traffic_of_passes
+    from tiered.units import format_size
+
+    sets, val_size = [source.name for source in spec.sources], plan.run.data.val_size
     if val_size is not None:
         share = f"{val_size:.4g} of the rows, kept from training"
         sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]
@@ -311,7 +314,15 @@ def _evaluation_lines(spec: EvaluationSpec, val_size: float | None) -> list[str]
     if spec.strategy != "no":
         every = "after each epoch" if spec.strategy == "epoch" else f"every {spec.every_steps:,} steps"
         moments += [every, "at the end"]
-    return [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"] if sets and moments else []
+    if not sets or not moments:
+        return []
+    lines = [f"evaluated       {', '.join(sets)}: {', '.join(moments)}"]
+    for weights, each in plans_of_evaluations(spec, plan).items():
+        if weights == "average":
+            moved = traffic_of_passes(each, 1).items()
+            text = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in moved if nbytes)
+            lines.append(f"                a pass over the average of the weights moves {text or 'nothing'}")
+    return lines
 
 
 def _print_alternatives(lines: Sequence[Alternative]) -> None:

@@ -56,6 +56,7 @@ class BestSpec:
         is_kept: the checkpoint of the best evaluation is kept, and is the model of the run.
         patience: evaluations in a row without an improvement that end the run; 0: none do.
         threshold: what an improvement has to exceed.
+        is_average: the metric is of the averages of the weights, which then are what is best.
     """
 
     metric: str
@@ -63,6 +64,7 @@ class BestSpec:
     is_kept: bool
     patience: int
     threshold: float
+    is_average: bool = False
 
     @property
     def is_on(self) -> bool:

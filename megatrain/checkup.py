@@ -42,7 +42,7 @@ from megatrain.config.resolved import to_toml
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
-from megatrain.evaluation import Sampler, load_evaluation_sets
+from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
@@ -360,8 +360,7 @@ class _Checkup:
         sets = load_evaluation_sets(spec, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
         yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
         yield from (Finding("eval data", "warning", text) for text in warnings)
-        if spec.num_samples:
-            Sampler.of_sets(spec, self._plan, sets, self._tokenizer)
+        make_samplers(spec, plans_of_evaluations(spec, self._plan), sets, self._tokenizer)
 
     def _look_at_drives(self) -> Iterator[Finding]:
         """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""

@@ -6,6 +6,7 @@ Used for whole commands (``generation``) and between the steps of a run (``evalu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 
 from megatrain.chat import ChatSettings, generation_options
 from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import StoreAccess
 from megatrain.optim.threads import KernelThreads
 from megatrain.run.activity import Activity
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from megatrain.engine.program import Stays
     from megatrain.plan.forward import GenerationPlan
+    from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
 
 __all__ = ["Continuation", "StoppedError"]
@@ -43,7 +46,8 @@ class Continuation:
         activity: progress within a pass, for status.
         is_exact: nothing is fetched ahead of the pass that runs, as all prompts may have ended after it. Else the links
             are busy from one pass to the next, and what was fetched for one that does not come was for nothing.
-        should_stop: asked before each pass.
+        should_stop: asked before each pass; by all ranks.
+        collectives: of the ranks that share the weights, each with prompts of its own; None: one process has them.
 
     Attributes:
         planned_bytes: link -> bytes that the passes so far were planned to move.
@@ -59,7 +63,9 @@ class Continuation:
         activity: Activity | None = None,
         is_exact: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
+        collectives: Collectives | None = None,
     ) -> None:
+        self._collectives = collectives
         self._generation, self._plan, self._store = plan, plan.plan, store
         self._tokenizer, self._settings = tokenizer, settings
         self._activity, self._is_exact, self._should_stop = activity or Activity(), is_exact, should_stop
@@ -69,7 +75,7 @@ class Continuation:
         """Return the new tokens of prompts, the end of text included.
 
         Args:
-            prompts: tokens of each, no more than the plan has rows.
+            prompts: tokens of each, no more than the plan has rows; of a rank none, if others have some.
             first_micro_batch: number of the first one, from which random numbers come.
 
         Raises:
@@ -86,8 +92,11 @@ class Continuation:
         num_passes = 0
         programs = (self._generation.first, plan.program)
         all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
+        make_access: Any = StoreAccess
+        if self._collectives is not None:
+            make_access = partial(RankedAccess, self._collectives)
         accesses = [
-            StoreAccess(store, graph, plan.trace, program, homes, stays, KernelThreads(1), activity=self._activity)
+            make_access(store, graph, plan.trace, program, homes, stays, KernelThreads(1), activity=self._activity)
             for program, stays in zip(programs, all_stays, strict=True)
         ]
         turn = _Turns(accesses)
@@ -110,7 +119,12 @@ class Continuation:
             turn.access.start_step(number)
 
         runner = GenerationRunner(
-            graph, turn, device=plan.device, trace=plan.trace, num_micro_batches=plan.num_micro_batches
+            graph,
+            turn,
+            device=plan.device,
+            trace=plan.trace,
+            num_micro_batches=plan.num_micro_batches,
+            any_rank=None if self._collectives is None else self._any_rank,
         )
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in batches]
@@ -140,6 +154,10 @@ class Continuation:
             for batch, output in zip(batches, outputs, strict=True)
             for row in output[:, batch["input_ids"].shape[1] :].tolist()
         ]
+
+    def _any_rank(self, goes_on: bool) -> bool:
+        assert self._collectives is not None
+        return any(self._collectives.gather_objects(goes_on))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return prompts padded on the left to one length, as ``generate`` wants them."""

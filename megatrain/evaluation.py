@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
@@ -28,11 +29,11 @@ from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.graph import num_learned_positions
 from megatrain.models.liger import LigerCrossEntropy
-from megatrain.plan.forward import plan_samples
+from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.ranks.collectives import Collectives
 from megatrain.run.metrics import EvaluationMetrics, RunObserver, Sample
-from megatrain.tiers import register_transient_blocks, set_schedule, unregister_transient_blocks
+from megatrain.tiers import room_lent, set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,7 +47,20 @@ if TYPE_CHECKING:
     from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
-__all__ = ["EvaluationSet", "Evaluator", "Sampler", "deal_micro_batches", "load_evaluation_sets", "traffic_of_passes"]
+__all__ = [
+    "EvaluatedWeights",
+    "EvaluationSet",
+    "Evaluator",
+    "Sampler",
+    "deal_micro_batches",
+    "load_evaluation_sets",
+    "make_samplers",
+    "plans_of_evaluations",
+    "traffic_of_passes",
+]
+
+
+EvaluatedWeights = Literal["trained", "average"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +91,7 @@ class EvaluationSpec:
         sources: further rows.
         num_samples: rows of each set that the model continues; 0: none.
         max_new_tokens: of each of them.
+        weights: what is evaluated: the weights as they are trained, their averages, or both, in this order.
     """
 
     strategy: Literal["no", "steps", "epoch"]
@@ -87,6 +102,20 @@ class EvaluationSpec:
     sources: tuple[EvaluationSource, ...]
     num_samples: int = 0
     max_new_tokens: int = 0
+    weights: tuple[EvaluatedWeights, ...] = ("trained",)
+
+    def name_of(self, name: str, weights: EvaluatedWeights) -> str:
+        """Return what an evaluation of a set is called in metrics."""
+        return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
+
+    def evaluations_of(self, names: Iterable[str]) -> list[str]:
+        """Return the names of all evaluations of a step, in order.
+
+        Args:
+            names: of the sets.
+        """
+        names = list(names)
+        return [self.name_of(name, weights) for weights in self.weights for name in names]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +232,26 @@ def _datasets(
         yield source.name, dataset
 
 
+def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeights, Plan]:
+    """Return the plan of passes over each kind of weights that is evaluated.
+
+    Args:
+        spec: of the run.
+        plan: of the run.
+
+    Raises:
+        DoesNotFitError: a tier is too small; it names the size that would do.
+    """
+    return {weights: plan if weights == "trained" else plan_averages(plan) for weights in spec.weights}
+
+
 def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
-    """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved."""
+    """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved.
+
+    Args:
+        plan: of the passes, see ``plans_of_evaluations``.
+        num_passes: over all sets.
+    """
     program = evaluation_program(plan.program)
     placement = plan.placement
     moved = Traffic(program, list(plan.budgets_by_tier), placement.homes, {}, placement.direct).of_first_step()
@@ -224,12 +271,13 @@ class Evaluator:
         max_steps: of the run.
         should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
             which call it: it may be a collective.
-        before: set -> its last evaluation before the run was continued; it is not repeated at the same step.
-        sampler: continues rows of each set; None: no evaluation does.
+        before: name -> that last evaluation before the run was continued; it is not repeated at the same step.
+        plans: of passes over the weights that are evaluated, as ``plans_of_evaluations`` returns them; None: made here.
+        samplers: continue rows of each set, by the weights that do; none: no evaluation does.
 
     Attributes:
-        sampler: as given.
-        latest: set -> its last evaluation; the same figures on all ranks, but for seconds.
+        samplers: as given.
+        latest: name -> that last evaluation; the same figures on all ranks, but for seconds.
     """
 
     def __init__(
@@ -246,21 +294,28 @@ class Evaluator:
         max_steps: int,
         should_stop: Callable[[], bool],
         before: Mapping[str, EvaluationMetrics] = MappingProxyType({}),
-        sampler: Sampler | None = None,
+        plans: Mapping[EvaluatedWeights, Plan] | None = None,
+        samplers: Mapping[EvaluatedWeights, Sampler] = MappingProxyType({}),
     ) -> None:
-        self._spec, self.sampler = spec, sampler
+        self._spec, self.samplers = spec, samplers
+        self._plans = plans_of_evaluations(spec, plan) if plans is None else plans
         self._cross_entropy = LigerCrossEntropy() if plan.run.model.use_liger_kernel else None
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
         self.latest = dict(before)
-        self._engine: EvaluationEngine | None = None
+        self._engines: dict[EvaluatedWeights, EvaluationEngine] = {}
         self._collectives: Collectives | None = None  # of several ranks
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for an evaluation after ``step`` steps, of a set that had none there."""
-        return self._is_wanted(step) and not all(self._is_done(step, each.name) for each in self._sets)
+        return self._is_wanted(step) and not all(self._is_done(step, name) for name in self.names)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all evaluations of a step, in order."""
+        return self._spec.evaluations_of(each.name for each in self._sets)
 
     def _is_done(self, step: int, name: str) -> bool:
         return name in self.latest and self.latest[name].step == step
@@ -294,46 +349,58 @@ class Evaluator:
         No update may be pending, and no copy be kept for a later step. Afterwards the store has the schedule of
         evaluation passes, not that of training. With several ranks all of them call it, at the same steps.
         """
-        if self._engine is None:
-            plan = self._plan
-            ranked = None
-            if not plan.run.world.is_single:
-                self._collectives = Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts)
-                ranked = partial(RankedAccess, self._collectives)
-            self._engine = EvaluationEngine(
-                self._store,
-                plan.graph,
-                plan.trace,
-                plan.program,
-                plan.placement.homes,
-                device=plan.device,
-                timeline=self._timeline,
-                cross_entropy=self._cross_entropy,
-                activity=self._activity,
-                make_access=ranked,
-            )
+        world = self._plan.run.world
+        if self._collectives is None and not world.is_single:
+            self._collectives = Collectives(tier=self._plan.program.compute_tier, num_hosts=world.num_hosts)
         self._timeline.is_on = False
-        for each in self._sets:
-            if self._is_done(step, each.name):
-                continue
-            start_s = time.perf_counter()
-            self._activity.begin(f"evaluating {each.name}", num_parts=len(self._engine.program.ticks))
-            loss, num_tokens, figures = self._run_set(self._engine, each)
-            samples: Sequence[Sample] = ()
-            if self.sampler is not None and not self._should_stop():
-                self._activity.begin(f"continuing rows of {each.name}", num_parts=self.sampler.num_ticks)
-                found = self.sampler.samples_of(each.name, self._store, self._activity, self._should_stop)
-                samples = tuple(found)
-            if self._should_stop():
-                return
-            seconds = time.perf_counter() - start_s
-            metrics = EvaluationMetrics(step, self._max_steps, each.name, loss, num_tokens, seconds, figures, samples)
-            self.latest[each.name] = metrics
-            self._observer.on_evaluation(metrics)
+        for weights, plan in self._plans.items():
+            due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
+            room = room_lent(self._store, self._plan, plan) if due and plan is not self._plan else nullcontext()
+            with room:
+                for each in due:
+                    if not self._evaluate(step, each, weights):
+                        return
 
-    def _run_set(self, engine: EvaluationEngine, each: EvaluationSet) -> tuple[float, int, dict[str, float]]:
+    def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
+        """Evaluate and report a set; return False if it was cut off."""
+        start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
+        engine = self._engines.get(weights) or self._engines.setdefault(weights, self._make_engine(weights))
+        self._activity.begin(f"evaluating {name}", num_parts=len(engine.program.ticks))
+        loss, num_tokens, figures = self._run_set(engine, each, weights)
+        samples: Sequence[Sample] = ()
+        if weights in self.samplers and not self._should_stop():
+            sampler = self.samplers[weights]
+            self._activity.begin(f"continuing rows of {name}", num_parts=sampler.num_ticks)
+            found = sampler.samples_of(each.name, self._store, self._activity, self._should_stop, self._collectives)
+            samples = tuple(found)
+        if self._should_stop():
+            return False
+        seconds = time.perf_counter() - start_s
+        metrics = EvaluationMetrics(step, self._max_steps, name, loss, num_tokens, seconds, figures, samples)
+        self.latest[name] = metrics
+        self._observer.on_evaluation(metrics)
+        return True
+
+    def _make_engine(self, weights: EvaluatedWeights) -> EvaluationEngine:
+        plan = self._plans[weights]
+        return EvaluationEngine(
+            self._store,
+            plan.graph,
+            plan.trace,
+            plan.program,
+            plan.placement.homes,
+            device=plan.device,
+            timeline=self._timeline,
+            cross_entropy=self._cross_entropy,
+            activity=self._activity,
+            make_access=None if self._collectives is None else partial(RankedAccess, self._collectives),
+        )
+
+    def _run_set(
+        self, engine: EvaluationEngine, each: EvaluationSet, weights: EvaluatedWeights
+    ) -> tuple[float, int, dict[str, float]]:
         """Return the mean loss of a set, the number of its tokens with a label, and figures of preferences."""
-        schedule = engine.program.schedule(self._plan.placement.homes, each.num_passes)
+        schedule = engine.program.schedule(self._plans[weights].placement.homes, each.num_passes)
         set_schedule(self._store, schedule, self._plan.run.prefetch_bytes)
         preference = self._plan.run.objective.preference
         if preference is not None:
@@ -426,8 +493,16 @@ class Sampler:
         plan: Plan,
         sets: Sequence[EvaluationSet],
         tokenizer: PreTrainedTokenizerFast,
+        gather: Callable[[int], Sequence[int]] = lambda number: [number],
     ) -> Sampler | None:
         """Return what continues the first rows of these sets, as the config asks for; None: there are no rows.
+
+        Args:
+            spec: of the run.
+            plan: of passes over the weights.
+            sets: that have the rows.
+            tokenizer: of the model.
+            gather: returns what each rank gave; a collective.
 
         Raises:
             ConfigError: a row and its new tokens are more than the positions of the model.
@@ -450,7 +525,16 @@ class Sampler:
             advice = f"Write at most {positions - longest}" if positions > longest else "Lower data.max_length"
             raise ConfigError(plan.run.model.name, [Problem(key, text, advice)])
         together = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size, most)
-        generation = plan_samples(plan, rows=together, num_prompts=most, max_length=longest + num_new)
+        # Whole micro-batches are dealt to ranks, as tokens depend on the rows of one.
+        num_micro_batches = -(-most // (together * plan.run.world.size))
+
+        def planned(count: int) -> GenerationPlan:
+            return plan_samples(plan, rows=together, num_prompts=count * together, max_length=longest + num_new)
+
+        generation = planned(num_micro_batches)
+        least = min(gather(generation.plan.num_micro_batches))  # where a rank has room for fewer
+        if least < generation.plan.num_micro_batches:
+            generation = planned(least)
         return cls(plan, generation, rows, tokenizer, num_new)
 
     @property
@@ -464,16 +548,25 @@ class Sampler:
         return self._generation.plan
 
     def samples_of(
-        self, name: str, store: TieredStore, activity: Activity, should_stop: Callable[[], bool]
+        self,
+        name: str,
+        store: TieredStore,
+        activity: Activity,
+        should_stop: Callable[[], bool],
+        collectives: Collectives | None = None,
     ) -> list[Sample]:
-        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``."""
+        """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
+
+        Args:
+            name: of the set.
+            store: of the run.
+            activity: progress, for status.
+            should_stop: asked before each pass; the same on all ranks.
+            collectives: of the ranks of the run, all of which call this.
+        """
         rows, own = self._rows[name], self._generation.plan
         if not rows:
             return []
-        store.set_schedule(None)
-        store.wait_idle()
-        unregister_transient_blocks(store, self._plan)
-        register_transient_blocks(store, own)
         passes = Continuation(
             self._generation,
             store,
@@ -482,20 +575,49 @@ class Sampler:
             activity=activity,
             is_exact=True,
             should_stop=should_stop,
+            collectives=collectives,
         )
         found: list[tuple[int, ...]] = []
-        together = own.run.batch.num_rows
-        try:
-            for first in range(0, len(rows), together):
-                found += passes.run([row.prompt for row in rows[first : first + together]])
-        except StoppedError:
-            found, rows = [], []
-        store.wait_idle()
-        unregister_transient_blocks(store, own)
-        register_transient_blocks(store, self._plan)
+        rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
+        with room_lent(store, self._plan, own):
+            try:
+                for first in range(0, len(rows), together * size):
+                    start = first + rank * together
+                    new = passes.run([row.prompt for row in rows[start : start + together]])
+                    of_ranks = [new] if collectives is None else collectives.gather_objects(new)
+                    found += [ids for of_rank in of_ranks for ids in of_rank]
+            except StoppedError:
+                found, rows = [], []
         for link, nbytes in passes.planned_bytes.items():
             self.planned_bytes[link] = self.planned_bytes.get(link, 0) + nbytes
         return [
             Sample(*(self._tokenizer.decode(ids, skip_special_tokens=True) for ids in (row.prompt, new, row.reference)))
             for row, new in zip(rows, found, strict=True)
         ]
+
+
+def make_samplers(
+    spec: EvaluationSpec,
+    plans: Mapping[EvaluatedWeights, Plan],
+    sets: Sequence[EvaluationSet],
+    tokenizer: PreTrainedTokenizerFast,
+    gather: Callable[[int], Sequence[int]] = lambda number: [number],
+) -> dict[EvaluatedWeights, Sampler]:
+    """Return what continues rows of these sets, by the weights that do; none where the config does not ask for it.
+
+    Args:
+        spec: of the run.
+        plans: of passes, as ``plans_of_evaluations`` returns them.
+        sets: that are evaluated.
+        tokenizer: of the model.
+        gather: returns what each rank gave; a collective.
+
+    Raises:
+        ConfigError: as ``Sampler.of_sets``.
+        DoesNotFitError: as ``Sampler.of_sets``.
+        UnsupportedModelError: as ``Sampler.of_sets``.
+    """
+    if not spec.num_samples:
+        return {}
+    found = {weights: Sampler.of_sets(spec, plan, sets, tokenizer, gather) for weights, plan in plans.items()}
+    return {weights: sampler for weights, sampler in found.items() if sampler is not None}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ __all__ = [
     "register_blocks",
     "register_transient_blocks",
     "reserve",
+    "room_lent",
     "set_schedule",
     "unregister_transient_blocks",
 ]
@@ -184,6 +186,24 @@ def register_transient_blocks(store: TieredStore, plan: Plan) -> None:
     register_blocks(store, plan, durable=False)
     reserve(store, plan.placement.workspace_bytes)
     keep_buffers(store, plan)
+
+
+@contextmanager
+def room_lent(store: TieredStore, plan: Plan, other: Plan) -> Iterator[None]:
+    """Give the room of what only the steps of a plan need to passes of another one, and take it back afterwards.
+
+    The other plan's blocks of weights and state are the first one's. Between two steps with no update pending what
+    only steps need holds nothing. Inside, and afterwards, the store has no schedule of steps.
+    """
+    store.set_schedule(None)
+    store.wait_idle()
+    unregister_transient_blocks(store, plan)
+    register_transient_blocks(store, other)
+    yield
+    store.set_schedule(None)
+    store.wait_idle()
+    unregister_transient_blocks(store, other)
+    register_transient_blocks(store, plan)
 
 
 def reserve(store: TieredStore, nbytes: Mapping[str, int], *, sign: int = 1) -> None:

@@ -56,7 +56,7 @@ from megatrain.engine.ranked import RankedStepEngine, describe_collectives
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
-from megatrain.evaluation import Evaluator, Sampler, load_evaluation_sets
+from megatrain.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_merge, check_target, export_adapter, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
@@ -297,16 +297,13 @@ class Trainer:
 
     def _check(self) -> None:
         refuse(self.plan.objections)
+        self._evaluation_plans = plans_of_evaluations(self._evaluation, self.plan)
         if self.group.world.is_first:
             check_loggers(self._logging)
             check_writable(self.config)
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge:
             check_merge(self.plan.graph)
-        if self._evaluation.num_samples and not self.group.world.is_single:
-            key = "evaluation.predict_with_generate"
-            text = f"{key} = true, but several processes have a share of each weight, and generating needs whole ones"
-            raise ConfigError("the config", [Problem(key, text, "Write false")])
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program.
@@ -345,11 +342,15 @@ class Trainer:
                 self._warn,
             )
         )
-        self._sampler = None
-        if self._evaluation.num_samples:
-            self._sampler = Sampler.of_sets(self._evaluation, plan, self._evaluation_sets, tokenizer_of(run.model))
+        self._samplers = make_samplers(
+            self._evaluation,
+            self._evaluation_plans,
+            self._evaluation_sets,
+            tokenizer_of(run.model),
+            self.group.gather,
+        )
         try:
-            self._best.check(each.name for each in self._evaluation_sets)
+            self._best.check(self._evaluation.evaluations_of(each.name for each in self._evaluation_sets))
         except MetricError as error:
             raise _unknown_metric(self._best, error) from error
         warnings = [plan.packing_warning] if plan.packing_warning else []
@@ -600,7 +601,8 @@ class Trainer:
                 max_steps=self.state.max_steps,
                 should_stop=self._agree_to_stop,
                 before=evaluations,
-                sampler=self._sampler,
+                plans=self._evaluation_plans,
+                samplers=self._samplers,
             )
             self._saver = self.saver = Saver(
                 run.checkpoint,
@@ -953,7 +955,7 @@ class Trainer:
         """Note whether the evaluation of this step is the best one. Before the first step there is nothing to keep."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
-        if not self._best.is_on or step == 0 or len(found) < len(self._evaluation_sets):
+        if not self._best.is_on or step == 0 or len(found) < len(self.evaluator.names):
             return
         try:
             value = self._best.value_of(found)
@@ -1028,7 +1030,7 @@ class Trainer:
         self.activity.begin("exporting the model")
         self.end_steps()  # its room serves the fp32 copy of the unit that is written
         best = Best.of_state(self.state.best)
-        if self._best.is_kept and best is not None and best.step != self.state.step:
+        if self._best.is_kept and best is not None and (self._best.is_average or best.step != self.state.step):
             return self._export_by_first(partial(self._export_saved, best))
         if self.group.world.is_single:
             return self._export(self.weights.exported)
@@ -1058,8 +1060,9 @@ class Trainer:
     def _export_saved(self, best: Best) -> Path:
         """Write the model of the best evaluation, from its checkpoint."""
         run = self.run
+        what = "the average of the weights" if self._best.is_average else "the model"
         self._observers.on_message(
-            f"exporting the model of step {best.step}, the best one: {best.metric} {best.value:.4f}"
+            f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}"
         )
         return export_checkpoint(
             run.output_dir,
@@ -1068,6 +1071,7 @@ class Trainer:
             dtype=run.export.dtype or run.dtype,
             max_shard_size=run.export.max_shard_bytes,
             merge=run.export.merge,
+            ema=self._best.is_average,
             on_progress=lambda unit, done, total: self.activity.moved_in_all(done, total),
         )
 

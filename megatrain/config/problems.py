@@ -600,6 +600,12 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
             f"evaluation.{key} needs rows to evaluate on, but there is no [[data.eval]]",
             'Write [[data.eval]] and below it path = "held_out.jsonl", or val_size = 0.01 in [data]',
         )
+    if table.weights != "trained" and not config.optimizer.ema_decay:
+        yield Problem(
+            "evaluation.weights",
+            f'evaluation.weights = "{table.weights}" evaluates the average of the weights, and the run makes none',
+            "Write ema_decay = 0.999 in [optimizer], or leave weights out",
+        )
     if table.predict_with_generate and config.model.images != "off":
         key = "evaluation.predict_with_generate"
         text = f'{key} = true continues text alone in this release, but model.images = "{config.model.images}"'
@@ -628,6 +634,12 @@ def _check_evaluation(config: RunConfig) -> Iterator[Problem]:
                 f"data.eval.{index}.name",
                 f'data.eval.{index} is called "{name}", as data.eval.{names.index(name)} is',
                 "Give each its own name",
+            )
+        elif table.weights == "both" and name.removesuffix("_average") in names and name.endswith("_average"):
+            yield Problem(
+                f"data.eval.{index}.name",
+                f'data.eval.{index} is called "{name}", as evaluations of the average of another set are',
+                "Give it another name",
             )
 
 

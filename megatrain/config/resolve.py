@@ -15,7 +15,7 @@ from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.config.problems import ConfigError, Problem, find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.config.schema import TiersConfig
-from megatrain.data.dataset import DataSpec
+from megatrain.data.dataset import NAME, DataSpec
 from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
 from megatrain.data.sources import Source
 from megatrain.engine.objective import Distillation, Objective
@@ -466,19 +466,24 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
         sources=tuple(sources),
         num_samples=table.max_predict_samples if table.predict_with_generate else 0,
         max_new_tokens=table.max_new_tokens,
+        weights=("trained", "average") if table.weights == "both" else (table.weights,),
     )
 
 
 def resolve_best(config: RunConfig) -> BestSpec:
     """Return which evaluation is the best, and what follows from it."""
-    table = config.evaluation
+    table, evaluations = config.evaluation, resolve_evaluation(config)
     metric, greater = table.metric_for_best_model, table.greater_is_better
+    sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
+    averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
     return BestSpec(
         metric,
         is_greater_better=not metric.endswith(("loss", "perplexity")) if greater is None else greater,
         is_kept=config.checkpoint.load_best_model_at_end,
         patience=table.early_stopping_patience,
         threshold=table.early_stopping_threshold,
+        is_average=table.weights == "average"
+        or (table.weights == "both" and metric.removeprefix("eval_").startswith(tuple(averages))),
     )
 
 

@@ -797,6 +797,13 @@ class EvaluationConfig(Table, json_schema_extra=_all_alter("no")):
         ge=1,
         same_name=_HF,
     )
+    weights: Literal["trained", "average", "both"] = key(
+        "Which weights are evaluated, and write samples: as they are trained, or their average (optimizer.ema_decay). "
+        "both: an evaluation of the average has _average behind the name of its set. The best checkpoint and early "
+        "stopping follow what metric_for_best_model names; load_best_model_at_end exports the average where that is "
+        "of it.",
+        "trained",
+    )
     predict_with_generate: bool = key(
         "At every evaluation also continue the first rows of each set, by the likeliest tokens, from where their "
         "trained part begins; of rows that are trained as a whole, from their middle. Shown in the log, in "

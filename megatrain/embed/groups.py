@@ -25,6 +25,7 @@ from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
+from megatrain.optim.average import EMA, begin_average, exchange_average
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
 from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
@@ -243,6 +244,33 @@ class StateGroup(ABC):
         """Return what a block of a kind holds of one parameter, flat."""
         return flat.narrow(0, self.starts[kind][entry.name], self.kinds[kind].length_of(entry))
 
+    @property
+    def has_averages(self) -> bool:
+        """Whether there is an average of each weight."""
+        return EMA.name in self.keys
+
+    def exchange_averages(self, names: Mapping[str, object]) -> None:
+        """Exchange masters with their averages, in place: once more, and each is what it was.
+
+        Args:
+            names: of parameters that have been updated.
+
+        Raises:
+            WeightInUseError: the weights are held.
+        """
+        requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._keys_of_masters()]
+        with torch.no_grad(), self.store.acquire_many(requests) as group:
+            self._exchange(names, {lease.key: lease.tensor for lease in group})
+        self._evict_state()
+
+    def _keys_of_masters(self) -> list[str]:
+        """Return the keys of the blocks that have masters, or parts of them, and their averages."""
+        return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
+
+    @abstractmethod
+    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Exchange masters with averages. ``tensors``: of these blocks, by key."""
+
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the entries of these names, in the order of the layout."""
         return (entry for entry in self.layout.entries if entry.name in names)
@@ -304,12 +332,34 @@ class OffloadedGroup(StateGroup):
             settings = work.settings[entry.name]
             segment = self._segment_here(entry, settings)
             if segment is not None:
+                if self.has_averages and settings.step == 1:
+                    begin_average(*self._master_and_average(entry, tensors))
                 like = (id(settings.arithmetic), settings.step, settings.lr)
                 alike.setdefault(like, []).append((segment, settings))
         for parts in alike.values():
             settings = parts[0][1]
             now = Update(settings.step, settings.lr, work.grad_scale)
             settings.arithmetic.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
+
+    def exchange_averages(self, names: Mapping[str, object]) -> None:
+        self.weights.prepare_update()
+        super().exchange_averages(names)
+        self.weights.version += 1  # graphs of a forward before it are out of date
+
+    def _keys_of_masters(self) -> list[str]:
+        return [self.weights.key, *super()._keys_of_masters()]
+
+    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        for entry in self.entries(names):
+            exchange_average(*self._master_and_average(entry, tensors))
+
+    def _master_and_average(
+        self, entry: TensorEntry, tensors: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Return what blocks have of a parameter: weight, lower half, and average, which lies as the weight does."""
+        low = self.part("low", tensors[self.keys["low"]], entry) if "low" in self.keys else None
+        weight, average = (tensors[key] for key in (self.weights.key, self.keys[EMA.name]))
+        return self.part(EMA.name, weight, entry), low, self.part(EMA.name, average, entry)
 
     def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
         """Return the segment of a parameter in the blocks of the group; None: they have nothing of it."""
@@ -527,11 +577,33 @@ class OrdinaryGroup(StateGroup):
         tensors: Mapping[str, Tensor],
         grad_scale: float,
     ) -> None:
+        with self._master(entry, tensors) as blocks:
+            if self.has_averages and settings.step == 1:
+                begin_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+            now = Update(settings.step, settings.lr, grad_scale)
+            settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
+
+    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        for device in {device for _, device in self._places.values() if device.type == "cuda"}:
+            self._copies.mark(device)  # behind what still reads the parameters
+        for entry in self.entries(names):
+            with self._master(entry, tensors) as blocks:
+                exchange_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+
+    @contextmanager
+    def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield what the blocks have of a parameter, its weight among it; what that becomes inside, the parameter is.
+
+        Args:
+            entry: of the parameter.
+            tensors: of the blocks, by key.
+        """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
         blocks = {
             kind: tensors[key] if kind in own_length else self.part(kind, tensors[key], entry)
             for kind, key in self.keys.items()
+            if key in tensors
         }
         self.check_place(entry.name)
         if not self._on_device:
@@ -539,8 +611,7 @@ class OrdinaryGroup(StateGroup):
         elif self._versions.get(entry.name) != version_of(parameter):
             # On the stream of the copies: this thread's own is not ordered after the kernels that replaced it.
             _follow(blocks, self._copies.to_new_ram(values.detach()))
-        now = Update(settings.step, settings.lr, grad_scale)
-        settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
+        yield blocks
         if values.is_cuda:
             self._copies.to_device(values, blocks["weight"])
             self._note_equal(entry.name)

@@ -7,6 +7,7 @@ import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ from megatrain.embed.stores import home_order, num_ranks, room_for_homes, shared
 from megatrain.embed.weights import block_of, mapped_copy
 from megatrain.models.layout import build_layout
 from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.average import EMA, WeightAverage, begin_average
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
 from megatrain.optim.elementwise import SGD, AdamW, Lion
@@ -111,6 +113,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         state_dtype: format of the moments: "float32", "bfloat16" (rounded at random, by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
         seed: of that rounding.
+        ema_decay: of an average of the fp32 weights, 4 bytes per parameter more, that begins as they are before the
+            first step and moves with each update; 0: there is none. See ``averaged_parameters``.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
         name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
         checkpoint: what ``state_dict`` returns: "generation", the number of a committed generation of the store, which
@@ -135,6 +139,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         overlap: nn.Module | None = None,
         state_dtype: StateDtype = "float32",
         seed: int = 0,
+        ema_decay: float = 0.0,
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
@@ -145,7 +150,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f"max_grad_norm={max_grad_norm}: give the largest norm, or 0 for no clipping")
         if state_dtype not in STATE_DTYPES:
             raise ValueError(f'state_dtype="{state_dtype}": there are {", ".join(STATE_DTYPES)}')
+        if not 0 <= ema_decay < 1:
+            raise ValueError(f"ema_decay={ema_decay}: it lies from 0, which is no average, up to below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
+        self.ema_decay = ema_decay
+        self._is_averaged = False  # masters and averages are exchanged now
         self.state_dtype, self.seed = state_dtype, seed
         self.grad_norm: float | None = None
         self.threads = KernelThreads(among_operations=True)
@@ -307,7 +316,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         shared = shared_state(self.store)
         packs = list(_packed(parameters))
         largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
-        shared.working_bytes = max(shared.working_bytes, _BYTES_AT_ONCE * largest)
+        at_once = _BYTES_AT_ONCE + (2 * EMA.dtype.itemsize if self.ema_decay else 0)
+        shared.working_bytes = max(shared.working_bytes, at_once * largest)
         for number, together in enumerate(packs, first):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             root = f"{self._name}/{number:05d}"
@@ -346,6 +356,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: see ``nonfinite``. Nothing was changed, gradients are dropped.
         """
+        self._check_not_averaged("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -465,11 +476,59 @@ class TieredOptimizer(torch.optim.Optimizer):
         if key not in self._arithmetics:
             if len(self._arithmetics) >= _MAX_ARITHMETICS:  # a scheduler changes betas in every step
                 self._arithmetics.clear()
-            self._arithmetics[key] = self.make_arithmetic(settings)
+            made = self.make_arithmetic(settings)
+            self._arithmetics[key] = WeightAverage(made, self.ema_decay, self.threads) if self.ema_decay else made
         return self._arithmetics[key]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    # -- averages ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged_parameters(self) -> Iterator[None]:
+        """Have the averages in the place of the weights inside: for an evaluation, ``generate``, ``save_pretrained``.
+
+        Masters and averages are exchanged in the store, group by group, and back at the end: nothing is kept twice, and
+        each has its bits again. All that reads weights inside gets averages; a parameter that was never updated is its
+        own. As ``averaged_parameters`` writes weights, no graph of a forward outlives it, and neither ``step`` nor
+        ``state_dict`` is allowed inside. Of ranks that share parameters, or have shards, all enter and leave together.
+
+        Raises:
+            ValueError: the optimizer makes no averages (``ema_decay``).
+            RuntimeError: inside of itself.
+            WeightInUseError: weights are held, by ``gathered`` or a running forward.
+        """
+        if not self.ema_decay:
+            raise ValueError("this optimizer makes no averages of the weights: construct it with ema_decay=0.999")
+        self._check_not_averaged("averaged_parameters()")
+        self.finish_updates()
+        exchanged: list[tuple[StateGroup, Mapping[str, object]]] = []
+        self._is_averaged = True
+        try:
+            for group in self.groups:
+                names = {name: None for name, parameter in group.parameters.items() if self.steps.get(parameter, 0)}
+                if names:
+                    self._exchange(group, names)
+                    exchanged.append((group, names))
+            yield
+        finally:
+            for each in exchanged:
+                self._exchange(*each)
+            self._is_averaged = False
+
+    def _exchange(self, group: StateGroup, names: Mapping[str, object]) -> None:
+        with self._deferred.applying():
+            group.exchange_averages(names)
+
+    def _check_not_averaged(self, what: str) -> None:
+        """Refuse what would take averages for the weights.
+
+        Raises:
+            RuntimeError: they are exchanged now.
+        """
+        if self._is_averaged:
+            raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages: leave it before")
 
     # -- saving and loading ------------------------------------------------------------------------------------
 
@@ -487,6 +546,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             TransferError: a drive refused.
             OSError: a drive has no room for the tensors.
         """
+        self._check_not_averaged("state_dict()")
         self.finish_updates()
         saved = super().state_dict()
         if self.saves_tensors:
@@ -527,10 +587,14 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim``'s optimizer of this kind would: all state, in tensors over files."""
+        self._check_not_averaged("full_state_dict()")
         self.finish_updates()
         saved = super().state_dict()
         numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        saved["state"] = {numbers[id(p)]: self.state[p] for p in self.steps}
+        saved["state"] = {
+            numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
+            for p in self.steps
+        }
         saved["param_groups"] = [{**dict.fromkeys(_UNSUPPORTED, 0), **group} for group in saved["param_groups"]]
         return saved
 
@@ -543,6 +607,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             GenerationError: the store has no such generation, or it is damaged.
             CorruptBlockError: the store has no such generation, or it is damaged.
         """
+        self._check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
         self._check_groups(groups)
         shared_state(self.store).finish_updates()  # what was trained stays, should loading fail
@@ -617,7 +682,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         if state and not names:
             raise ValueError(f"{type(self).__name__} cannot take over the state of another optimizer")
         for number, values in state.items():
-            for torch_name in names.values():
+            for torch_name in (*names.values(), EMA.name):
                 found, shape = values.get(torch_name), tuple(parameters[number].shape)
                 if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
                     raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
@@ -637,6 +702,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                     self._set_moment(group, kind, entry, flat)
             if "low" in group.keys and isinstance(master := values.get(_MASTER), Tensor):
                 self._set_master(group, entry, _flat_local(master))
+            if group.has_averages:
+                average = values.get(EMA.name)
+                if average is None:  # of an optimizer that had none: it begins here
+                    average = self._master_of(parameter, group, entry)
+                self._set_moment(group, EMA.name, entry, _flat_local(average))
             self.steps.pop(parameter, None)
             if values:
                 self.steps[parameter] = int(values.get("step", 0))
@@ -696,6 +766,18 @@ class TieredOptimizer(torch.optim.Optimizer):
             joined = (upper << 16) + group.part("low", lease.tensor, entry)  # as the kernels: low is signed
             return mapped_copy(joined.view(torch.float32), self._folder)
 
+    def _master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
+        """Return the fp32 master of a parameter, flat."""
+        if isinstance(group, OffloadedGroup):
+            master = torch.empty(entry.numel)
+            keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
+            with self.store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
+                weight, *low = (group.part(EMA.name, lease.tensor, entry) for lease in leases)
+                begin_average(weight, low[0] if low else None, master)
+            return master
+        assert isinstance(group, OrdinaryGroup), group
+        return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
+
     def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
         """Replace the lower half of a master, and the upper one where the store has that, too. ``values``: flat."""
         bits = values.view(torch.int32)
@@ -733,6 +815,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
         Generations that were committed keep their contents.
         """
+        self._check_not_averaged("release()")
         self.finish_updates()
         self.zero_grad()
         shared = shared_state(self.store)
@@ -1016,6 +1099,8 @@ def _commit_changes(store: TieredStore) -> int | None:
         TransferError: a drive refused.
     """
     shared = shared_state(store)
+    for optimizer in shared.optimizers:
+        optimizer._check_not_averaged("state_dict() of an optimizer in this store")
     shared.finish_updates()
     when, generation = shared.committed
     if when == shared.num_changes:

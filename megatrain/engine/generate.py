@@ -25,6 +25,7 @@ from megatrain.engine.program import (
     Tick,
     VisitTrace,
     cache_key,
+    gathers_before,
     layouts_of_unit,
     weight_block,
 )
@@ -72,6 +73,8 @@ class GenerationRunner:
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
         random_enabled: False on fake tensors.
         num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
+        any_rank: Of several ranks, which all run as many passes: returns whether one of them goes on, given whether
+            this one does; a collective. None: there is one process.
 
     Attributes:
         kept_nbytes: Visit -> what the cache of the first micro-batch held of it at the end of the last run.
@@ -87,8 +90,11 @@ class GenerationRunner:
         trace: VisitTrace | None = None,
         random_enabled: bool = True,
         num_micro_batches: int = 0,
+        any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
         self._graph, self._access, self._device = graph, access, device
+        assert any_rank is None or trace is not None, "ranks walk through what was planned"
+        self._any_rank = any_rank
         self._num_micro_batches = num_micro_batches
         move_buffers(graph.model, device)
         self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
@@ -145,16 +151,22 @@ class GenerationRunner:
         self, forwards: Sequence[SuspendedForward], kept: Sequence[_KeptCache], on_pass: Callable[[int], None]
     ) -> None:
         visit = passes = 0
-        while any(forward.call is not None for forward in forwards):
+        planned = None if self._trace is None else [each.unit for each in self._trace.visits]
+        while True:
             units = {forward.call.unit_index for forward in forwards if forward.call is not None}
+            if planned is not None and visit == len(planned):
+                if not (units if self._any_rank is None else self._any_rank(bool(units))):
+                    return
+                visit, passes = 0, passes + 1
+                on_pass(passes)
+            if not units:
+                if self._any_rank is None or planned is None:
+                    return
+                units = {planned[visit]}  # the prompts of other ranks go on
             if len(units) > 1:
                 names = sorted(self._graph.units[unit].name for unit in units)
                 raise VisitOrderError(f"prompts reach different units at visit {visit}: {', '.join(names)}")
             unit = units.pop()
-            planned = None if self._trace is None else [each.unit for each in self._trace.visits]
-            if planned is not None and visit == len(planned):
-                visit, passes = 0, passes + 1
-                on_pass(passes)
             if planned is not None and planned[visit] != unit:
                 names = [self._graph.units[number].name for number in (unit, planned[visit])]
                 raise VisitOrderError(f"visit {visit} is {names[0]}, planned was {names[1]}")
@@ -169,6 +181,12 @@ class GenerationRunner:
         self._access.begin("forward", visit)
         resumes: list[Callable[[], None]] = []
         calls = [forward.call for forward in forwards if forward.call is not None]
+        if not calls:  # as much moves on a rank whose prompts have ended
+            with self._access.weights(bound.unit, visit):
+                for number in range(max(len(forwards), self._num_micro_batches)):
+                    with self._access.cache_room(visit, number):
+                        pass
+            return []
         with self._weights(visit, bound, calls) as weights, bound.bound(self._usable(bound.unit, weights)):
             bound.look_up(calls)
             turn = 0
@@ -381,6 +399,8 @@ def generation_program(
 ) -> StepProgram:
     """Return the program of one pass: a token of every prompt, or in the first one all tokens of the prompts.
 
+    Of several ranks each has some of the prompts, and a share of each weight, which all gather before each visit.
+
     Args:
         program: With the weights; of a training step, of which only what outlives it is there.
         graph: The model.
@@ -394,7 +414,7 @@ def generation_program(
     by_part: set[tuple[int, str]] = set()
     for visit, traced in enumerate(trace.visits):
         layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
-        cut = [layout for layout in layouts if layout.name in program.cut_weights]
+        cut = [layout for layout in layouts if layout.name in program.cut_weights and program.shares.are_whole]
         by_part.update((visit, layout.name) for layout in cut)
         held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
         passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
@@ -403,6 +423,9 @@ def generation_program(
             blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
             passing.append(((key, "w" if is_first else "rw"),))
         ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
+    if not program.shares.are_whole:
+        gathers = gathers_before(ticks, [tick.held for tick in ticks], program.gathers_ahead)
+        ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
     return replace(
         program,
         blocks=blocks,
@@ -417,7 +440,12 @@ def generation_program(
 
 
 def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
-    """Return what the head's weight takes in the compute tier where its blocks are parts of it."""
+    """Return what the head's weight takes in the compute tier where its blocks are parts of it.
+
+    Of several ranks it is gathered whole.
+    """
+    if not program.shares.are_whole:
+        return 0
     head = graph.model.get_output_embeddings()
     names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}
     return sum(graph.layouts[name].num_elements for name in names & program.cut_weights) * graph.dtype.itemsize

@@ -29,6 +29,7 @@ from torch import Tensor
 from megatrain.engine.lanes import Lanes
 from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
 from tiered import Access, Mode, Schedule
+from tiered.units import round_up
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DURABLE_KINDS",
     "KINDS",
+    "Averages",
     "BlockAccess",
     "BlockPlan",
     "GradientSink",
@@ -58,11 +60,13 @@ __all__ = [
     "attention_key",
     "cache_key",
     "evaluation_program",
+    "gathers_before",
     "gradient_key",
     "keeping_graphs",
     "kind_of_key",
     "layouts_of_unit",
     "part_keys",
+    "reading_averages",
     "saving_attention",
     "state_key",
     "stored_keys",
@@ -177,6 +181,8 @@ Stays = Mapping[tuple[int, str], int]
 #: (key, mode) of blocks that are leased together.
 Group = tuple[tuple[str, Mode], ...]
 
+_ROUNDING_ALIGNMENT_BYTES = 64
+
 #: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
 
@@ -252,6 +258,19 @@ class Tick:
         return (*self.held, *(use for group in self.passing for use in group))
 
 
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Blocks that are read in the place of weights: averages of these, in fp32.
+
+    Attributes:
+        keys: layout -> its blocks, one for each part of its state.
+        dtype: that layers compute in; averages are rounded to it wherever they are used.
+    """
+
+    keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
@@ -281,6 +300,7 @@ class StepProgram:
         gathers_ahead: how many visits before it is needed a weight is gathered.
         own_lanes: in which this process adds the gradients of micro-batches.
         packed: layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
+        averages: what is read in the place of weights.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -300,6 +320,7 @@ class StepProgram:
     gathers_ahead: int = 0
     own_lanes: Lanes = field(default_factory=Lanes.single)
     packed: Mapping[str, Packing] = field(default_factory=dict)
+    averages: Averages = field(default_factory=Averages)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -310,12 +331,35 @@ class StepProgram:
         return [self.shares.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
-        """Return the keys of a weight: of its parts, if it is cut."""
+        """Return the keys of a weight, of its parts if it is cut; or of what is read in its place."""
+        if layout.name in self.averages.keys:
+            return list(self.averages.keys[layout.name])
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's weight is blocks of, or shares of them."""
-        return self.parts_of(layout) if layout.name in self.cut_weights else (range(layout.num_elements),)
+        is_cut = layout.name in self.cut_weights or layout.name in self.averages.keys
+        return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
+
+    def rounding_bytes(self, visit: int, layout: UnitLayout) -> int:
+        """Return the room in which a visit has a weight that is made of averages; 0: these are the weight."""
+        keys, dtype = self.averages.keys.get(layout.name, ()), self.averages.dtype
+        if not self.shares.are_whole:  # they are rounded on the way into full copies
+            return 0
+        if not keys or (dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or layout.name in self.cut_weights)):
+            return 0
+        sizes = [len(part) * dtype.itemsize for part in self.parts_of(layout)]
+        nbytes = max(sizes) if self.passes_weight(visit, layout.name) else sum(sizes)
+        return round_up(nbytes, _ROUNDING_ALIGNMENT_BYTES)  # weights lie one beside the other
+
+    def gathered_dtype(self, key: str) -> torch.dtype:
+        """Return the dtype in which a block is gathered: averages are rounded before."""
+        block = self.blocks[key]
+        return block.dtype if block.kind == "weights" else self.averages.dtype
+
+    def gathered_bytes(self, key: str) -> int:
+        """Return what a rank sends of a block to each of the others."""
+        return self.blocks[key].num_elements * self.gathered_dtype(key).itemsize
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's weight holds."""
@@ -332,7 +376,7 @@ class StepProgram:
         if tick.phase not in ("gather", "exchange"):
             return moved
         if tick.phase == "gather":
-            share = sum(self.blocks[key].nbytes for key, _ in tick.held)
+            share = sum(self.gathered_bytes(key) for key, _ in tick.held)
         else:  # sums are in fp32, whatever dtype gradients rest in
             keys = [key for group in tick.passing for key, mode in group if mode != "r"]
             share = sum(4 * self.contents(number, key).num_elements for key in keys)
@@ -597,18 +641,51 @@ def _saving_attention(tick: Tick, program: StepProgram, num_inputs: int) -> Tick
 def evaluation_program(program: StepProgram) -> StepProgram:
     """Return the program of one evaluation pass: forward and head of a step, with the weights as its only blocks.
 
+    Or with what is read in their place: of a program of such passes it is the same.
+
     Each unit's weights are leased once, for all micro-batches of the pass.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
+    read = {key for keys in program.averages.keys.values() for key in keys}
     for tick in program.ticks:
         if tick.phase in ("forward", "head") or (tick.phase == "gather" and tick.serves != "backward"):
             held, *passing = (
-                tuple((key, mode) for key, mode in group if program.blocks[key].kind == "weights")
+                tuple((key, mode) for key, mode in group if program.blocks[key].kind == "weights" or key in read)
                 for group in (tick.held, *tick.passing)
             )
             own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
             passes.setdefault((tick.phase, tick.visit, tick.serves), own)
     return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={})
+
+
+def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
+    """Return the program of passes that read averages where a layout has some, each rounded when it is there.
+
+    A block of an average takes the place of one of the weight; of a weight that is not cut, as its state is, all do.
+
+    Args:
+        program: of an evaluation pass.
+        graph: the model.
+        kind: of state that averages are.
+    """
+    keys, read = dict[str, Sequence[str]](), dict[str, Group]()
+    for layout in graph.layouts.values():
+        found = program.state_keys(layout, kind)
+        if found[0] in program.blocks:
+            weights = program.weight_keys(layout)
+            of_weights = [(key,) for key in found] if len(found) == len(weights) else [tuple(found)]
+            read.update((key, tuple((each, "r") for each in own)) for key, own in zip(weights, of_weights, strict=True))
+            keys[layout.name] = found
+
+    def reading(group: Group) -> Group:
+        return tuple(use for key, mode in group for use in read.get(key, ((key, mode),)))
+
+    ticks = tuple(
+        replace(tick, held=reading(tick.held), passing=tuple(reading(group) for group in tick.passing))
+        for tick in program.ticks
+    )
+    blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
+    return replace(program, blocks=blocks, ticks=ticks, averages=Averages(keys, graph.dtype))
 
 
 class ProgramBuilder:
@@ -793,14 +870,9 @@ class ProgramBuilder:
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
         """Yield ticks that lease activations alone, after those that gather weights, before those of gradients."""
-        gathers = deque(
-            Tick("gather", tick.visit, _of_kind("weight", tick.held), serves=_model_phase(tick)) for tick in ticks
-        )
-        for number, tick in enumerate(ticks):
-            while gathers and len(ticks) - len(gathers) <= number + self._gathers_ahead:
-                gather = gathers.popleft()
-                if gather.held:
-                    yield gather
+        weights = [_of_kind("weight", tick.held) for tick in ticks]
+        for gathers, tick in zip(gathers_before(ticks, weights, self._gathers_ahead), ticks, strict=True):
+            yield from gathers
             inputs = tuple(group for group in tick.passing if not _of_kind("grad", group))
             yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs) & tick.spent)
             if gradients := _of_kind("grad", tick.held):
@@ -981,6 +1053,26 @@ class ProgramBuilder:
         return layouts_of_unit(self._graph, self._trace.visits[visit].unit)
 
 
+def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) -> Iterator[list[Tick]]:
+    """Yield for each tick of a pass the ticks that come before it and gather weights.
+
+    Args:
+        ticks: of the running model.
+        weights: that each of them uses.
+        ahead: how many ticks before it is needed a weight is gathered.
+    """
+    waiting = deque(
+        Tick("gather", tick.visit, own, serves=_model_phase(tick)) for tick, own in zip(ticks, weights, strict=True)
+    )
+    for number in range(len(ticks)):
+        due: list[Tick] = []
+        while waiting and len(ticks) - len(waiting) <= number + ahead:
+            gather = waiting.popleft()
+            if gather.held:
+                due.append(gather)
+        yield due
+
+
 def _of_kind(kind: str, group: Group) -> Group:
     """Return the blocks of a group that are of a kind: ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
@@ -1036,13 +1128,15 @@ def weight_block(
 
 
 def unpacked_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return what the weights take that one visit unpacks from its blocks; the head's visits are one."""
+    """Return what the weights take that one visit unpacks from its blocks, or rounds; the head's visits are one."""
     packed = program.packed
 
-    def of_unit(unit: int) -> int:
-        return sum(packed[name].unpacked_bytes for name in layouts_of_unit(graph, unit) if name in packed)
+    def of_visit(visit: int, unit: int) -> int:
+        names = layouts_of_unit(graph, unit)
+        rounded = sum(program.rounding_bytes(visit, graph.layouts[name]) for name in names)
+        return rounded + sum(packed[name].unpacked_bytes for name in names if name in packed)
 
-    by_visit = [of_unit(visit.unit) for visit in trace.visits]
+    by_visit = [of_visit(number, visit.unit) for number, visit in enumerate(trace.visits)]
     head = sum(nbytes for nbytes, visit in zip(by_visit, trace.visits, strict=True) if visit.is_head)
     return max([head, *by_visit])
 

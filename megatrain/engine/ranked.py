@@ -211,7 +211,8 @@ class RankedAccess(StoreAccess):
                 self._find_device(shares[keys[0]].device)
                 for layout in (self._graph.layouts[name] for name in names):
                     own = [shares[key] for key in program.weight_keys(layout)]
-                    copy = torch.empty(program.full_elements(layout), dtype=own[0].dtype, device=self._device)
+                    dtype = program.gathered_dtype(program.weight_keys(layout)[0])
+                    copy = torch.empty(program.full_elements(layout), dtype=dtype, device=self._device)
                     self._note(_nbytes(copy))
                     full.tensors[layout.name] = copy
                     full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
@@ -223,7 +224,7 @@ class RankedAccess(StoreAccess):
         """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
 
         One after the other: where the shares of a part end in the next one, that is gathered over it. A share is copied
-        first and gathered in place, so that its lease need not wait for the others.
+        first, an average rounded by it, and gathered in place, so that its lease need not wait for the others.
         """
         work: Any = None
         shares, num_beside = self._program.shares, self._program.lanes.shares_gathered_beside()
@@ -542,7 +543,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
         served = tick.phase, tick.visit
         if tick.phase == "gather":
             live += sum(_full_bytes(graph, program, number).values())
-            shares = [program.blocks[key].nbytes for key, _ in tick.held]
+            shares = [program.gathered_bytes(key) for key, _ in tick.held]
             most = max(most, live + program.lanes.shares_gathered_beside() * max(shares))
         elif tick.phase == "exchange":
             left = _full_bytes(graph, program, number)
@@ -590,8 +591,9 @@ def _full_bytes(graph: ModelGraph, program: StepProgram, number: int) -> dict[st
     blocks = [program.blocks[key] for key, _ in tick.held]
     blocks += [program.contents(number, group[0][0]) for group in tick.passing]
     num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
+    is_gather = tick.phase == "gather"
     return {
         block.whole: program.full_elements(graph.layouts[block.whole.rpartition("/")[0]])
-        * (block.dtype.itemsize if tick.phase == "gather" else 4 * num_sums)
+        * (program.gathered_dtype(block.key).itemsize if is_gather else 4 * num_sums)
         for block in blocks
     }

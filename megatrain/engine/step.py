@@ -532,14 +532,20 @@ class UnpackedWeights:
     @contextmanager
     def of(self, packing: Packing, block: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield a layout's weights, made from its leased block. Last in, first out."""
-        if self._buffer is None:
-            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=block.device)
-        before, self._taken = self._taken, self._taken + packing.unpacked_bytes
-        assert self._taken <= self._nbytes, (self._taken, self._nbytes)
-        weights = self._buffer[before : self._taken].view(packing.dtype)
-        packing.unpack(block, weights)
-        try:
+        with self.room(packing.unpacked_bytes, block.device) as room:
+            weights = room.view(packing.dtype)
+            packing.unpack(block, weights)
             yield weights
+
+    @contextmanager
+    def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """Yield room for weights, uint8 [nbytes]. Last in, first out."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
+        before, self._taken = self._taken, self._taken + nbytes
+        assert self._taken <= self._nbytes, (self._taken, self._nbytes)
+        try:
+            yield self._buffer[before : self._taken]
         finally:
             self._taken = before
 
@@ -755,7 +761,9 @@ class StoreAccess:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
                 keys = program.weight_keys(layout)
-                if layout.name in program.cut_weights:
+                if layout.name in program.averages.keys:
+                    tensors.update(unpacked.enter_context(self._averaged(layout, visit, blocks)))
+                elif layout.name in program.cut_weights:
                     tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
                 elif layout.name in program.packed:
                     weight = unpacked.enter_context(self._unpacked.of(program.packed[layout.name], blocks[keys[0]]))
@@ -763,6 +771,54 @@ class StoreAccess:
                 else:
                     tensors.update(views(blocks[keys[0]], layout))
             yield tensors
+
+    @contextmanager
+    def _averaged(
+        self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
+        """Yield the parameters of a layout, made of its average.
+
+        Args:
+            layout: of the weights.
+            visit: that uses them.
+            blocks: that are leased, by key.
+        """
+        program, keys, name = self._program, self._program.weight_keys(layout), layout.entries[0].name
+        is_cut, is_rounded = layout.name in program.cut_weights, program.rounding_bytes(visit, layout) > 0
+
+        @contextmanager
+        def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+            (key,) = own
+            with self._leases(own) as leased, self._rounded(layout, visit, leased) as part:
+                yield {key: part}
+
+        if is_cut and not is_rounded:
+            yield {name: LeasedParts(layout, keys, blocks, self._leases)}
+        elif keys[0] not in blocks:
+            yield {name: LeasedParts(layout, keys, {}, lease)}
+        else:
+            with self._rounded(layout, visit, {key: blocks[key] for key in keys}) as whole:
+                if is_cut:
+                    parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
+                    yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
+                else:
+                    yield dict(views(whole, layout))
+
+    @contextmanager
+    def _rounded(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield averages as weights, those of leased blocks one after the other; the only block where that is one."""
+        nbytes = self._program.rounding_bytes(visit, layout)
+        if not nbytes:
+            (whole,) = leased.values()
+            yield whole
+            return
+        blocks, stop = list(leased.values()), 0
+        with self._unpacked.room(nbytes, blocks[0].device) as room:
+            weights = room.view(self._program.averages.dtype)
+            for block in blocks:
+                start, stop = stop, stop + len(block)
+                weights[start:stop].copy_(block)
+            yield weights[:stop]
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         """Leave the unit's weights where they are: no token goes to it."""

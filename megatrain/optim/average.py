@@ -13,8 +13,9 @@ from torch import Tensor
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import Array, ElementwiseOptimizer, flat_block, flat_gradient, flat_master
 from megatrain.optim.threads import KernelThreads, cut
+from megatrain.precision import decode, encode
 
-__all__ = ["EMA", "WeightAverage"]
+__all__ = ["EMA", "WeightAverage", "begin_average", "exchange_average"]
 
 EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 """The average of the fp32 masters, 4 bytes per parameter."""
@@ -96,6 +97,37 @@ class WeightAverage:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in master_kinds(split_master)}
             weight, low = flat_master(blocks, 1)
             self.threads.run(self._calls(weight, low, np.zeros(1, np.float32), (Segment(0, 1, 0.0),)))
+
+
+def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
+    """Begin an average as the masters.
+
+    Args:
+        weight: 1-D and contiguous in host memory: masters, or their upper halves.
+        low: the lower halves; None: `weight` has the whole masters.
+        average: fp32, as long; written.
+    """
+    if low is None:
+        average.copy_(weight)
+    else:
+        decode(weight, low, average)
+
+
+def exchange_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
+    """Exchange masters with their averages, bit for bit: once more, and each is what it was.
+
+    Args:
+        weight: As in `begin_average`; written.
+        low: As in `begin_average`; written.
+        average: As in `begin_average`; written.
+    """
+    before = torch.empty_like(average)
+    begin_average(weight, low, before)
+    if low is None:
+        weight.copy_(average)
+    else:
+        encode(average, weight, low)
+    average.copy_(before)
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
-from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
+from megatrain.engine.program import (
+    ProgramBuilder,
+    StepProgram,
+    evaluation_program,
+    reading_averages,
+    unpacked_bytes,
+)
+from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.trace import trace_generation
 from megatrain.models.in_place import buffer_bytes
+from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step
@@ -51,6 +59,7 @@ __all__ = [
     "GenerationPlan",
     "check_weights",
     "forward_run",
+    "plan_averages",
     "plan_forward",
     "plan_generation",
     "plan_samples",
@@ -245,6 +254,8 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
+    if not program.shares.are_whole:
+        whole = ranked_workspace_bytes(graph, program)
     return workspace_bytes(trace, run.batch.num_micro_batches) + logits + unpacking + whole
 
 
@@ -260,6 +271,36 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     num_rows = -(-num_prompts // rows) * rows
     batch = replace(run.batch, num_rows=num_rows, max_length=max_length, given_rows=rows, order="layer")
     return replace(run, batch=batch)
+
+
+def plan_averages(plan: Plan) -> Plan:
+    """Plan evaluation passes of a run with the averages of its weights, from where they are.
+
+    They are streamed in fp32, and rounded for each visit. The room of gradients and activations is free then.
+
+    Args:
+        plan: of a run with averages.
+
+    Raises:
+        DoesNotFitError: a tier is too small; it names the size that would do.
+    """
+    graph, trace = plan.graph, plan.trace
+    program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
+    rounding = unpacked_bytes(graph, trace, program) - unpacked_bytes(graph, trace, plan.program)
+    known = {name: replace(budget, residency=None) for name, budget in plan.budgets_by_tier.items()}
+    budget = known[program.compute_tier]
+    workspace = budget.workspace_bytes + round_up(rounding, PAGE_BYTES)
+    known[program.compute_tier] = replace(budget, workspace_bytes=workspace)
+    given = {key: plan.placement.homes[key] for key in program.blocks}
+    try:
+        placement = PlacementSolver(program, list(known.values()), plan.run.placement.homes, given=given).solve()
+    except DoesNotFitError as error:
+        advice = (
+            "That is to evaluate the averages of the weights, which are in fp32. "
+            f'Give tiers.{error.tier} that size, or write weights = "trained" in [evaluation].'
+        )
+        raise DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice) from None
+    return replace(plan, program=program, placement=placement, budgets_by_tier=known)
 
 
 def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) -> GenerationPlan:

@@ -201,10 +201,19 @@ def test_preferences_have_the_bits_of_one_process(made: SavedRun, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_samples_are_of_one_process(made: SavedRun) -> None:
-    ended = launch(2, made.write_config(), *OPTIONS, *options("predict_with_generate=true"))
-    assert ended.codes == [2] and len(ended.errors) == 1, ended.err
-    assert "evaluation.predict_with_generate = true, but several processes" in ended.err
+def test_samples_and_averages_in_the_log_are_those_of_one_process(made: SavedRun, tmp_path: Path) -> None:
+    (made.folder / "held_out.jsonl").write_text("".join(f'{{"text": "Call me Ishmael {n}."}}\n' for n in range(5)))
+    keys = [f"data.eval.0.path={made.folder / 'held_out.jsonl'}", "predict_with_generate=true", "max_new_tokens=3"]
+    keys += ["evaluation.weights=both", "optimizer.ema_decay=0.5", "gradient_lanes=4", "eval_steps=2"]
+    found = []
+    for size in (1, 2):
+        run = made.copy(tmp_path / str(size))
+        ended = launch(size, run.write_config(steps=3), *OPTIONS, *options(*keys))
+        assert ended.codes == [0], ended.err
+        lines = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+        found.append([(x["name"], x["loss"], x["samples"]) for x in lines if x.get("event") == "evaluation"])
+    assert [name for name, *_ in found[0]] == 2 * ["held_out", "held_out_average"]
+    assert found[0] == found[1] and all(each for *_, each in found[0])
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve_evaluation
 from megatrain.data.encoding import load_tokenizer
@@ -26,6 +27,8 @@ from megatrain.engine.trace import trace_visits
 from megatrain.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
 from megatrain.models.graph import build_graph
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan.forward import plan_averages
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.report.figures import compute_figures
 from megatrain.report.history import read_history
@@ -170,7 +173,7 @@ class Run:
     config: Any
     summary: RunSummary
     evaluations: list[EvaluationMetrics]
-    sampler: Sampler | None
+    samplers: Mapping[str, Sampler]
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -207,10 +210,11 @@ def train(
     stop_after: int | None = None,
     stop_at: str = "",
     more: str = "",
+    num_steps: int = NUM_STEPS,
 ) -> Run:
     folder.mkdir(exist_ok=True)
     text = config_text(folder, model, **{"nvme": 1, **placement})
-    text = text.replace("[training]\n", f"[training]\nmax_steps = {NUM_STEPS}\n")
+    text = text.replace("[training]\n", f"[training]\nmax_steps = {num_steps}\n")
     text += f'[checkpoint]\nmin_free_disk = "0MiB"\n{more}\n'
     if evaluation is not None:
         book = (EXAMPLES / "quickstart" / "loomings.txt").read_text()
@@ -224,7 +228,7 @@ def train(
     trainer = Trainer(load_config(path).config, observer=watcher)
     summary = trainer.train()
     assert summary.interrupted == (stop_after is not None)
-    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations, trainer.evaluator.sampler)
+    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations, trainer.evaluator.samplers)
 
 
 @pytest.fixture(scope="module")
@@ -300,15 +304,15 @@ def test_samples_are_the_tokens_of_transformers(sampled: Run, in_ram: Run) -> No
 
 
 def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: Run) -> None:
-    assert sampled.sampler is not None
+    sampler = sampled.samplers["trained"]
     with Trainer(sampled.config, plan=sampled.plan).open() as trainer:
         trainer.load()
         store = trainer.store
         before = set(store), store.stats().tiers["ram"].used_bytes
         answers = iter([False, False, True])  # after the second of five passes
-        stopped = sampled.sampler.samples_of("held_out", store, trainer.activity, lambda: next(answers))
+        stopped = sampler.samples_of("held_out", store, trainer.activity, lambda: next(answers))
         assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
-        whole = sampled.sampler.samples_of("held_out", store, trainer.activity, lambda: False)
+        whole = sampler.samples_of("held_out", store, trainer.activity, lambda: False)
         assert tuple(whole) == sampled.evaluations[0].samples
         assert before == (set(store), store.stats().tiers["ram"].used_bytes)
 
@@ -334,11 +338,87 @@ def test_samples_change_no_bit_and_move_what_is_planned(
     for num_steps in SEGMENTS:
         planned.update(run.plan.placement.run_traffic_bytes(num_steps))
     planned.update(traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in run.sets())))
-    assert run.sampler is not None and (placement == "GPU" or any(run.sampler.planned_bytes.values()))
-    planned.update(run.sampler.planned_bytes)
+    moved_by_samples = run.samplers["trained"].planned_bytes
+    assert placement == "GPU" or any(moved_by_samples.values())
+    planned.update(moved_by_samples)
     assert run.summary.link_bytes == dict(planned)
     for tier, nbytes in run.summary.tier_peak_bytes.items():
         assert nbytes <= run.plan.budgets[tier]
+
+
+AVERAGED = {"optimizer": "ema_decay = 0.5", "precision": 'compute_dtype = "bfloat16"'}
+#: The weights and their averages, with samples; the best average is the model of the run.
+ONE_SAMPLE = "predict_with_generate = true\nmax_predict_samples = 1\nmax_new_tokens = 2"
+BOTH = f'eval_steps = 3\n{ONE_SAMPLE}\nweights = "both"\nmetric_for_best_model = "held_out_average_loss"'
+
+
+@pytest.fixture(scope="module")
+def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Evaluations of the weights alone, of a run that makes averages of them."""
+    return train(tmp_path_factory.mktemp("averaged"), tiny_model, {**PLACEMENTS["RAM"], **AVERAGED})
+
+
+@pytest.mark.parametrize(
+    "placement",
+    ["parts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("RAM", "NVMe", "GPU", "some GPU", "past RAM"))],
+)
+def test_averages_are_evaluated_as_their_export_is(
+    placement: str, tiny_model: Path, tmp_path: Path, averaged: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And training repeats its bits beside it, within its tiers, with the traffic that is planned."""
+    tables = {**PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), **AVERAGED}
+    if placement == "parts":  # of embeddings, the head and layers: weights are one block, and their averages several
+        monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
+    plan = run.plan
+    cut, averages = plan.program.cut_weights, plan_averages(plan).program.averages.keys
+    assert placement != "parts" or (cut and any(len(keys) > 1 and name not in cut for name, keys in averages.items()))
+    if placement != "parts":  # whose sums are others
+        assert run.losses == averaged.losses
+        assert [line for line in run.logged if "average" not in line[1]] == averaged.logged[2:]
+    names = ["held_out", "the start", "held_out_average", "the start_average"]
+    assert [each.name for each in run.evaluations] == 2 * names
+    trained, average = run.evaluations[-4], run.evaluations[-2]
+    assert trained.loss != average.loss and len(average.samples) == 1
+
+    planned = Counter[str]()
+    for num_steps in SEGMENTS:
+        planned.update(plan.placement.run_traffic_bytes(num_steps))
+    num_passes = 2 * sum(each.num_passes for each in run.sets())
+    planned.update(traffic_of_passes(plan, num_passes))
+    planned.update(traffic_of_passes(plan_averages(plan), num_passes))
+    for sampler in run.samplers.values():
+        planned.update(sampler.planned_bytes)
+    assert run.summary.link_bytes == dict(planned)
+    for tier, nbytes in run.summary.tier_peak_bytes.items():
+        assert nbytes <= plan.budgets[tier]
+
+    # What the run exports is the average of the best step, here the last one: a model like any other.
+    final = tmp_path / "w/out/final"
+    assert json.loads((final / "export.json").read_text())["ema"] and run.weights == exported(run, tmp_path / "again")
+    once = f"eval_on_start = true\n{ONE_SAMPLE}"
+    of_export = train(
+        tmp_path / "e", final, {"nvme": 0, "precision": AVERAGED["precision"]}, evaluation=once, num_steps=1
+    )
+    for mine, theirs in zip(run.evaluations[-2:], of_export.evaluations[:2], strict=True):
+        assert (mine.loss, mine.num_tokens, mine.samples) == (theirs.loss, theirs.num_tokens, theirs.samples)
+
+
+def exported(run: Run, folder: Path) -> bytes:
+    export_checkpoint(run.folder / "out", folder, ema=True)
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_averages_that_do_not_fit_are_refused(averaged: Run) -> None:
+    """With the size that would do."""
+    plan = averaged.plan
+
+    def with_ram(nbytes: int) -> Plan:
+        return replace(plan, budgets_by_tier={"ram": replace(plan.budgets_by_tier["ram"], capacity_bytes=nbytes)})
+
+    with pytest.raises(DoesNotFitError, match=r'weights = "trained" in \[evaluation\]') as refused:
+        plan_averages(with_ram(2**20))
+    plan_averages(with_ram(refused.value.need_bytes))
 
 
 def train_plan(folder: Path, without: Run) -> Plan:

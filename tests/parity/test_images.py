@@ -25,12 +25,15 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import build_graph
+from megatrain.ranks.world import World
 from megatrain.trainer import Trainer
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.image_models import FAMILIES, image_data, make_folder, write_rows
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, plain_name, with_adapters
 from oracles.tiered_run import run_config
+from processes.worlds import RankResult, digests, run_world
+from processes.worlds import train as train_on_rank
 
 SEED = 3
 MAX_LENGTH = 192
@@ -220,6 +223,45 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         run.assert_as_planned()
     runs[0].assert_same(runs[1])
     assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
+
+
+#: One rank has all images of a step; or one of three ranks has none, and the others not as many.
+FEW_IMAGES = {2: [[(40, 60), (90, 33)], [], [], []], 3: [[(40, 60), (90, 33)], [], [], [(50, 50)], [], []]}
+
+
+def train_ranks(world: World, folder: Path, model: Path, rows: Path, images: str) -> RankResult:
+    """Train on the ranks of a world; homes differ between them."""
+    where = {"placement": ALL_NVME, "ram": f"{48 * world.size}MiB"} if world.rank % 2 else {}
+    text = config_text(folder, model, rows, images, **where)
+    num_rows = len(rows.read_text().splitlines())
+    text = text.replace("accumulation_steps = 3", f"accumulation_steps = {num_rows}\ngradient_lanes = 4")
+    text = text.replace("val_size = 1\n", "").replace("[evaluation]", f'[[data.eval]]\npath = "{rows}"\n[evaluation]')
+    folder.mkdir(exist_ok=True)
+    return train_on_rank(world, folder, [text], 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "images", "size"),
+    [
+        ("qwen2_5_vl", "trained", 2),
+        pytest.param("qwen2_5_vl", "trained", 3, marks=pytest.mark.slow),
+        pytest.param("qwen2_5_vl", "frozen", 3, marks=pytest.mark.slow),
+        pytest.param("llava", "trained", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_have_the_bits_of_one_process(family: str, images: str, size: int, folders: Path, tmp_path: Path) -> None:
+    """Whoever of them has images: a rank without any gathers and exchanges the tower as the others do."""
+    model, rows = folder_of(family, folders), write_rows(tmp_path / "data", FEW_IMAGES[size])
+    alone = train_ranks(World.single(), tmp_path / "alone", model, rows, images)
+    assert len(set(alone.losses)) == 2 and alone.evaluations
+    results = run_world(size, train_ranks, tmp_path / "ranks", model, rows, images)
+    for result in results:
+        assert (result.losses, result.norms) == (alone.losses, alone.norms)
+        assert result.evaluations == alone.evaluations
+        assert result.moved == result.planned
+        assert result.moved_by_evaluations == result.planned_of_evaluations
+        assert all(most <= capacity for most, capacity in result.tiers.values())
+    assert digests(results) == digests([alone])
 
 
 def train(folder: Path, text: str, *sets: str) -> tuple[list[tuple[float, ...]], Path]:

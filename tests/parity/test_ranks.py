@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -60,6 +61,11 @@ class Case:
     num_micro_batches: int = NUM_MICRO_BATCHES
 
 
+def samples(count: int) -> str:
+    """Return keys of evaluations that continue so many rows: with three ranks one has none, or fewer than others."""
+    return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
+
+
 CASES = {
     "tied, bf16, dropout, noise": Case(
         "tied",
@@ -67,6 +73,7 @@ CASES = {
             "precision": f'{BF16}\ngrad_dtype = "bfloat16"',
             "training": "neftune_noise_alpha = 5",
             "optimizer": "ema_decay = 0.9",
+            "evaluation": f'weights = "both"\n{samples(2)}',
         },
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
@@ -79,7 +86,7 @@ CASES = {
     ),
     "a GPU tier of its own": Case(
         "untied",
-        {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5"},
+        {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5", "evaluation": samples(5)},
         {"gpu": "24MiB", "placement": 'optimizer = ["nvme"]'},
         labels="few",
     ),
@@ -97,6 +104,9 @@ def write_models(folder: Path) -> None:
     """Write the tiny models that the cases train."""
     write_tiny_model(folder / "tied", attention_dropout=0.1)
     write_tiny_model(folder / "untied", tie_word_embeddings=False)
+    # Half of all words end a text: prompts end after different numbers of tokens, and so do ranks.
+    ends = {"eos_token_id": list(range(0, AutoConfig.from_pretrained(folder / "untied").vocab_size, 2))}
+    (folder / "untied/generation_config.json").write_text(json.dumps(ends))
     shape = AutoConfig.from_pretrained(folder / "untied")
     torch.manual_seed(3)
     mixture = AutoConfig.for_model(
@@ -127,7 +137,7 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     tables = dict(case.tables)
     if world.rank % 2:
         tables |= case.other_tables
-    own = {name: tables.pop(name, "") for name in ("training", "model")}
+    own = {name: tables.pop(name, "") for name in ("training", "model", "evaluation")}
     text = config_text(folder / own_folder(world), folder / case.model, **tables)
     text = text.replace("per_device_train_batch_size = 2", "per_device_train_batch_size = 1")
     batch = (
@@ -135,6 +145,7 @@ def text_of(folder: Path, case: Case, world: World) -> str:
     )
     text = text.replace("gradient_accumulation_steps = 3", batch).replace("max_length = 64", "max_length = 32")
     text += f'[[data.eval]]\npath = "{EXAMPLES}/quickstart/loomings.txt"\nmax_samples = 12\n'
+    text += f"[evaluation]\n{own['evaluation']}\n"
     return text.replace("[data]\n", f"{own['model']}\n[data]\n", 1)
 
 
@@ -204,6 +215,8 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert result.norms == expected.norms and result.num_tokens == expected.num_tokens, (name, rank)
         assert result.moved == result.planned, (name, rank)
         assert result.evaluations == expected.evaluations != {}, (name, rank)
+        assert result.samples == expected.samples, (name, rank)
+        assert all(result.samples.values()) == ("evaluation" in {**CASES, **UNEVEN}[name].tables), name
         assert result.moved_by_evaluations == result.planned_of_evaluations, (name, rank)
         assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
         for tier, (most, capacity) in result.tiers.items():
@@ -212,7 +225,7 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert 0 < window <= planned, (name, rank)
     # Every row is evaluated by one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
-    assert [count for _, count in expected.evaluations.values()] == [expected.num_own_labels], name
+    assert {count for _, count in expected.evaluations.values()} == {expected.num_own_labels}, name
     assert digests(results) == digests([expected]), name
 
 

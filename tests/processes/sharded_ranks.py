@@ -24,7 +24,7 @@ STEPS = 4
 #: Case -> dtype of the parameters, options of the optimizer, largest norm for torch's clipping, what it resumes from.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], float, tuple[str, ...]]] = {
     "fp32": (torch.float32, {}, 0.0, ("generation", "tensors")),
-    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, 0.0, ("generation", "tensors")),
+    "bf16": (torch.bfloat16, {"state_dtype": "bfloat16", "ema_decay": 0.5}, 0.0, ("generation", "tensors")),
     "int8": (torch.bfloat16, {"state_dtype": "int8"}, 0.0, ("generation", "tensors")),
     "clipped": (torch.float32, {}, 0.05, ()),
     "own norm": (torch.float32, {"max_grad_norm": 0.05}, 0.0, ()),
@@ -109,6 +109,14 @@ def whole(module: nn.Module) -> dict[str, Tensor]:
     return {name: one.full_tensor().clone() for name, one in module.state_dict().items()}
 
 
+def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
+    """Return all averages of weights, whole, where the optimizer makes some."""
+    if not optimizer.ema_decay:
+        return {}
+    with optimizer.averaged_parameters():
+        return whole(module)
+
+
 def said(spoil: Callable[[], object]) -> str:
     """Return what a refusal says."""
     try:
@@ -160,6 +168,7 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
         with megatrain.open_store(ram="4MiB", nvme=folder / place, nvme_size="16MiB") as store:
             optimizer = optimizer_of(module, case, store, state=place)
             found[place] = {"losses": train(module, optimizer, case, range(STEPS), rank), "weights": whole(module)}
+            found[place]["averages"] = averages(module, optimizer)
             found[place]["norm"] = optimizer.grad_norm
             tiers = store.stats().tiers
             found[place]["home_bytes"] = {name: tier.home_bytes for name, tier in tiers.items()}
@@ -185,7 +194,7 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
             optimizer = optimizer_of(module, case, store, checkpoint=kind)
             load_half(module, optimizer, half, folder, f"optimizer{rank}.pt" if kind == "generation" else None)
             losses += train(module, optimizer, case, range(STEPS // 2, STEPS), rank)
-            found[kind] = {"losses": losses, "weights": whole(module)}
+            found[kind] = {"losses": losses, "averages": averages(module, optimizer), "weights": whole(module)}
     return found
 
 

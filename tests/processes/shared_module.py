@@ -24,7 +24,7 @@ from tiered.errors import TieredError
 LANES, STEPS = 4, 3
 #: Case -> dtype of the parameters, options of the optimizer, where weights, gradients and state live.
 CASES: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
-    "fp32": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
+    "fp32": (torch.float32, {"max_grad_norm": 0.5, "ema_decay": 0.5}, "nvme"),
     "bf16": (torch.bfloat16, {"state_dtype": "bfloat16"}, "ram"),
     "int8": (torch.bfloat16, {"state_dtype": "int8", "max_grad_norm": 0.5}, "nvme"),
     "gpu": (torch.float32, {"max_grad_norm": 0.5}, "nvme"),
@@ -114,6 +114,14 @@ def copied(module: nn.Module) -> dict[str, Tensor]:
     return {name: one.cpu().clone() for name, one in module.state_dict().items()}
 
 
+def averages(module: nn.Module, optimizer: megatrain.TieredAdamW) -> dict[str, Tensor]:
+    """Return all averages of weights, where the optimizer makes some."""
+    if not optimizer.ema_decay:
+        return {}
+    with optimizer.averaged_parameters():
+        return copied(module)
+
+
 def run(case: str, folder: Path) -> dict[str, Any]:
     """Train without a stop, and stopped halfway and resumed."""
     found: dict[str, Any] = {}
@@ -124,7 +132,8 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         module, optimizer = offloaded(case, store)
         losses, norms = train(module, optimizer, range(STEPS))
         tiers = store.stats().tiers
-        found |= {"losses": losses, "norms": norms, "weights": copied(module)}
+        found |= {"losses": losses, "norms": norms, "averages": averages(module, optimizer)}
+        found["weights"] = copied(module)
         found["state"] = said(optimizer.full_state_dict)
         with torch.no_grad(), megatrain.gathered(module.layers[0], writable=True):
             module.layers[0][0].weight.mul_(2)
@@ -140,7 +149,7 @@ def run(case: str, folder: Path) -> dict[str, Any]:
         module, optimizer = offloaded(case, store)
         optimizer.load_state_dict(saved)
         train(module, optimizer, range(STEPS // 2, STEPS))
-        found["resumed"] = copied(module)
+        found["resumed"], found["resumed averages"] = copied(module), averages(module, optimizer)
     return found
 
 

@@ -9,6 +9,7 @@ import pickle
 import sys
 import traceback
 import uuid
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
@@ -45,6 +46,7 @@ class RankResult:
         window: most bytes of full copies and sums, and what was planned for them.
         gathers_ahead: how many visits before they are needed weights are gathered.
         evaluations: by set, the loss with the last weights and the tokens that it is the mean of.
+        samples: by set, what the last weights write.
         num_own_labels: of what this rank evaluates.
         moved_by_evaluations: by link, as ``moved``.
         planned_of_evaluations: by link, as ``planned``.
@@ -61,6 +63,7 @@ class RankResult:
     window: tuple[int, int] = (0, 0)
     gathers_ahead: int = 0
     evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
+    samples: dict[str, list[str]] = field(default_factory=dict)
     num_own_labels: int = 0
     moved_by_evaluations: dict[str, int] = field(default_factory=dict)
     planned_of_evaluations: dict[str, int] = field(default_factory=dict)
@@ -207,11 +210,20 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
     """Evaluate the sets of the config, and note what that gives and moves."""
     from megatrain.config.resolve import resolve_evaluation
     from megatrain.data.encoding import load_tokenizer
-    from megatrain.evaluation import Evaluator, load_evaluation_sets, traffic_of_passes
+    from megatrain.evaluation import (
+        Evaluator,
+        load_evaluation_sets,
+        make_samplers,
+        plans_of_evaluations,
+        traffic_of_passes,
+    )
     from megatrain.run.metrics import RunObserver
 
     plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
-    sets = load_evaluation_sets(spec, plan, load_tokenizer(plan.run.model.tokenizer_folder), lambda text: None)
+    tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)
+    sets = load_evaluation_sets(spec, plan, tokenizer, lambda text: None)
+    gather = (lambda number: [number]) if plan.run.world.is_single else Collectives().gather_objects
+    samplers = make_samplers(spec, plans, sets, tokenizer, gather)
     evaluator = Evaluator(
         spec,
         plan,
@@ -223,17 +235,25 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
         steps_per_epoch=step,
         max_steps=step,
         should_stop=lambda: False,
+        plans=plans,
+        samplers=samplers,
     )
     before = store.stats()
     evaluator.run(step)
     store.wait_idle()
     moved = store.stats() - before
     result.evaluations = {name: (each.loss, each.num_tokens) for name, each in evaluator.latest.items()}
+    result.samples = {name: [one.generated for one in each.samples] for name, each in evaluator.latest.items()}
     own = [batch["labels"] for each in sets for micro_batches in each.passes() for batch in micro_batches]
     result.num_own_labels = sum(count_labels(shifted_labels(labels).reshape(-1)) for labels in own)
     result.moved_by_evaluations = {link: stats.num_bytes for link, stats in moved.links.items()}
     result.moved_by_evaluations.update(evaluator.moved_bytes)
-    result.planned_of_evaluations = traffic_of_passes(plan, sum(each.num_passes for each in sets))
+    num_passes, planned = sum(each.num_passes for each in sets), Counter[str]()
+    for each_plan in plans.values():
+        planned.update(traffic_of_passes(each_plan, num_passes))
+    for sampler in samplers.values():
+        planned.update(sampler.planned_bytes)
+    result.planned_of_evaluations = dict(planned)
 
 
 def digests(results: Sequence[RankResult]) -> Mapping[str, str]:

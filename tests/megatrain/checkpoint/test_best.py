@@ -131,5 +131,10 @@ def test_wrong_wishes_are_said(run: SavedRun) -> None:
     assert "compares evaluations, and there are none" in said("[evaluation]\nearly_stopping_patience = 2\n")
     kept = {"checkpoint": "load_best_model_at_end = true"}
     assert "load_best_model_at_end = true compares evaluations" in said("", **kept)
+    for weights in ("average", "both"):
+        none = said(f'{EVAL}[evaluation]\nweights = "{weights}"\n')
+        assert "evaluates the average of the weights, and the run makes none" in none and "ema_decay" in none
+    twins = f'{EVAL}[[data.eval]]\nname = "held out_average"\npath = "data.txt"\n[evaluation]\nweights = "both"\n'
+    assert "as evaluations of the average of another set are" in said(twins)
     unknown = f'{EVAL}[evaluation]\nearly_stopping_patience = 1\nmetric_for_best_model = "heldout_loss"\n'
     assert "no evaluation has this figure. There are loss, held out_loss" in said(unknown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
 from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
@@ -113,6 +115,130 @@ def test_beside_torch(kind: str, tmp_path: Path) -> None:
             assert optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-5)
         for expected, found in zip(plain.state_dict().values(), module.state_dict().values(), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: numbers.clone() for name, numbers in module.state_dict().items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected) and all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+AVERAGED = {
+    "offloaded": ("adamw", "tiered, all on a drive", torch.bfloat16),
+    "ordinary": ("adamw", "plain", torch.float32),
+}
+OTHERS_AVERAGED = {
+    "adafactor": ("adafactor", "tiered", torch.float32),
+    "lion": ("lion", "plain, on a drive", torch.bfloat16),
+    "sgd": ("sgd", "plain, gradients leave", torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", AVERAGED)
+def test_averages_beside_torchs(case: str, tmp_path: Path) -> None:
+    check_averages(*AVERAGED[case], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS_AVERAGED)
+def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
+    check_averages(*OTHERS_AVERAGED[case], tmp_path)
+
+
+def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Read in the place of the weights, whose bits they leave alone; saved, loaded, and begun by who had none."""
+    options = dict(PLACES[place])
+    tier = options.pop("tier", None)
+
+    def build(folder: str, seed: int = 0, **more: Any) -> tuple[nn.Module, Any, TieredStore]:
+        module, _ = pair_of(lambda: make().to(dtype), seed)
+        store = stack.enter_context(small_store(tmp_path / folder))
+        if tier is not None:
+            megatrain.offload(module, store, **tier)
+        return module, KINDS[kind](module.parameters(), store=store, **options, **more), store
+
+    def step(module: nn.Module, optimizer: Any, x: Tensor) -> None:
+        run_backward(module, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    xs = batches(8, dtype)
+    with ExitStack() as stack:
+        module, optimizer, store = build("averaged", ema_decay=0.8)
+        without, other, _ = build("without")
+        with pytest.raises(ValueError, match=r"ema_decay=0\.999"), other.averaged_parameters():
+            pass
+        twin = make().float()
+        twin.load_state_dict(module.state_dict())
+        oracle = AveragedModel(twin, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        oracle.update_parameters(twin)  # torch's begins as the weights of its first call
+        with optimizer.averaged_parameters():  # before any step these are the weights
+            assert_equal(weights_of(module), weights_of(without))
+        for x in xs[:4]:
+            step(module, optimizer, x)
+            step(without, other, x)
+            # A run in bf16 averages its fp32 masters, which nobody else has.
+            twin.load_state_dict(masters_of(module, optimizer))
+            oracle.update_parameters(twin)
+            with optimizer.averaged_parameters():
+                averages, said = weights_of(module), run_backward_free(module, x)
+                for name, expected in oracle.module.state_dict().items():
+                    torch.testing.assert_close(averages[name].float(), expected, rtol=2**-8, atol=2**-9)
+                for forbidden in (optimizer.step, optimizer.state_dict, optimizer.averaged_parameters().__enter__):
+                    with pytest.raises(RuntimeError, match=r"inside of averaged_parameters\(\)"):
+                        forbidden()
+            now = weights_of(module)
+            assert_equal(now, weights_of(without))
+            assert any(not torch.equal(averages[name], one) for name, one in now.items())
+            assert not torch.equal(said, run_backward_free(module, x))
+        for name, parameter in module.named_parameters():
+            expected = oracle.module.state_dict()[name]
+            found = optimizer.state[parameter]["ema"]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        # An error inside leaves the weights as they are.
+        with pytest.raises(KeyError), optimizer.averaged_parameters():
+            raise KeyError
+        assert_equal(weights_of(module), now)
+
+        saved, weights = optimizer.state_dict(), weights_of(module)
+        resumed, again, _ = build("resumed", seed=9, ema_decay=0.8)
+        if tier is None:
+            resumed.load_state_dict(weights)
+        again.load_state_dict(saved)
+        with again.averaged_parameters():
+            assert_equal(weights_of(resumed), averages)
+        for x in xs[4:]:
+            step(module, optimizer, x)
+            step(resumed, again, x)
+        with again.averaged_parameters(), optimizer.averaged_parameters():
+            assert_equal(weights_of(resumed), weights_of(module))
+        if kind == "adamw":  # the state of an optimizer without averages: they begin there
+            resumed, again, _ = build("begun", seed=9, ema_decay=0.8)
+            resumed.load_state_dict(weights)
+            again.load_state_dict(other.full_state_dict())
+            with again.averaged_parameters():
+                assert_equal(weights_of(resumed), weights)
+            assert "ema" not in again.full_state_dict()["state"][0]
+        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values())
+
+
+def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = module(x)
+    return found.clone()
+
+
+def masters_of(module: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return the fp32 masters, which are the weights or have these as upper halves."""
+    masters = {name: numbers.float() for name, numbers in module.state_dict().items()}
+    optimizer.finish_updates()
+    for name, parameter in module.named_parameters():
+        group, own = optimizer._group_of(parameter)
+        (entry,) = group.entries({own: None})
+        masters[name] = optimizer._master_of(parameter, group, entry).reshape(parameter.shape).clone()
+    return masters
 
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {

@@ -127,6 +127,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
             ({"betas": (0.9, 1.0)}, "betas"),
             ({"eps": float("nan")}, "eps"),
             ({"max_grad_norm": -1.0}, "max_grad_norm"),
+            ({"ema_decay": 1.0}, "ema_decay"),
             ({"state": "tape"}, "tape"),
         ):
             with pytest.raises(ValueError, match=message):

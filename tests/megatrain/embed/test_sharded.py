@@ -69,6 +69,7 @@ def test_neither_the_tier_nor_a_stop_changes_a_bit(ranks: list[dict[str, Any]]) 
         for kind in kinds:
             assert found[kind]["losses"] == found["ram"]["losses"], (case, kind)
             assert same(found[kind]["weights"], ranks[0][case]["ram"]["weights"]), (case, kind)
+            assert same(found[kind]["averages"], ranks[0][case]["ram"]["averages"]), (case, kind)
         assert found["nvme"]["norm"] == found["ram"]["norm"] == ranks[0][case]["ram"]["norm"]
         assert found["ram"]["is_kept"] and found["nvme"]["is_kept"]
         assert not found["ram"]["home_bytes"]["nvme"] and not found["nvme"]["home_bytes"]["ram"]
@@ -93,7 +94,10 @@ def check_two_ranks_and_one_process(case: str, ranks: list[dict[str, Any]]) -> N
         optimizer = optimizer_of(module, case, store)
         losses = train_alone(module, optimizer, case, range(STEPS))
         alone_bytes = store.stats().tiers["ram"].home_bytes
-    weights = {name: numbers.detach() for name, numbers in module.state_dict().items()}
+        weights = {name: numbers.detach() for name, numbers in module.state_dict().items()}
+        if optimizer.ema_decay:
+            with optimizer.averaged_parameters():
+                assert same(dict(module.state_dict()), ranks[0][case]["ram"]["averages"])
     for rank, found in enumerate(each[case]["ram"] for each in ranks):
         if case == "fp32":
             assert found["home_bytes"]["ram"] < 0.75 * alone_bytes

@@ -42,8 +42,9 @@ def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) ->
         assert found["norms"] == expected["norms"]
         assert all(expected["losses"][number] == loss for number, loss in found["losses"].items())
         lanes |= found["losses"].keys()
-        for kind in ("weights", "resumed", "changed"):
-            wanted = expected["changed" if kind == "changed" else "weights"]
+        kinds = {"resumed": "weights", "resumed averages": "averages"}
+        for kind in ("weights", "averages", "changed", *kinds):
+            wanted = expected[kinds.get(kind, kind)]
             assert list(found[kind]) == list(wanted)
             assert all(torch.equal(numbers, found[kind][name]) for name, numbers in wanted.items()), kind
         assert found["is_kept"] and found["state_bytes"] < expected["state_bytes"]
