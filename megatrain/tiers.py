@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, claim_directory, default_links, files_below, plan_chunks
+from tiered.ext import SourceTier, claim_directory, default_links, plan_chunks, statuses_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -249,8 +250,8 @@ def check_drives(plan: Plan) -> None:
         path: sum(own_drive_bytes(rank.folder_in(path), rank.folder_in(checkpoints)) for rank in neighbours)
         for path in spec.drives
     }
-    own_files = [*files_below(checkpoints), *files_below(spec.output_dir / COPIES_NAME)]
-    sizes = {status.st_ino: status.st_blocks * 512 for status in (file.lstat() for file in own_files)}
+    own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
+    sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
     owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
     drives: dict[int, list[Path]] = {}
     for path in needs:

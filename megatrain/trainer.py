@@ -476,9 +476,12 @@ class Trainer:
         source = self._weight_source(loader)
         if run.model.use_liger_kernel:
             apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
-        if run.world.size == self.group.world.size:  # else one rank is looked at, alone
+        is_with_all = run.world.size == self.group.world.size  # else one rank is looked at, alone
+        if is_with_all:
             self.group.one_after_the_other(self._claim_folders)
         check_drives(plan)
+        if is_with_all:
+            self.group.wait_for_all()  # a store that opens removes files of dead runs, which other ranks count
         self.timeline = Timeline()
         notice, model_type = self.tell, type(plan.graph.model).__name__
         # The store closes first, while errors of the device are still explained.

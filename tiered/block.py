@@ -60,10 +60,9 @@ class CopyState(enum.Enum):
 
     @property
     def is_valid(self) -> bool:
-        return self in _VALID
+        # Not a set: hashing a member takes longer than the comparisons.
+        return self is CopyState.CLEAN or self is CopyState.DIRTY or self is CopyState.DRAINING
 
-
-_VALID = frozenset({CopyState.CLEAN, CopyState.DIRTY, CopyState.DRAINING})
 
 #: The moves a copy may make. Anything else is a bug in the store (asserted on every move).
 LEGAL_MOVES: frozenset[tuple[CopyState, CopyState]] = frozenset(

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         files_below,
         lock_directory,
         reusable_bytes,
+        statuses_below,
         unlock_directory,
     )
     from tiered.tiers.health import WearCounter
@@ -102,6 +103,7 @@ __all__ = [
     "check_ours",
     "claim_directory",
     "files_below",
+    "statuses_below",
     "lock_directory",
     "reusable_bytes",
     "unlock_directory",
@@ -165,6 +167,7 @@ _HOMES = {
     "read_all": "file_io",
     "replace_file": "file_io",
     "files_below": "tiers.directory",
+    "statuses_below": "tiers.directory",
     "find_directories": "tiers.cleanup",
     "find_orphans": "tiers.cleanup",
     "generation_folder": "durable.manifest",

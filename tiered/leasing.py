@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -208,6 +209,12 @@ class Leasing:
             # The tensor was ordered for the current stream. Kernels on this one must not overtake those before them,
             # of this block or of another that the slot held.
             tier.order_before(copy.slot, stream)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """End several leases inside: what is fetched in their place is looked for once, not once for each."""
+        with self.movement.changed, self.movement.pumping_once():
+            yield
 
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
         """End a lease; see ``Lease.release`` and ``Lease.abandon``."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from tiered.block import CopyState
 from tiered.errors import UninitializedBlockError
@@ -466,6 +467,19 @@ class Movement:
         finally:
             self._is_pumping = False
 
+    @contextmanager
+    def pumping_once(self) -> Iterator[None]:
+        """Start what all changes inside ask for when they are made, in one walk. Call it with the lock held."""
+        if self._is_pumping:
+            yield
+            return
+        self._is_pumping = True
+        try:
+            yield
+        finally:
+            self._is_pumping = False
+            self.pump()
+
     def _inspect(self, access: Access) -> tuple[bool, int]:
         block = self.blocks.get(access.key)
         if block is None or block.spec.home == access.tier:
@@ -473,14 +487,21 @@ class Movement:
         copy = block.copies.get(access.tier)
         is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
         is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
-        return is_present, 0 if is_pinned else self.tiers[access.tier].slot_bytes(block.spec.nbytes)
+        return is_present, 0 if is_pinned else self._slot_bytes(block, access.tier)
+
+    def _slot_bytes(self, block: Block, tier: str) -> int:
+        """Return the size of a slot of a block. Remembered, as the future is walked at every change."""
+        known = block.slot_bytes.get(tier)
+        if known is None:
+            known = block.slot_bytes[tier] = self.tiers[tier].slot_bytes(block.spec.nbytes)
+        return known
 
     def _passing(self, access: Access) -> dict[str, int]:
         block = self.blocks.get(access.key)
         if block is None or (block.spec.home, access.tier) in self.links:
             return {}
         names = stops(self.order, block, access, self.links)
-        return {name: self.tiers[name].slot_bytes(block.spec.nbytes) for name in names}
+        return {name: self._slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> bool:
         """Start one fetch; False when room ran out, so that nothing later overtakes it."""

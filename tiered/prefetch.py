@@ -58,7 +58,8 @@ def next_fetches(
         now: the trainer's tick; its own accesses are served on demand.
         lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
         room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
-        inspect: returns for an access whether its copy is there or on its way, and its size (0: needs no slot).
+        inspect: returns for an access whether its copy is there or on its way, and its size (0: needs no slot). It and
+            ``passing`` get accesses of the schedule, whose ticks may be those of its first period.
         passing: returns for an access the room it needs in tiers between its tier and the block's home; None: there are
             none.
         buffers: by (tier, size), how many copies of a size have a buffer; sizes that are not named share the bytes.
@@ -74,23 +75,24 @@ def next_fetches(
         if access.mode != "r":
             settled.add(access.key)
     room.counted.clear()  # what is used now leaves, and comes once more
-    for access in schedule.upcoming(now):
-        if passing is None and access.key in settled and (access.key, access.tier) in room.counted:
+    for tick, access in schedule.walk(now):
+        key = access.key
+        if key in settled and (key, access.tier) in room.counted and not (passing is not None and passing(access)):
             continue  # nothing below would come of it
         is_present, nbytes = inspect(access)
         if not room.take(access, nbytes):
             return
         # Both a write and a fetch settle the key: a later access of it is fetched for once this one is past.
-        is_settled = access.key in settled
-        settled.add(access.key)
+        is_settled = key in settled
+        settled.add(key)
         if is_settled or access.mode == "w":
             continue
         ahead_bytes += nbytes
         if lookahead_bytes is not None and ahead_bytes > lookahead_bytes:
             return
         # One that is passed over keeps its room, and the fetches behind it their turn: it may take place all the same.
-        if not is_present and (access.tick, access.key) not in passed_over:
-            yield access
+        if not is_present and (tick, key) not in passed_over:
+            yield Access(tick, key, access.tier, access.mode)
 
 
 class _Room:
@@ -111,7 +113,10 @@ class _Room:
 
     def take(self, access: Access, nbytes: int) -> bool:
         """Take the room of an access, once for each copy; False if some tier does not have it."""
-        needs = {access.tier: nbytes, **(self._passing(access) if self._passing is not None else {})}
+        others = self._passing(access) if self._passing is not None else None
+        if not others:
+            return self._take(access.key, access.tier, nbytes)
+        needs = {access.tier: nbytes, **others}
         for tier, need_bytes in needs.items():
             if (access.key, tier) not in self.counted:
                 self.counted.add((access.key, tier))
@@ -119,3 +124,12 @@ class _Room:
                 if (tier, need_bytes) in self._buffers:
                     self._buffers[tier, need_bytes] -= 1
         return all(self._left[tier] >= 0 and self._buffers.get((tier, n), 0) >= 0 for tier, n in needs.items())
+
+    def _take(self, key: str, tier: str, nbytes: int) -> bool:
+        """Take the room of a copy in one tier."""
+        if (key, tier) not in self.counted:
+            self.counted.add((key, tier))
+            self._left[tier] -= nbytes
+            if (tier, nbytes) in self._buffers:
+                self._buffers[tier, nbytes] -= 1
+        return self._left[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0

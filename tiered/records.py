@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -74,7 +75,7 @@ class Copy:
 class Block:
     """A registered block: its spec, its copies by tier, its writer. All fields are guarded by the store's lock."""
 
-    __slots__ = ("copies", "num_transfers", "spec", "version", "writer")
+    __slots__ = ("copies", "num_transfers", "slot_bytes", "spec", "version", "writer")
 
     def __init__(self, spec: BlockSpec) -> None:
         self.spec = spec
@@ -82,6 +83,7 @@ class Block:
         self.writer: Lease | None = None
         self.num_transfers = 0  # movements under way, of any copy
         self.version = 0  # counts released writes
+        self.slot_bytes: dict[str, int] = {}  # by tier, of those that were asked for
 
     def copy_in(self, tier: str) -> Copy:
         """Return the copy record for a tier (ABSENT if it never held one)."""
@@ -116,6 +118,8 @@ NO_THREAD = -1
 
 class _Returner(Protocol):
     def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None: ...
+
+    def together(self) -> AbstractContextManager[None]: ...
 
 
 class Lease:
@@ -216,8 +220,9 @@ class LeaseGroup(Sequence[Lease]):
 
     def release(self, stream: Any = None) -> None:
         """Release every lease of the group."""
-        for lease in self._leases:
-            lease.release(stream)
+        with self._together():
+            for lease in self._leases:
+                lease.release(stream)
 
     def __enter__(self) -> LeaseGroup:
         return self
@@ -225,5 +230,9 @@ class LeaseGroup(Sequence[Lease]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for lease in self._leases:
-            lease.__exit__(kind, error, trace)
+        with self._together():
+            for lease in self._leases:
+                lease.__exit__(kind, error, trace)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return self._leases[0]._leasing.together() if self._leases else nullcontext()

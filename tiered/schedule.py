@@ -114,18 +114,24 @@ class Schedule:
 
     def upcoming(self, now: int) -> Iterator[Access]:
         """Yield the accesses later than ``now`` in deadline order, at most one period of them."""
-        if not self.accesses:
-            return
+        for tick, access in self.walk(now):
+            yield Access(tick, access.key, access.tier, access.mode)
+
+    def walk(self, now: int) -> Iterator[tuple[int, Access]]:
+        """Yield what ``upcoming`` does, as the tick and the access in the first period; makes no objects."""
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
         start = bisect_right(self._ticks, local)
-        count = len(self.accesses) - start if self.period is None else len(self.accesses)
-        for index in range(start, start + count):
-            turn, place = divmod(index, len(self.accesses))
-            access = self.accesses[place]
-            tick = base + turn * (self.period or 0) + access.tick
-            if self._is_used(tick):
-                yield Access(tick, access.key, access.tier, access.mode)
+        turns = [(base, range(start, len(self.accesses)))]
+        if self.period is not None:
+            turns.append((base + self.period, range(start)))
+        is_plain = not self.deferred and self.end is None  # later than ``now``, so none lies before the start
+        for first, places in turns:
+            for place in places:
+                access = self.accesses[place]
+                tick = first + access.tick
+                if is_plain or self._is_used(tick):
+                    yield tick, access
 
     def _is_used(self, tick: int) -> bool:
         """Return whether the sequence reaches this tick at all."""

@@ -30,13 +30,13 @@ from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.load import open_loader
 from tiered.ext import (
     KvikioProbe,
-    files_below,
     may_open_driver,
     probe_kvikio,
     read_owner,
     read_store_id,
     reusable_bytes,
     snapshot_folders,
+    statuses_below,
 )
 from tiered.units import GiB, format_size
 
@@ -778,11 +778,10 @@ def own_drive_bytes(path: Path, checkpoints: Path) -> int:
     """
     store_id = read_store_id(checkpoints)
     owned = reusable_bytes(path)
-    seen = {file.lstat().st_ino for file in files_below(path / "live")}
+    seen = {status.st_ino for status in statuses_below(path / "live")}
     for _, folder in snapshot_folders([path]):
         owner = read_owner(folder)
-        for file in files_below(folder) if owner is not None and owner.id == store_id else ():
-            status = file.lstat()
+        for status in statuses_below(folder) if owner is not None and owner.id == store_id else ():
             owned += status.st_size if status.st_ino not in seen else 0
             seen.add(status.st_ino)
     return owned

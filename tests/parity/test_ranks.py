@@ -95,7 +95,7 @@ CASES = {
 MORE_LANES = {
     "tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5),
     "tied, eight lanes": Case(
-        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=8, num_micro_batches=9
+        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "96MiB"}, lanes=8, num_micro_batches=9
     ),
 }
 

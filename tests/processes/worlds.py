@@ -28,6 +28,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
+from megatrain.tiers import claim_folders
 from megatrain.trainer import Trainer
 
 #: A world of tiny models takes a few seconds; one that hangs must not take the suite along.
@@ -287,6 +288,10 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
     config = load_config(path).config
     plan = plan_of_rank(path, world)
     run, loader, result = plan.run, make_loader(config, plan), RankResult()
+    if not world.is_single:  # as a run does
+        if world.is_first:
+            claim_folders(plan)
+        Collectives().gather_objects(None)
     candidates = find_candidates(run.checkpoint, lambda notice: None)
     with Trainer(config, plan=plan).open() as trainer:
         found = trainer.load(candidates)

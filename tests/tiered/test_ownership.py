@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from tiered import GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTie
 from tiered.durable.generations import remove_generation
 from tiered.durable.manifest import list_generations, newest_first
 from tiered.durable.ownership import StoreIdentity, read_owner, read_store_id
+from tiered.ext import files_below, reusable_bytes
+from tiered.tiers import directory
 
 KEYS = ["a/weight", "b"]
 
@@ -219,3 +222,18 @@ def test_what_is_left_of_a_folder_at_any_instant_says_whose_it_is(
         commit(store, 2)
     assert num_looks > 10
     assert on_drives(tmp_path) == [2]
+
+
+def test_files_that_another_process_removes_are_counted_no_more(tmp_path: Path) -> None:
+    """Ranks count each other's files, while those that open their stores remove what dead runs left."""
+    with make_store(tmp_path, "run") as store:
+        with store.acquire(KEYS[0], "ram", "w"):
+            pass
+        store.evict(KEYS[0], "ram")
+        store.wait_idle()
+        drive = tmp_path / "drive0"
+        sizes = [path.stat().st_size for path in directory.files_below(drive / "live")]
+        assert reusable_bytes(drive) == sum(sizes) > 0
+        gone = [path.with_name("99") for path in directory.files_below(drive / "live")]
+        with mock.patch.object(directory, "files_below", lambda root: [*gone, *files_below(root)]):
+            assert reusable_bytes(drive) == sum(sizes)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 
-from tiered import Access, GpuTier, RamTier, Schedule, TieredStore
+from tiered import Access, GpuTier, RamTier, Schedule, TieredStore, movement
 from tiered.prefetch import next_fetches
 from tiered.schedule import Mode
 
@@ -89,6 +91,18 @@ def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> Non
     accesses = [Access(1, "a", "gpu", "w"), Access(2, "a", "ram", "r"), Access(3, "b", "ram", "r")]
     assert picks_of_three(accesses, {"gpu": 1, "ram": 2}) == [("b", "ram")]
     assert picks_of_three(accesses, {"gpu": 1, "ram": 1}) == []
+
+
+def test_leases_that_end_together_are_followed_by_one_walk() -> None:
+    with TieredStore([RamTier(1 << 20)]) as store:
+        for key in "abcd":
+            store.register(key, (8,), torch.float32, home="ram")
+        store.set_schedule(Schedule([Access(0, "a", "ram")], 1))
+        leases = store.acquire_many([(key, "ram", "w") for key in "abcd"])
+        with mock.patch.object(movement, "next_fetches", wraps=next_fetches) as walk, leases:
+            assert not walk.called
+        assert walk.call_count == 1 and all(lease.is_released for lease in leases)
+        store.acquire_many([]).release()
 
 
 def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_late() -> None:

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -272,8 +272,8 @@ def reusable_bytes(path: Path) -> int:
     """Return the bytes that a tier on this path takes over from earlier ones instead of asking the drive for them."""
     if own_attributes(read_document(path)) is None:
         return 0
-    pooled = sum(file.lstat().st_size for file in (path / ".pool").glob("*/*"))
-    return pooled + sum(file.lstat().st_size for file in files_below(path / "live"))
+    pooled = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
+    return pooled + sum(status.st_size for status in statuses_below(path / "live"))
 
 
 def files_below(root: Path) -> Iterator[Path]:
@@ -284,6 +284,20 @@ def files_below(root: Path) -> Iterator[Path]:
                 path = Path(folder, name)
                 if name.isdigit() and not path.is_symlink():
                     yield path
+
+
+def statuses_below(root: Path) -> Iterator[os.stat_result]:
+    """Yield the status of each chunk file below ``root``; those that another process removes meanwhile are left out."""
+    yield from _statuses(files_below(root))
+
+
+def _statuses(paths: Iterable[Path]) -> Iterator[os.stat_result]:
+    for path in paths:
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            continue
+        yield status
 
 
 def read_document(folder: Path) -> Any:
