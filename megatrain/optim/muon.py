@@ -18,27 +18,34 @@ from megatrain.precision import decode, encode
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry
 
-__all__ = ["COEFFICIENTS", "AdjustLr", "Muon", "orthogonalized"]
+__all__ = ["COEFFICIENTS", "EPS", "AdjustLr", "Muon", "orthogonalized"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
-_EPS = 1e-7
+EPS = 1e-7
 _PIECE_ELEMENTS = 1 << 16
 """Elements of a matrix that are updated at a time: their copies in fp32 stay in the cache."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
-def orthogonalized(matrix: Tensor, num_steps: int = 5) -> Tensor:
+def orthogonalized(
+    matrix: Tensor,
+    num_steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    eps: float = EPS,
+) -> Tensor:
     """Return a matrix with the singular vectors of another one, and singular values of about 1: in bf16.
 
     Args:
         matrix: [rows, columns].
         num_steps: Steps of the Newton-Schulz iteration.
+        coefficients: Of the iteration.
+        eps: The least norm that the matrix is divided by.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if is_tall else matrix).to(torch.bfloat16).contiguous()
-    x = x / x.norm().clamp(min=_EPS)
+    x = x / x.norm().clamp(min=eps)
     for _ in range(num_steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -68,6 +75,8 @@ class Muon:
         num_steps: Of the iteration.
         adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)): with it
             updates are as large as AdamW's, and one learning rate serves both.
+        coefficients: Of the iteration.
+        eps: Of the iteration.
     """
 
     def __init__(
@@ -79,11 +88,14 @@ class Muon:
         nesterov: bool = True,
         num_steps: int = 5,
         adjust_lr: AdjustLr = "match_rms_adamw",
+        coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = EPS,
     ) -> None:
         assert 0 <= momentum < 1 and num_steps >= 1, (momentum, num_steps)
         assert adamw.state_dtype == "float32", adamw.state_dtype
         self.adamw, self.is_matrix = adamw, is_matrix
         self.momentum, self.nesterov, self.num_steps, self.adjust_lr = momentum, nesterov, num_steps, adjust_lr
+        self.coefficients, self.eps = coefficients, eps
 
     @property
     def piece_bytes(self) -> int:
@@ -147,7 +159,7 @@ class Muon:
 
     def orthogonalize(self, matrix: Tensor) -> Tensor:
         """Return a matrix made orthogonal, in bf16."""
-        return orthogonalized(matrix, self.num_steps)
+        return orthogonalized(matrix, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that this takes beside the matrix: three copies, and two products of the smaller side."""
