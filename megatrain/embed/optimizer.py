@@ -775,7 +775,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             length = group.kinds[kind].length_of(entry)
             if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
                 moment = self._moment(group, kind, entry)
-                if length == entry.numel and kind in self.torch_names():
+                if group.kinds[kind].elements_of is None or kind in self.torch_names():
                     moment = moment.view(entry.shape)
                     moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
                 found[self.torch_names_of(parameter).get(kind, kind)] = moment
@@ -1117,7 +1117,8 @@ class TieredMuon(TieredOptimizer):
         matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
         kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
         # Here no rank has more than its part of a matrix, and nobody brings them together.
-        return [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
+        own = [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
+        return [*own, EMA] if self.ema_decay else own
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         muon = self._muon(self.defaults, lambda name, shape: True)

@@ -230,7 +230,9 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert result.moved == result.planned, (name, rank)
         assert result.evaluations == expected.evaluations != {}, (name, rank)
         assert result.samples == expected.samples, (name, rank)
-        assert all(result.samples.values()) == ("evaluation" in {**CASES, **MORE_LANES}[name].tables), name
+        assert all(result.samples.values()) == ("evaluation" in {**CASES, **ALL_MATRICES, **MORE_LANES}[name].tables), (
+            name
+        )
         assert result.moved_by_evaluations == result.planned_of_evaluations, (name, rank)
         assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
         for tier, (most, capacity) in result.tiers.items():

@@ -72,7 +72,7 @@ def test_beside_torch(offloaded: bool, tmp_path: Path) -> None:
 def test_state_is_saved_and_goes_to_torch_and_back(tmp_path: Path) -> None:
     plain, module = pair_of(make)
     with megatrain.open_store(ram="32MiB", path=tmp_path / "store") as store:
-        optimizer = tiered(module, store=store)
+        optimizer = tiered(module, store=store, ema_decay=0.9)
         xs = batches(3)
         run_backward(module, xs[0])
         optimizer.step()
