@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from megatrain.embed.activations import offload_activations
     from megatrain.embed.integrations import hf, lightning
     from megatrain.embed.offload import gathered, gradient_lanes, offload
-    from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
+    from megatrain.embed.optimizer import (
+        TieredAdafactor,
+        TieredAdamW,
+        TieredLion,
+        TieredMuon,
+        TieredOptimizer,
+        TieredSGD,
+    )
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store
     from megatrain.generation import generate
@@ -25,6 +32,7 @@ __all__ = [
     "TieredAdafactor",
     "TieredAdamW",
     "TieredLion",
+    "TieredMuon",
     "TieredOptimizer",
     "TieredSGD",
     "Trainer",
@@ -48,6 +56,7 @@ _MODULES = {
     "TieredAdafactor": "embed.optimizer",
     "TieredAdamW": "embed.optimizer",
     "TieredLion": "embed.optimizer",
+    "TieredMuon": "embed.optimizer",
     "TieredOptimizer": "embed.optimizer",
     "TieredSGD": "embed.optimizer",
     "Trainer": "trainer",

@@ -667,7 +667,7 @@ class SavedPlace:
 
 
 def saved_places(plan: Plan) -> dict[str, SavedPlace]:
-    """Return what saved blocks hold, by key; those left out belong to parameters, not to ranges of a layout."""
+    """Return what saved blocks hold, by key; those left out belong to parameters, and are whole."""
     program, found = plan.program, dict[str, SavedPlace]()
 
     def add(keys: Sequence[str], parts: Sequence[range], shares: Sequence[range], kind: StateKind | None) -> None:
@@ -681,9 +681,15 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
         weights = program.weight_parts_of(layout), program.owned_weight_parts_of(layout)
         add(program.weight_keys(layout), *weights, None)
         for kind in plan.optimizer.state_kinds(weight_is_split(plan.graph)):
-            if kind.name != "weight" and kind.elements_of is None:
-                state = program.parts_of(layout), program.owned_parts_of(layout)
-                add(program.state_keys(layout, kind.name), *state, kind)
+            if kind.name == "weight":
+                continue
+            parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
+            if kind.elements_of is not None and not kind.is_like_weight(layout):
+                if program.shares.are_whole:
+                    continue
+                parts = [range(kind.num_elements(layout))]  # packed, and shared as a block of its own
+                owned = [program.shares.owned(parts[0])]
+            add(program.state_keys(layout, kind.name), parts, owned, kind)
     return found
 
 

@@ -1,4 +1,4 @@
-"""AdamW, Lion, SGD and Adafactor with the interface of ``torch.optim`` and their state in a tiered store."""
+"""AdamW, Lion, SGD, Adafactor and Muon with the interface of ``torch.optim`` and their state in a tiered store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,6 +43,7 @@ from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import STATE_DTYPES, StateDtype, decode_moments, encode_moments, is_signed
+from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import (
     add_over_shards,
@@ -63,6 +66,7 @@ __all__ = [
     "TieredAdafactor",
     "TieredAdamW",
     "TieredLion",
+    "TieredMuon",
     "TieredOptimizer",
     "TieredSGD",
 ]
@@ -167,6 +171,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
         self._copies = DeviceCopies()
+        self._scratch_bytes = 0  # reserved in RAM
         self._checkpoint = checkpoint
         self._store = store
         self._arithmetics: dict[tuple[Any, ...], Arithmetic] = {}
@@ -201,6 +206,28 @@ class TieredOptimizer(torch.optim.Optimizer):
         """Return settings of a group that need all the state which any group may need."""
         return settings
 
+    def kinds_of(
+        self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
+    ) -> Sequence[StateKind]:
+        """Return the kinds of state of parameters that share blocks; ``parameters``: by name in their layout."""
+        return self._arithmetic(self.widest(settings)).state_kinds(split_master)
+
+    def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
+        """Return ``torch_names`` for one parameter."""
+        return self.torch_names()
+
+    def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        """Return what the update of any one of these takes in RAM beside its blocks."""
+        return 0
+
+    def check_group(self, param_group: Mapping[str, Any]) -> None:
+        """Refuse settings of a group that are out of range, and parameters that cannot be updated.
+
+        Raises:
+            ValueError: there is one.
+        """
+        _check_settings(param_group)
+
     def __deepcopy__(self, memo: Any) -> Any:
         """Refuse: the state is in the store once."""
         raise TypeError("an optimizer with its state in a store cannot be copied: make another, load its state_dict()")
@@ -220,7 +247,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         super().add_param_group(param_group)
         try:
-            _check_settings(self.param_groups[-1])
+            self.check_group(self.param_groups[-1])
             self._make_state(self.param_groups[-1])
         except BaseException:
             self.param_groups.pop()
@@ -243,26 +270,29 @@ class TieredOptimizer(torch.optim.Optimizer):
                     "make another for all of them, open a new store"
                 )
             block.check_frozen()
-        kinds = self._arithmetic(self.widest(param_group)).state_kinds
-        self._check_sharded(new, kinds(False))
+        kinds = partial(self.kinds_of, param_group)
+        self._check_sharded(new, kinds(False, {str(number): p for number, p in enumerate(new)}))
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
             raise ValueError(
                 'checkpoint="tensors" (the default with sharded parameters) has no weights of offloaded modules: write '
                 'checkpoint="generation"'
             )
         homes = home_order(store, self._homes)
-        num_before = len(self.groups)
+        num_before, scratch = len(self.groups), max(0, self.scratch_bytes(new) - self._scratch_bytes)
+        store.reserve("ram", scratch)
         try:
             with shared_state(store).all_or_nothing():
                 for block in blocks:
                     kind_of_group = OffloadedGroup if block.ranks is None else SharedGroup
-                    own_kinds = kinds(block.dtype.itemsize == 2)
+                    own_kinds = kinds(block.dtype.itemsize == 2, block.parameters)
                     self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
                 self._make_ordinary([p for p in new if block_of(p) is None], kinds, homes)
                 self._check_room()
         except BaseException:
             del self.groups[num_before:]
+            store.reserve("ram", -scratch)
             raise
+        self._scratch_bytes += scratch
         numbers = {id(parameter): str(number) for number, parameter in enumerate(self._parameters())}
         for group in self.groups[num_before:]:
             group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
@@ -307,7 +337,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def _make_ordinary(
         self,
         parameters: Sequence[nn.Parameter],
-        kinds: Callable[[bool], Sequence[StateKind]],
+        kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
         homes: Sequence[str],
     ) -> None:
         first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
@@ -322,7 +352,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
             root = f"{self._name}/{number:05d}"
             layout = build_layout(root, ((name, local_of(p).shape) for name, p in named.items()), True)
-            own = kinds(together[0].dtype.itemsize == 2)
+            own = kinds(together[0].dtype.itemsize == 2, named)
             self.groups.append(
                 OrdinaryGroup(
                     self.store, root, layout, named, own, homes, offload_gradients=self._offload, copies=self._copies
@@ -678,11 +708,11 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def _load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Take over the state of torch's own optimizer of this kind."""
-        parameters, names = self._parameters(), self.torch_names()
-        if state and not names:
+        parameters = self._parameters()
+        if state and not self.torch_names():
             raise ValueError(f"{type(self).__name__} cannot take over the state of another optimizer")
         for number, values in state.items():
-            for torch_name in (*names.values(), EMA.name):
+            for torch_name in (*self.torch_names_of(parameters[number]).values(), EMA.name):
                 found, shape = values.get(torch_name), tuple(parameters[number].shape)
                 if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
                     raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
@@ -695,7 +725,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             group, name = self._group_of(parameter)
             _check_not_shared(group)
             (entry,) = group.entries({name: None})
-            for kind, torch_name in names.items():
+            for kind, torch_name in self.torch_names_of(parameter).items():
                 if kind in group.keys:
                     found = values.get(torch_name)
                     flat = None if found is None else _flat_local(found)
@@ -742,12 +772,13 @@ class TieredOptimizer(torch.optim.Optimizer):
         (entry,) = group.entries({name: None})
         found: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(parameter, 0)))}
         for kind in group.keys:
-            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1:
+            length = group.kinds[kind].length_of(entry)
+            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
                 moment = self._moment(group, kind, entry)
-                if group.kinds[kind].elements_of is None:
+                if group.kinds[kind].elements_of is None or kind in self.torch_names():
                     moment = moment.view(entry.shape)
                     moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
-                found[self.torch_names().get(kind, kind)] = moment
+                found[self.torch_names_of(parameter).get(kind, kind)] = moment
         if with_master and "low" in group.keys and isinstance(group, OrdinaryGroup):
             master = self._master(group, entry).view(entry.shape)
             found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
@@ -826,6 +857,8 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.gradients.close()
             shared.unregister(*group.keys.values())
         self.groups.clear()
+        self.store.reserve("ram", -self._scratch_bytes)
+        self._scratch_bytes = 0
         shared.optimizers.discard(self)
         self.threads.close()
         shared.num_changes += 1
@@ -954,6 +987,169 @@ class TieredAdafactor(TieredOptimizer):
         return {}
 
 
+class TieredMuon(TieredOptimizer):
+    """Muon for matrices, AdamW for the rest; see ``TieredOptimizer`` and ``megatrain.optim.muon``.
+
+    Arguments, defaults and arithmetic are those of ``torch.optim.Muon``, which takes parameters of two dimensions.
+    An offloaded layer has one optimizer, and mostly other parameters as well: groups with ``use_muon=False`` are
+    updated by AdamW, and so should be embeddings and heads. All groups share ``lr`` and ``weight_decay`` where they
+    give none; with ``adjust_lr_fn="match_rms_adamw"`` one rate serves both. State is 4 bytes per parameter of a matrix
+    and 8 of the others, beside the master. The iteration runs on the processor, wherever the parameters are.
+
+    Args:
+        params: as for any optimizer; groups may have ``use_muon``.
+        lr: learning rate.
+        weight_decay: decoupled.
+        momentum: from 0 up to below 1.
+        nesterov: look one step of momentum ahead.
+        ns_coefficients: of the iteration.
+        eps: of the iteration; in a group with ``use_muon=False`` that of AdamW, there 1e-8 by default.
+        ns_steps: of the iteration.
+        adjust_lr_fn: "original" (also None) or "match_rms_adamw".
+        betas: of AdamW.
+        store: as for ``TieredOptimizer``.
+        options: as for ``TieredOptimizer``; there is no ``state_dtype``.
+
+    Raises:
+        ValueError: as for ``TieredOptimizer``; a parameter for Muon that is no matrix.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = EPS,
+        ns_steps: int = 5,
+        adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        store: TieredStore | None = None,
+        **options: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "use_muon": True,
+        }
+        if options.get("state_dtype", "float32") != "float32":
+            raise ValueError("TieredMuon keeps its moments in fp32: it has no state_dtype")
+        groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
+        # Of all groups at once: a block of an offloaded layer has parameters of several of them.
+        self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
+        super().__init__(groups, defaults, store=store, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; see ``TieredOptimizer``."""
+        param_group["params"] = _as_list(param_group["params"])
+        own = map(id, _parameters_of(param_group))
+        if _uses_muon(param_group):
+            self._matrices.update(own)
+        else:
+            param_group.setdefault("eps", 1e-8)
+            self._matrices.difference_update(own)
+        super().add_param_group(param_group)
+
+    def check_group(self, param_group: Mapping[str, Any]) -> None:
+        super().check_group(param_group)
+        momentum, ns_steps, adjust = (param_group[name] for name in ("momentum", "ns_steps", "adjust_lr_fn"))
+        if not 0 <= float(momentum) < 1:
+            raise ValueError(f"momentum={momentum}: it lies from 0 up to below 1")
+        if not 1 <= int(ns_steps) < 100:
+            raise ValueError(f"ns_steps={ns_steps}: from 1 to 99")
+        if len(param_group["ns_coefficients"]) != 3:
+            raise ValueError(f"ns_coefficients={param_group['ns_coefficients']}: give three numbers")
+        if adjust not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f'adjust_lr_fn="{adjust}": there are "original" and "match_rms_adamw"')
+        if not param_group["use_muon"]:
+            return
+        names = param_group.get("param_names") or [f"number {n}" for n in range(len(param_group["params"]))]
+        for name, parameter in zip(names, param_group["params"], strict=True):
+            if parameter.ndim != 2:
+                raise ValueError(
+                    f"Muon updates parameters of two dimensions, and parameter {name} of this group has the shape "
+                    f"{tuple(parameter.shape)}: put it into a group with use_muon=False, which AdamW updates"
+                )
+
+    def setting_names(self) -> tuple[str, ...]:
+        return (
+            "use_muon",
+            "momentum",
+            "nesterov",
+            "ns_coefficients",
+            "eps",
+            "ns_steps",
+            "adjust_lr_fn",
+            "betas",
+        )
+
+    def make_arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
+        uses_muon = bool(settings["use_muon"])
+        return self._muon(settings, lambda name, shape: uses_muon)
+
+    def _muon(self, settings: Mapping[str, Any], is_matrix: Callable[[str, Sequence[int]], bool]) -> Muon:
+        beta1, beta2 = settings["betas"]
+        a, b, c = settings["ns_coefficients"]
+        return Muon(
+            AdamW(float(beta1), float(beta2), float(settings["eps"]), threads=self.threads),
+            is_matrix,
+            momentum=float(settings["momentum"]),
+            nesterov=bool(settings["nesterov"]),
+            num_steps=int(settings["ns_steps"]),
+            adjust_lr=settings["adjust_lr_fn"] or "original",
+            coefficients=(float(a), float(b), float(c)),
+            eps=float(settings["eps"]),
+        )
+
+    def kinds_of(
+        self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
+    ) -> Sequence[StateKind]:
+        matrices = frozenset(name for name, parameter in parameters.items() if id(parameter) in self._matrices)
+        kinds = self._muon(settings, lambda name, shape: name in matrices).state_kinds(split_master)
+        # Here no rank has more than its part of a matrix, and nobody brings them together.
+        own = [replace(kind, needs_whole=kind.name == "m" and bool(matrices)) for kind in kinds]
+        return [*own, EMA] if self.ema_decay else own
+
+    def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
+        muon = self._muon(self.defaults, lambda name, shape: True)
+        shapes = [parameter.shape for parameter in parameters if id(parameter) in self._matrices]
+        matrices = build_layout("", ((str(number), shape) for number, shape in enumerate(shapes)), True)
+        return max((muon.workspace_bytes(entry) for entry in matrices.entries), default=0)
+
+    def torch_names(self) -> Mapping[str, str]:
+        return {"m": "momentum_buffer", "v": "exp_avg_sq"}
+
+    def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
+        if id(parameter) in self._matrices:
+            return {"m": "momentum_buffer"}
+        return {"m": "exp_avg", "v": "exp_avg_sq"}
+
+
+def _as_list(params: Any) -> list[Any]:
+    """Return the parameters of a group, which may be one, or an iterator that can be read once."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _parameters_of(given: Any) -> list[Any]:
+    """Return the parameters of what an optimizer takes: a group, a parameter, or one with its name."""
+    found = given["params"] if isinstance(given, dict) else [given]
+    return [each[1] if isinstance(each, tuple) else each for each in found]
+
+
+def _uses_muon(group: Any) -> bool:
+    return bool(group.get("use_muon", True)) if isinstance(group, dict) else True
+
+
 def _check_settings(param_group: Mapping[str, Any]) -> None:
     """Refuse settings of a group that are out of range, and parameters without master weights.
 
@@ -1050,7 +1246,9 @@ def _owner_of(shards: Sequence[int] | None) -> str:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a setting as floats, which compare by value."""
+    """Return a setting as floats, which compare by value; words as they are."""
+    if value is None or isinstance(value, str):
+        return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.lanes import Lanes
+from megatrain.ranks.dealing import DealtLayout, deal
 from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
     from megatrain.models.packed import Packing
-    from megatrain.optim.base import StateKind
+    from megatrain.optim.base import MatrixOptimizer, StateKind
 
 __all__ = [
     "DURABLE_KINDS",
@@ -301,6 +302,7 @@ class StepProgram:
         own_lanes: in which this process adds the gradients of micro-batches.
         packed: layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
         averages: what is read in the place of weights.
+        dealt: what ranks move for the updates of layouts, by index, of which they need more than their shares.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -321,6 +323,7 @@ class StepProgram:
     own_lanes: Lanes = field(default_factory=Lanes.single)
     packed: Mapping[str, Packing] = field(default_factory=dict)
     averages: Averages = field(default_factory=Averages)
+    dealt: Mapping[int, DealtLayout] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -369,10 +372,17 @@ class StepProgram:
         """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
         return max(self.shares.gathered(part).stop for part in self.parts_of(layout))
 
+    def links_between_ranks(self) -> list[str]:
+        """Return the links that bytes move on to other ranks, and from them."""
+        tiers = dict.fromkeys([self.compute_tier, *(["ram"] if self.dealt else [])])  # what is dealt is so in RAM
+        return [link for tier in tiers for link in peer_links(tier, self.lanes.size, self.lanes.num_hosts)]
+
     def collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
         lanes, tick = self.lanes, self.ticks[number]
-        moved = dict.fromkeys(peer_links(self.compute_tier, lanes.size, lanes.num_hosts), 0)
+        moved = dict.fromkeys(self.links_between_ranks(), 0)
+        if tick.phase == "update" and tick.visit in self.dealt:
+            return moved | self.dealt[tick.visit].bytes_by_link(lanes.num_hosts)
         if tick.phase not in ("gather", "exchange"):
             return moved
         if tick.phase == "gather":
@@ -655,7 +665,7 @@ def evaluation_program(program: StepProgram) -> StepProgram:
             )
             own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
             passes.setdefault((tick.phase, tick.visit, tick.serves), own)
-    return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={})
+    return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={}, dealt={})
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
@@ -713,6 +723,7 @@ class ProgramBuilder:
         lanes: which sums of gradients come from which rank.
         gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
         own_lanes: in which this process adds the gradients of its micro-batches; None: one.
+        matrix_optimizer: with several ranks, what updates layouts of which it needs more than shares; None: none do.
     """
 
     def __init__(
@@ -737,6 +748,7 @@ class ProgramBuilder:
         lanes: RankLanes | None = None,
         own_lanes: Lanes | None = None,
         gathers_ahead: int = 0,
+        matrix_optimizer: MatrixOptimizer | None = None,
     ) -> None:
         self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
         self._lanes, self._own_lanes = lanes or RankLanes(), own_lanes or Lanes.single()
@@ -761,6 +773,17 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
+        self._dealt: dict[int, DealtLayout] = {}
+        for index, layout in enumerate(graph.layouts.values()):
+            if not self._shares.are_whole and self._is_trained(layout) and not is_elementwise(layout):
+                assert matrix_optimizer is not None, f"several ranks cannot update {layout.name}"
+                self._dealt[index] = deal(
+                    layout,
+                    matrix_optimizer.is_matrix_of,
+                    state_kinds,
+                    self._shares,
+                    matrix_optimizer.orthogonalize_bytes,
+                )
         # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
@@ -794,6 +817,7 @@ class ProgramBuilder:
             gathers_ahead=self._gathers_ahead,
             own_lanes=self._own_lanes,
             packed=self._packed,
+            dealt=self._dealt,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------

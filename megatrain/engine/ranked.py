@@ -32,6 +32,7 @@ from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import StepEngine, StepResult, StoreAccess, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import views
+from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
     from megatrain.ranks.collectives import Collectives
+    from megatrain.ranks.dealing import DealtLayout
 
 __all__ = ["RankedAccess", "RankedStepEngine", "describe_collectives", "ranked_workspace_bytes"]
 
@@ -94,6 +96,7 @@ class RankedAccess(StoreAccess):
 
     Attributes:
         window_bytes: the most that full copies, sums and what was received took together.
+        update_window_bytes: the most that updates of shared matrices took beside their blocks.
     """
 
     own_phases: frozenset[Phase] = frozenset({"update", "gather", "exchange"})
@@ -117,8 +120,8 @@ class RankedAccess(StoreAccess):
         self._leaving: list[_Leaving] = []  # what an exchange of before still sends
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
-        self._held_bytes = 0
-        self.window_bytes = 0
+        self._held_bytes = self._update_bytes = 0
+        self.window_bytes = self.update_window_bytes = 0
 
     # -- the tape ----------------------------------------------------------------------------------------------
 
@@ -131,7 +134,7 @@ class RankedAccess(StoreAccess):
         self._leaving.clear()
         self._sums.clear()
         self._partials.clear()
-        self._held_bytes = 0
+        self._held_bytes = self._update_bytes = 0
         super().start_step(*arguments, **named)
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
@@ -186,7 +189,72 @@ class RankedAccess(StoreAccess):
             self.agree([layout])
             if self._pending is not None and self._pending.scales is not None:
                 self._pending.scales.is_complete(layout.name, self.squared_norms[layout.name])
-        super()._update(op)
+        if op.visit in self._program.dealt:
+            self._update_dealt(op)
+        else:
+            super()._update(op)
+
+    def _update_dealt(self, op: Op) -> None:
+        """Update a layout of which matrices have to be whole for one step: those come to one rank each, and go back.
+
+        All that moves does so also where a gradient, or that of a parameter, is not used: it does not depend on data.
+        """
+        assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
+        dealt, layout = self._program.dealt[op.visit], self._updater.trained[op.visit][0]
+        optimizer = self._updater.optimizers["ram"]
+        assert isinstance(optimizer, MatrixOptimizer) and op.tier == "ram", (optimizer, op)
+        update, filled = self._pending.of_layout(layout.name), self._pending.with_gradient[layout.name]
+        move = self._collectives.redistribute
+        with self._leases(self._own_keys(op, op.held)) as held:
+            blocks, gradient, segments = self._updater.of_part(op.visit, 0, held, filled)
+            packed = {name: blocks[name] for name in dealt.loans}
+            lent = {name: torch.empty(loan.num_elements) for name, loan in dealt.loans.items()}
+            self._note_update(sum(map(_nbytes, lent.values())))
+            for name, loan in dealt.loans.items():
+                self._note_update(0, move(lent[name], packed[name], loan.moves))
+            blocks.update(lent)
+            segments = [
+                replace(
+                    segment, state_starts={name: loan.starts.get(segment.name, 0) for name, loan in dealt.loans.items()}
+                )
+                for segment in segments
+            ]
+            directions = torch.zeros(dealt.length, dtype=torch.bfloat16)
+            whole = torch.empty(dealt.num_own, dtype=torch.bfloat16)
+            self._note_update(_nbytes(directions) + _nbytes(whole))
+            if update is not None:
+                optimizer.make_directions(blocks, gradient, segments, update, directions)
+            self._note_update(0, move(whole, directions, dealt.directions))
+            self._note_update(-_nbytes(directions))
+            del directions
+            if update is not None:
+                self._orthogonalize(optimizer, dealt, whole, filled)
+            directions = torch.zeros(dealt.length, dtype=torch.bfloat16)
+            self._note_update(_nbytes(directions))
+            self._note_update(0, move(directions, whole, dealt.directions.back))
+            if update is not None:
+                optimizer.apply_directions(blocks, gradient, segments, update, directions)
+            self._note_update(-_nbytes(directions) - _nbytes(whole))
+            del directions, whole
+            for name, loan in dealt.loans.items():
+                self._note_update(0, move(packed[name], lent[name], loan.moves.back))
+            self._note_update(-sum(map(_nbytes, lent.values())))
+
+    def _orthogonalize(
+        self, optimizer: MatrixOptimizer, dealt: DealtLayout, whole: Tensor, filled: Collection[str]
+    ) -> None:
+        """Make this rank's matrices orthogonal in place: those with a gradient, as the others are not updated."""
+        start = 0
+        for matrix in dealt.own:
+            if matrix.name in filled:
+                place = whole[start : start + matrix.numel].view(matrix.rows, matrix.columns)
+                place.copy_(optimizer.orthogonalize(place))
+                self._note_update(0, optimizer.orthogonalize_bytes(matrix.rows, matrix.columns))
+            start += matrix.numel
+
+    def _note_update(self, nbytes: int, for_a_moment: int = 0) -> None:
+        self._update_bytes += nbytes
+        self.update_window_bytes = max(self.update_window_bytes, self._update_bytes + for_a_moment)
 
     def _note(self, nbytes: int) -> None:
         self._held_bytes += nbytes
@@ -493,6 +561,11 @@ class RankedStepEngine(StepEngine):
         """The most that full copies of weights, sums of gradients and what was received have taken together."""
         return self._access.window_bytes
 
+    @property
+    def update_window_bytes(self) -> int:
+        """The most that updates of shared matrices have taken beside their blocks."""
+        return self._access.update_window_bytes
+
     def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
         assert len(micro_batches) == self._program.own_lanes.num_micro_batches, len(micro_batches)
         own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
@@ -576,12 +649,14 @@ def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[s
         "updates after the norm of a whole step" if program.defers_updates else "updates in the backward",
     ]
     for number, tick in enumerate(program.ticks):
-        # Deferred updates issue no collective, and where they stand depends on what a rank has room for.
-        if tick.phase == "update" and program.defers_updates:
+        # Other deferred updates issue no collective, and where they stand depends on what a rank has room for.
+        dealt = program.dealt.get(tick.visit) if tick.phase == "update" else None
+        if tick.phase == "update" and program.defers_updates and dealt is None:
             continue
         blocks = [program.contents(number, key) for key, _ in tick.uses]
         sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
-        lines.append(" ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes]))
+        moved = "" if dealt is None else dealt.describe()
+        lines.append(" ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes, moved]))
     return lines
 
 

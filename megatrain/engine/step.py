@@ -457,6 +457,7 @@ class Updater:
 
     Attributes:
         trained: index of a layout -> it and its segments.
+        optimizers: by tier.
     """
 
     def __init__(
@@ -473,7 +474,7 @@ class Updater:
             for index, layout in enumerate(graph.layouts.values())
             if layout.trainable and uses[layout.name]
         }
-        self._program, self._optimizers = program, optimizers
+        self._program, self.optimizers = program, optimizers
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
 
@@ -496,6 +497,12 @@ class Updater:
             update: of the step, with the factor on this gradient.
             filled: parameters that got a gradient.
         """
+        self.optimizers[tier].update(*self.of_part(index, part, tensors, filled), update)
+
+    def of_part(
+        self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
+        """Return the blocks by kind, the gradient and the segments of one part of a layout; see ``update``."""
         layout, segments = self.trained[index]
         inside = self._program.owned_parts_of(layout)[part]
         blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
@@ -511,8 +518,7 @@ class Updater:
             for segment in segments
             if segment.start in starts and segment.start < inside.stop and segment.stop > inside.start
         ]
-        gradient = tensors[self._program.gradient_keys(layout, 0)[part]]
-        self._optimizers[tier].update(blocks, gradient, chosen, update)
+        return blocks, tensors[self._program.gradient_keys(layout, 0)[part]], chosen
 
 
 class UnpackedWeights:

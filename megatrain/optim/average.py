@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, master_kinds
+from megatrain.optim.base import FORMATS, Format, MatrixOptimizer, Optimizer, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import Array, ElementwiseOptimizer, flat_block, flat_gradient, flat_master
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.precision import decode, encode
 
-__all__ = ["EMA", "WeightAverage", "begin_average", "exchange_average"]
+if TYPE_CHECKING:
+    from megatrain.models.layout import TensorEntry
+
+__all__ = ["EMA", "MatrixWeightAverage", "WeightAverage", "begin_average", "exchange_average"]
 
 EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 """The average of the fp32 masters, 4 bytes per parameter."""
@@ -128,6 +131,56 @@ def exchange_average(weight: Tensor, low: Tensor | None, average: Tensor) -> Non
     else:
         encode(average, weight, low)
     average.copy_(before)
+
+
+class MatrixWeightAverage(WeightAverage):
+    """The same of an optimizer whose matrices several ranks share; see `megatrain.optim.base.MatrixOptimizer`."""
+
+    inner: MatrixOptimizer
+
+    @property
+    def piece_bytes(self) -> int:
+        """What the optimizer takes; averaging takes nothing."""
+        return self.inner.piece_bytes
+
+    def is_matrix_of(self, entry: TensorEntry) -> bool:
+        """Return what the optimizer does."""
+        return self.inner.is_matrix_of(entry)
+
+    def make_directions(
+        self,
+        blocks: Mapping[str, Tensor],
+        gradient: Tensor,
+        segments: Sequence[Segment],
+        update: Update,
+        directions: Tensor,
+    ) -> None:
+        """Begin an update of matrices; nothing to average yet."""
+        self.inner.make_directions(blocks, gradient, segments, update, directions)
+
+    def orthogonalize(self, matrix: Tensor) -> Tensor:
+        """Return what the optimizer makes of a matrix."""
+        return self.inner.orthogonalize(matrix)
+
+    def orthogonalize_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes that it takes."""
+        return self.inner.orthogonalize_bytes(rows, columns)
+
+    def apply_directions(
+        self,
+        blocks: Mapping[str, Tensor],
+        gradient: Tensor,
+        segments: Sequence[Segment],
+        update: Update,
+        directions: Tensor,
+    ) -> None:
+        """End an update of matrices, then average."""
+        num_elements = gradient.numel()
+        weight, low = flat_master(blocks, num_elements)
+        average = flat_block(EMA.name, blocks[EMA.name], EMA.dtype, num_elements)
+        own = {name: block for name, block in blocks.items() if name != EMA.name}
+        self.inner.apply_directions(own, gradient, segments, update, directions)
+        self.threads.run(self._calls(weight, low, average, segments))
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

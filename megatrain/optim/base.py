@@ -17,6 +17,7 @@ __all__ = [
     "FORMATS",
     "GRADIENT_DTYPES",
     "Format",
+    "MatrixOptimizer",
     "Optimizer",
     "ParameterGroup",
     "Segment",
@@ -189,6 +190,74 @@ class Optimizer(Protocol):
 
         Args:
             formats: Variants that will be used; all of them take seconds more, most of all on a GPU.
+        """
+        ...
+
+
+@runtime_checkable
+class MatrixOptimizer(Optimizer, Protocol):
+    """An optimizer of which one step alone needs whole matrices: several ranks, which share them, can make its updates.
+
+    `update` is these three, one after the other. State is like the weight, or in `elements_of` one element for each
+    of what is no matrix.
+    """
+
+    @property
+    def piece_bytes(self) -> int:
+        """The bytes that `make_directions` and `apply_directions` take at most, however much they are given."""
+        ...
+
+    def is_matrix_of(self, entry: TensorEntry) -> bool:
+        """Return whether the last two dimensions of a parameter are matrices that have to be whole."""
+        ...
+
+    def make_directions(
+        self,
+        blocks: Mapping[str, Tensor],
+        gradient: Tensor,
+        segments: Sequence[Segment],
+        update: Update,
+        directions: Tensor,
+    ) -> None:
+        """Update the moments of matrices, and write the direction in which each element is to move; see `update`.
+
+        Args:
+            blocks: Of one rank, whose segments may begin and end inside of a parameter.
+            gradient: As long as the weight block.
+            segments: Ranges to update.
+            update: Numbers of the step.
+            directions: bf16, as long as the weight block; of other elements it is unchanged.
+        """
+        ...
+
+    def orthogonalize(self, matrix: Tensor) -> Tensor:
+        """Return what is made of the directions of a whole matrix.
+
+        Args:
+            matrix: [rows, columns] in bf16; unchanged.
+        """
+        ...
+
+    def orthogonalize_bytes(self, rows: int, columns: int) -> int:
+        """Return the bytes that this takes beside the matrix."""
+        ...
+
+    def apply_directions(
+        self,
+        blocks: Mapping[str, Tensor],
+        gradient: Tensor,
+        segments: Sequence[Segment],
+        update: Update,
+        directions: Tensor,
+    ) -> None:
+        """Update the weights of matrices, and all other parameters; see `make_directions`.
+
+        Args:
+            blocks: As there; of packed state, the tensors that `Segment.state_starts` tells the places in.
+            gradient: As there.
+            segments: As there.
+            update: As there.
+            directions: What was made of them.
         """
         ...
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.optim.adafactor import Adafactor
-from megatrain.optim.average import EMA, WeightAverage
-from megatrain.optim.base import Optimizer, ParameterGroup, Segment, build_segments, decays
+from megatrain.optim.average import EMA, MatrixWeightAverage, WeightAverage
+from megatrain.optim.base import MatrixOptimizer, Optimizer, ParameterGroup, Segment, build_segments, decays
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import StateDtype
 from megatrain.optim.muon import AdjustLr, Muon
@@ -118,7 +118,8 @@ def make_optimizer(
         raise OptimizerError(
             f'optimizer.ema_decay: "{spec.custom}" has state of the name "{EMA.name}" itself. Take the key out'
         )
-    return WeightAverage(made, spec.ema_decay, threads)
+    kind = MatrixWeightAverage if isinstance(made, MatrixOptimizer) else WeightAverage
+    return kind(made, spec.ema_decay, threads)
 
 
 def _updating(spec: OptimizerSpec, threads: KernelThreads | None, vocabulary: Container[str]) -> Optimizer:

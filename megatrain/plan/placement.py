@@ -13,7 +13,6 @@ from typing import Literal
 
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import Access, Tape, compile_step, follow
-from megatrain.ranks.shares import peer_links
 from tiered import Mode
 from tiered.ext import route
 from tiered.units import format_size
@@ -99,9 +98,7 @@ class Traffic:
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
         if not self._program.shares.are_whole:
-            tier = self._program.compute_tier
-            lanes = self._program.lanes
-            moved.update(dict.fromkeys(peer_links(tier, lanes.size, lanes.num_hosts), 0))
+            moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
             for op in tape.ops:
                 for link, nbytes in self._program.collective_bytes(op.tick).items():
                     moved[link] += nbytes

@@ -37,6 +37,7 @@ from megatrain.models.load import open_loader
 from megatrain.models.packed import decoding_bytes
 from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.average import EMA
+from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
@@ -192,12 +193,14 @@ def check_ranks(run: RunSpec) -> None:
             "next layer"
         )
         problems.append(Problem("advanced.micro_batch_order", message, 'Write "layer"'))
-    kinds = make_optimizer(run.optimizer).state_kinds(run.dtype.itemsize == 2)
-    if any(kind.elements_of is not None or kind.needs_whole for kind in kinds):
+    optimizer = make_optimizer(run.optimizer)
+    kinds = optimizer.state_kinds(run.dtype.itemsize == 2)
+    needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
+    if needs_whole and not isinstance(optimizer, MatrixOptimizer):
         message = (
             f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
         )
-        problems.append(Problem("optimizer.optim", message, "Write one that treats every element alone, as adamw"))
+        problems.append(Problem("optimizer.optim", message, "Write one that does not, as adamw or muon"))
     if run.keep_graphs not in ("auto", 0):
         message = (
             f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "
@@ -348,7 +351,7 @@ def _place(
         workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
         budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
-        extra = _update_workspace_bytes(subject)
+        extra = _update_workspace_bytes(subject, program)
         budgets["ram"] = replace(budgets["ram"], workspace_bytes=budgets["ram"].workspace_bytes + extra)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
@@ -551,6 +554,7 @@ def _build_program(
         lanes=run.lanes,
         gathers_ahead=gathers_ahead,
         own_lanes=run.own_lanes,
+        matrix_optimizer=subject.optimizer if isinstance(subject.optimizer, MatrixOptimizer) else None,
     ).build()
     return sharing_gradients(program)
 
@@ -564,8 +568,12 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
     return frozenset(graph.owner_of.get(name, name) for name in names)
 
 
-def _update_workspace_bytes(subject: _Subject) -> int:
-    """Return what an update takes in RAM beside its blocks, where the optimizer says so."""
+def _update_workspace_bytes(subject: _Subject, program: StepProgram) -> int:
+    """Return what an update takes in RAM beside its blocks, where the optimizer says so, or ranks share matrices."""
+    if program.dealt:
+        assert isinstance(subject.optimizer, MatrixOptimizer), subject.optimizer
+        most = max(dealt.workspace_bytes for dealt in program.dealt.values())
+        return round_up(most + subject.optimizer.piece_bytes, PAGE_BYTES)
     bytes_of = getattr(subject.optimizer, "workspace_bytes", None)
     if bytes_of is None:
         return 0

@@ -224,7 +224,7 @@ class _Replay:
                     self._copies.released(use, op.tier)
         for use in op.held:
             self._copies.released(use, op.tier)
-        if op.serves is not None:
+        if op.serves is not None or (op.phase == "update" and op.visit in self._plan.program.dealt):
             self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
@@ -238,7 +238,7 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        if not self._plan.program.gathers_ahead:
+        if op.phase == "update" or not self._plan.program.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
     def _wait_for_peers(self, until_s: float) -> None:

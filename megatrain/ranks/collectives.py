@@ -30,6 +30,8 @@ from megatrain.ranks.world import WorldError, groups_of_hosts
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+    from megatrain.ranks.dealing import Moves
+
 __all__ = ["Collectives", "RanksDifferError"]
 
 _Result = TypeVar("_Result")
@@ -68,7 +70,7 @@ class Collectives:
         size: number of processes.
         on_host: the ranks of this one's host among themselves; None: there is one host, or one rank on each.
         across_hosts: the ranks with this one's number on their hosts; None: as above.
-        moved_bytes: by link, what ``gather`` and ``exchange`` sent to other ranks, and received from them.
+        moved_bytes: by link, what ``gather``, ``exchange`` and ``redistribute`` sent to other ranks, and received.
     """
 
     def __init__(self, group: ProcessGroup | None = None, *, tier: str = "ram", num_hosts: int = 1) -> None:
@@ -76,7 +78,7 @@ class Collectives:
 
         self._dist, self._group, self._tier = dist, group, tier
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._place = PEER if num_hosts == 1 else NETWORK
+        self._num_hosts, self._place = num_hosts, PEER if num_hosts == 1 else NETWORK
         self.moved_bytes: Counter[str] = Counter(dict.fromkeys(peer_links(tier, self.size, num_hosts), 0))
         self.on_host: Collectives | None = None
         self.across_hosts: Collectives | None = None
@@ -144,6 +146,43 @@ class Collectives:
             received, sent, list(received_lengths), list(sent_lengths), group=self._group, async_op=is_async
         )
         return work
+
+    def redistribute(self, target: Tensor, source: Tensor, moves: Moves) -> int:
+        """Bring elements from where they lie on some ranks to where they belong on others, in host memory.
+
+        All ranks of the default group call it; each element is sent once, to the rank that needs it, on any host.
+
+        Args:
+            target: 1-D; written where ``moves`` says.
+            source: 1-D, of the same dtype.
+            moves: of this rank.
+
+        Returns:
+            The bytes that it took beside the two.
+        """
+        if moves.is_empty:
+            return 0
+        size = source.element_size()
+        sent = torch.empty(sum(moves.sent_lengths), dtype=source.dtype)
+        received = torch.empty(sum(moves.received_lengths), dtype=source.dtype)
+        end = 0
+        for move in moves.sent:
+            sent[end : end + move.length] = source[move.start : move.start + move.length]
+            end += move.length
+        received_bytes = [size * length for length in moves.received_lengths]
+        sent_bytes = [size * length for length in moves.sent_lengths]
+        self._dist.all_to_all_single(_bytes(received), _bytes(sent), received_bytes, sent_bytes, group=self._group)
+        per_host = self.size // self._num_hosts
+        for rank in range(self.size):
+            if rank != self.rank:
+                place = PEER if rank // per_host == self.rank // per_host else NETWORK
+                self.moved_bytes[f"ram->{place}"] += sent_bytes[rank]
+                self.moved_bytes[f"{place}->ram"] += received_bytes[rank]
+        begin = 0
+        for move in moves.received:
+            target[move.at : move.at + move.length] = received[begin : begin + move.length]
+            begin += move.length
+        return _nbytes(sent) + _nbytes(received)
 
     def scatter(self, share: Tensor, shares: Sequence[Tensor] | None, source: int) -> None:
         """Write the n-th of ``shares``, which rank ``source`` gives, into ``share`` on rank n.

@@ -11,7 +11,7 @@ from megatrain.translate.names import KEYS, PLANNER
 from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, optimizer, reports
 
 #: Optimizers of which one process must have whole matrices.
-_OF_WHOLE_MATRICES = ("adafactor", "muon")
+_OF_WHOLE_MATRICES = ("adafactor",)
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
 

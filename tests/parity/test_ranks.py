@@ -66,6 +66,9 @@ def samples(count: int) -> str:
     return f"predict_with_generate = true\nmax_predict_samples = {count}\nmax_new_tokens = 4"
 
 
+#: Of the experts one matrix is AdamW's: its packed second moments lie on several ranks.
+MUON = 'optim = "muon"\nmuon_exclude = ["*.experts.down_proj"]'
+
 CASES = {
     "tied, bf16, dropout, noise": Case(
         "tied",
@@ -78,9 +81,12 @@ CASES = {
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
     ),
-    "a mixture, frozen parts, layers clipped one by one": Case(
+    "a mixture, Muon, frozen parts, layers clipped one by one": Case(
         "mixture",
-        {"optimizer": 'clip_scope = "layer"\nmax_grad_norm = 0.1', "model": 'freeze = ["model.embed_tokens.*"]'},
+        {
+            "optimizer": f'{MUON}\nclip_scope = "layer"\nmax_grad_norm = 0.1',
+            "model": 'freeze = ["model.embed_tokens.*"]',
+        },
         {"placement": 'optimizer = ["nvme"]\ngradients = ["nvme"]'},
         labels="few",
     ),
@@ -97,6 +103,14 @@ MORE_LANES = {
     "tied, eight lanes": Case(
         "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "96MiB"}, lanes=8, num_micro_batches=9
     ),
+}
+ALL_MATRICES = {
+    "Muon after the norm, an average": Case(
+        "mixture",
+        {"precision": BF16, "gpu": "24MiB", "optimizer": f"{MUON}\nema_decay = 0.9\nmax_grad_norm = 0.1"},
+        {"gpu": "24MiB", "ram": "40MiB", "placement": 'optimizer = ["nvme"]\ngradients = ["nvme"]'},
+        labels="few",
+    )
 }
 
 
@@ -163,7 +177,7 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
     """Train the cases, one after the other, on one rank."""
     found = {}
     for number, name in enumerate(names):
-        case = {**CASES, **MORE_LANES}[name]
+        case = {**CASES, **ALL_MATRICES, **MORE_LANES}[name]
         own = folder / own_folder(world) / f"case{number}"
         own.mkdir(parents=True, exist_ok=True)
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
@@ -216,13 +230,18 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         assert result.moved == result.planned, (name, rank)
         assert result.evaluations == expected.evaluations != {}, (name, rank)
         assert result.samples == expected.samples, (name, rank)
-        assert all(result.samples.values()) == ("evaluation" in {**CASES, **MORE_LANES}[name].tables), name
+        assert all(result.samples.values()) == ("evaluation" in {**CASES, **ALL_MATRICES, **MORE_LANES}[name].tables), (
+            name
+        )
         assert result.moved_by_evaluations == result.planned_of_evaluations, (name, rank)
         assert {f"{end}->{place}" for end in ("ram", "gpu") for place in ("ranks", "hosts")} & set(result.moved), name
         for tier, (most, capacity) in result.tiers.items():
             assert most <= capacity, (name, rank, tier)
         window, planned = result.window
         assert 0 < window <= planned, (name, rank)
+        window, planned = result.update_window
+        assert 0 <= window <= planned, (name, rank)
+        assert (window > 0) == ("Muon" in name), (name, rank)
     # Every row is evaluated by one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
     assert {count for _, count in expected.evaluations.values()} == {expected.num_own_labels}, name
@@ -240,10 +259,25 @@ def test_same_bits_on_two_hosts(names: list[str], folder: Path, alone: dict[str,
         assert_same(name, results, alone[name])
         for result in results:
             tier = "gpu" if "gpu->hosts" in result.moved else "ram"
+            if result.update_window[0]:  # matrices travel as well
+                continue
             # Each of the two ranks of a host brings in half of the other host's half; within a host it is passed on.
             between = result.moved[f"{tier}->hosts"], result.moved[f"hosts->{tier}"]
             assert between[0] == between[1]
             assert result.moved[f"{tier}->ranks"] == result.moved[f"ranks->{tier}"] == 2 * between[0] > 0, name
+
+
+@pytest.mark.slow
+def test_same_bits_where_matrices_are_whole_on_one_rank(folder: Path) -> None:
+    """Muon beside a tier of its own for the layers: what travels for its updates does so between RAM and ranks."""
+    (name,) = ALL_MATRICES
+    (expected,) = by_case(1, folder, names=[name])[name]
+    for size, num_hosts in ((2, 1), (3, 1), (4, 2)):
+        results = by_case(size, folder, num_hosts=num_hosts, names=[name])[name]
+        assert_same(name, results, [expected])
+        sent = {link: sum(result.moved.get(link, 0) for result in results) for link in ("ram->ranks", "ram->hosts")}
+        assert sent["ram->ranks"] > 0 and (sent["ram->hosts"] > 0) == (num_hosts > 1)
+        assert all(result.moved["gpu->ranks"] > 0 for result in results)
 
 
 @pytest.mark.slow

@@ -130,12 +130,14 @@ def refusals(module: Net, folder: Path) -> dict[str, str]:
     """Return what is said to things that cannot be done."""
     from torch.distributed.tensor import Partial, distribute_tensor
 
+    matrices = [parameter for parameter in module.parameters() if parameter.ndim == 2]
     with megatrain.open_store(ram="4MiB", nvme=folder, nvme_size="16MiB") as store:
         found = {
             "offload": said(lambda: megatrain.offload(module, store)),
             "gradients": said(lambda: optimizer_of(module, "fp32", store, offload_gradients=True, name="a")),
             "overlap": said(lambda: optimizer_of(module, "fp32", store, overlap=module, name="b")),
             "whole": said(lambda: megatrain.TieredAdafactor(module.parameters(), store=store, name="c")),
+            "matrix": said(lambda: megatrain.TieredMuon(matrices, store=store, name="m")),
         }
         mesh = module.scale.device_mesh
         other = distribute_tensor(torch.ones(4), mesh).redistribute(placements=module.scale.placements)

@@ -30,6 +30,7 @@ from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
 from megatrain.tiers import claim_folders
 from megatrain.trainer import Trainer
+from megatrain.weights import saved_places
 
 #: A world of tiny models takes a few seconds; one that hangs must not take the suite along.
 TIMEOUT_S = 120.0
@@ -45,6 +46,7 @@ class RankResult:
         planned: by link, what the plan says of as many steps.
         tiers: name -> high water and capacity.
         window: most bytes of full copies and sums, and what was planned for them.
+        update_window: the same of updates of matrices that ranks share.
         gathers_ahead: how many visits before they are needed weights are gathered.
         evaluations: by set, the loss with the last weights and the tokens that it is the mean of.
         samples: by set, what the last weights write.
@@ -62,6 +64,7 @@ class RankResult:
     planned: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     window: tuple[int, int] = (0, 0)
+    update_window: tuple[int, int] = (0, 0)
     gathers_ahead: int = 0
     evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
     samples: dict[str, list[str]] = field(default_factory=dict)
@@ -187,18 +190,21 @@ def train(
         if isinstance(engine, RankedStepEngine):
             result.moved.update(engine.moved_bytes)
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
+            planned = [dealt.workspace_bytes for dealt in plan.program.dealt.values()]
+            result.update_window = engine.update_window_bytes, max(planned, default=0)
         result.planned = plan.placement.run_traffic_bytes(num_steps)
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
         _evaluate(trainer, num_steps, result)
         tiers = store.stats().tiers
         result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in tiers.items()}
         trainer.end_steps()
+        saved = saved_places(plan)
         for layout in plan.graph.layouts.values():
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
             for block in plan.program.blocks.values():
                 if block.kind == "optimizer" and block.whole.rpartition("/")[0] == layout.name:
-                    number = int(block.key.rpartition(".")[2]) if block.part_of else 0
-                    parts[block.key] = plan.program.owned_parts_of(layout)[number]
+                    place = saved.get(block.key)  # one process has packed state whole, without a place
+                    parts[block.key] = range(block.num_elements) if place is None else place.owned
             for key, owned in parts.items():
                 home = plan.placement.homes[key]
                 with store.acquire(key, "gpu" if home == "gpu" else "ram") as lease:
@@ -280,7 +286,6 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
     from megatrain.checkpoint.state import RunState, now_text
     from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
     from megatrain.config.resolved import to_toml
-    from megatrain.weights import saved_places
     from oracles.tiered_run import make_loader
 
     path = folder / f"world{world.size}.rank{world.rank}.toml"

@@ -23,6 +23,19 @@ KINDS = {
     "sgd": lambda params, **options: megatrain.TieredSGD(params, lr=1e-2, momentum=0.9, nesterov=True, **options),
     "adafactor": lambda params, **options: megatrain.TieredAdafactor(params, lr=1e-2, **options),
 }
+
+
+def muon(params: Any, **options: Any) -> megatrain.TieredMuon:
+    """Return Muon for matrices and AdamW for the rest, which are in the same layers."""
+    own = list(params)
+    groups = [
+        {"params": [p for p in own if p.ndim == 2]},
+        {"params": [p for p in own if p.ndim != 2], "use_muon": False},
+    ]
+    return megatrain.TieredMuon(groups, lr=1e-2, adjust_lr_fn="match_rms_adamw", **options)
+
+
+KINDS["muon"] = muon
 PLACES: dict[str, dict[str, Any]] = {
     "plain": {},
     "plain, gradients leave": {"offload_gradients": True},

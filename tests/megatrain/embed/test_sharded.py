@@ -154,6 +154,7 @@ REFUSED = {
     "gradients": "offload_gradients=True with a sharded parameter",
     "overlap": "overlap=model with a sharded parameter",
     "whole": "TieredAdafactor needs whole matrices",
+    "matrix": "TieredMuon needs whole matrices",
     "partial": "a term of a sum, which cannot be trained",
     "checkpoint": 'Make the optimizer with checkpoint="tensors"',
     "gradient": "has the placements (Replicate(),), the parameter (Shard(dim=0),)",
