@@ -67,6 +67,12 @@ class BestSpec:
     is_average: bool = False
 
     @property
+    def described(self) -> str:
+        """The figure, and which end of it is good."""
+        of_average = " of the average of the weights" if self.is_average else ""
+        return f"the {'largest' if self.is_greater_better else 'least'} {self.metric}{of_average}"
+
+    @property
     def is_on(self) -> bool:
         """Whether anything follows from which one is the best."""
         return self.is_kept or self.patience > 0

@@ -730,8 +730,21 @@ class Trainer:
             last_loss=before.last_loss,
             first_losses=before.first_losses,
             last_losses=before.last_losses,
-            best=before.best if self._best.is_on else None,
+            best=before.best if self._best.is_on and self._is_judged_alike(before) else None,
         )
+
+    def _is_judged_alike(self, before: RunState) -> bool:
+        """Return whether the best evaluation of an earlier start was found by the figure that decides now."""
+        if before.best is None:
+            return True
+        then = resolve_best(config_from_toml(before.config_toml))
+        figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self._best)]
+        if figures[0] != figures[1]:
+            self._warn(
+                f"the best evaluation so far was that of step {Best(**before.best).step} by another figure, "
+                f"{then.described}: the next one counts as the best"
+            )
+        return figures[0] == figures[1]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -83,8 +83,11 @@ def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
     options = [f"-c{tmp_path}/options/{name}.toml" for name in ("small_states", "average")]
     small = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=warmup_steps=1")
     assert small.returncode == 0, small.stdout + small.stderr
-    steps = [line for line in metrics_of(tmp_path / "outputs/average") if "event" not in line]
+    lines = metrics_of(tmp_path / "outputs/average")
+    steps = [line for line in lines if "event" not in line]
     assert len(steps) == 4 and steps[-1]["loss"] < steps[0]["loss"]
+    assert [line["name"] for line in lines if line.get("event") == "evaluation"] == ["loomings", "loomings_average"]
+    assert json.loads((tmp_path / "outputs/average/final/export.json").read_text())["ema"]
     words = ("data.val_size=4", "predict_with_generate=true", "max_predict_samples=2", "max_new_tokens=16")
     preferred = run_example("dpo.toml", tmp_path, "--max-steps=3", *(f"--set={word}" for word in words))
     assert preferred.returncode == 0, preferred.stdout + preferred.stderr

@@ -373,9 +373,8 @@ def already_done(
     except (OSError, ValueError):
         return None
     wanted = state.model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
-    is_best = best is not None and rule.is_kept
-    step = best.step if best is not None and rule.is_kept else state.step
-    is_average = is_best and rule.is_average
+    kept = best if rule.is_kept else None
+    step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
     if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):
         return None
     means = state.mean_losses

@@ -100,6 +100,22 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
 
 
 @pytest.mark.slow
+def test_averages_are_evaluated_alike_at_every_size(model: SavedRun, tmp_path: Path) -> None:
+    """Averaged and rounded on the device, or averaged on the host and rounded there."""
+    found = []
+    for number, size in enumerate(SIZES):
+        run = model.copy(tmp_path / str(number))
+        values = tables(*SIZES[size])
+        values["more"] = values["more"].replace("eval_steps = 3\n", 'eval_steps = 3\nweights = "both"\n')
+        done = run.run("--set", "optimizer.ema_decay=0.5", **values)
+        assert done.exit_code == 0, done.output
+        found.append(result(run))
+    held_out = found[0][1]
+    assert len(held_out) == 4 and held_out[-1] != held_out[-2]
+    assert all(each == found[0] for each in found)
+
+
+@pytest.mark.slow
 def test_a_killed_process_goes_on_where_it_was(
     model: SavedRun, tmp_path: Path, virtual: Any, results: dict[str, Any]
 ) -> None:

@@ -110,6 +110,18 @@ def test_the_best_checkpoint_stays_and_becomes_the_model(run: SavedRun) -> None:
     assert json.loads((run.out / "final/export.json").read_text())["step"] == 14
 
 
+def test_another_figure_is_not_compared_with_the_best_so_far(run: SavedRun) -> None:
+    one = {"checkpoint": "load_best_model_at_end = true"}
+    train(run, "", steps=4, **one)
+    assert json.loads((run.out / "final/export.json").read_text())["step"] == 2  # the largest loss
+    least = WORST.replace("true", "false")
+    result = run.run(more=f"{EVAL}[evaluation]\n{least}", steps=8, **one)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "that of step 2 by another figure, the largest eval_loss: the next one counts as the best" in said
+    assert json.loads((run.out / "final/export.json").read_text())["step"] == 8
+
+
 def test_a_run_that_gets_no_better_ends(run: SavedRun) -> None:
     assert "stopping early: 2 evaluations in a row" in train(run, "early_stopping_patience = 2\n", steps=20)
     assert saved_steps(run) == [2, 4, 6]
