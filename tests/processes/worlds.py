@@ -192,6 +192,7 @@ def train(
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
             planned = [dealt.workspace_bytes for dealt in plan.program.dealt.values()]
             result.update_window = engine.update_window_bytes, max(planned, default=0)
+            assert plan.placement.workspace_bytes["ram"] >= result.update_window[1], "the plan has no room for updates"
         result.planned = plan.placement.run_traffic_bytes(num_steps)
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
         _evaluate(trainer, num_steps, result)
