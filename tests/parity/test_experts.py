@@ -218,13 +218,12 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         split, whole = (least_ram(is_split=is_split, changes=changes) for is_split in (True, False))
         outside = [_bytes_outside_blocks(plans[is_split]) for is_split in (True, False)]
         (saved, workspace, held), (saved_whole, workspace_whole, held_whole) = outside
-        more_blocks = len(plans[True].program.blocks) - len(plans[False].program.blocks)
-        assert more_blocks > 0
-        more = saved - saved_whole + workspace - workspace_whole + more_blocks * PAGE_BYTES
-        assert split <= whole + more, (changes, split, whole, outside, more_blocks)
+        num_blocks = len(plans[True].program.blocks)
+        more = saved - saved_whole + workspace - workspace_whole + num_blocks * PAGE_BYTES
+        assert split <= whole + more, (changes, split, whole, outside, num_blocks)
         # That is some rows of hidden states, in fp32 at most.
         width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
-        assert held - held_whole <= 8 * width_bytes
+        assert held - held_whole <= 4 * width_bytes
         assert saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
 
 
