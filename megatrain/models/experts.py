@@ -9,11 +9,12 @@ experts add to a token. The model keeps its tensors and their names; they are on
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.models.layout import PART_ELEMENTS
 
-__all__ = ["ExpertsPart", "cut_experts", "part_name"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["ExpertsPart", "cut_experts", "drop_attention_weights", "part_name"]
 
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
@@ -254,3 +258,43 @@ def around(layer: nn.Module, experts: Sequence[nn.Module]) -> Iterator[tuple[str
             yield from visit(f"{path}.{leaf}" if path else leaf, child)
 
     yield from visit("", layer)
+
+
+def drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
+    """Let the attention of a layer give None for its weights, [rows, heads, S, S], as fused kernels do.
+
+    A layer that is one unit is done with them within its forward. As a unit of its own, attention would give them to
+    the layer, which keeps them for nobody until its last part has run, those of all micro-batches at once. What
+    transformers lets its hooks record says which modules give weights, and where in their results.
+    """
+    places = dict(_places_of_attention_weights(model))
+    for module in layer.modules():
+        index = next((places[kind] for kind in type(module).__mro__ if kind in places), None)
+        if index is not None:
+            module.__dict__["forward"] = _without(module.forward, index)
+
+
+def _places_of_attention_weights(model: PreTrainedModel) -> Iterator[tuple[type[nn.Module], int]]:
+    from transformers.utils.output_capturing import OutputRecorder
+
+    for module in model.modules():
+        recorded = getattr(module, "_can_record_outputs", None) or {}
+        specs = recorded.get("attentions", ())
+        for spec in specs if isinstance(specs, list | tuple) else (specs,):
+            if isinstance(spec, OutputRecorder):
+                yield spec.target_class, spec.index
+            elif isinstance(spec, type):
+                yield spec, 1  # as its hooks take it
+
+
+def _without(forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a forward that gives None in one place of its results."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        if isinstance(result, tuple) and 0 < index < len(result):
+            return (*result[:index], None, *result[index + 1 :])
+        return result
+
+    return run

@@ -16,7 +16,7 @@ from torch import nn
 from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
 from megatrain.models.carried import Images, carried_modules, text_modules
 from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.experts import ExpertsPart, around, cut_experts, part_name
+from megatrain.models.experts import ExpertsPart, around, cut_experts, drop_attention_weights, part_name
 from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
@@ -426,6 +426,7 @@ def graph_of(
         if not cut:
             add(path, module, kind)
             continue
+        drop_attention_weights(model, module)
         parts_of = {id(each.module): each.parts for each in cut}
         for local, child in around(module, [each.module for each in cut]):
             for number, part in enumerate(parts_of.get(id(child), ())):

@@ -6,7 +6,7 @@ import bisect
 import heapq
 import math
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median_low
 from typing import Literal
@@ -306,6 +306,19 @@ class _Candidate:
     rank: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Surroundings:
+    """What the cost of a candidate depends on besides the tiers' rates.
+
+    Attributes:
+        keys: the blocks whose homes it depends on: the candidate's, and those of their groups.
+        alike: the same number for candidates whose costs are equal where homes of ``keys`` are, in their order.
+    """
+
+    keys: tuple[str, ...]
+    alike: int
+
+
 class ResidentChooser:
     """Chooses residents of the compute tier, greedily.
 
@@ -336,6 +349,11 @@ class ResidentChooser:
         for number, candidate in enumerate(self._candidates):
             for key in candidate.keys:
                 self._of_key.setdefault(key, []).append(number)
+        #: By candidate; layers of a model are alike, so few costs are ever computed.
+        self._surroundings: dict[int, _Surroundings | None] = {}
+        self._numbers_of_patterns: dict[Hashable, int] = {}
+        self._patterns: dict[tuple[str, ...], int] = {}
+        self._costs: dict[tuple[int, tuple[str, ...]], float] = {}
 
     def _of_groups(self) -> Iterator[_Candidate]:
         """Yield the groups that can be updated there, with their gradient and without."""
@@ -382,7 +400,7 @@ class ResidentChooser:
             keys = self._left(number, homes)
             if not keys:
                 continue
-            if self._cost(keys, homes) != cost:  # others of the group have moved meanwhile, and it was queued anew
+            if self._cost_of(number, keys, homes) != cost:  # others of the group have moved, and it was queued anew
                 continue
             if try_move(keys):
                 self._push(queue, self._beside(keys, homes), homes)
@@ -393,7 +411,7 @@ class ResidentChooser:
         for number in numbers:
             keys = self._left(number, homes)
             if keys:
-                heapq.heappush(queue, (self._cost(keys, homes), self._candidates[number].rank, number))
+                heapq.heappush(queue, (self._cost_of(number, keys, homes), self._candidates[number].rank, number))
 
     def _left(self, number: int, homes: Mapping[str, str]) -> tuple[str, ...]:
         return tuple(key for key in self._candidates[number].keys if homes[key] != self._tier)
@@ -412,6 +430,57 @@ class ResidentChooser:
     def _beside_one(self, key: str) -> tuple[str, ...]:
         """Return the blocks whose moves depend on the home of one: its group's; of a shared one, itself."""
         return (key,) if self._is_shared(key) else self._groups.get(key, ((key,),))[0]
+
+    def _cost_of(self, number: int, keys: Sequence[str], homes: Mapping[str, str]) -> float:
+        """Return the cost of what is left of a candidate, computed once for all that are alike."""
+        if number not in self._surroundings:
+            self._surroundings[number] = self._look_around(self._candidates[number])
+        around = self._surroundings[number]
+        if around is None:
+            return self._cost(keys, homes)
+        known = around.alike, tuple(map(homes.__getitem__, around.keys))
+        cost = self._costs.get(known)
+        if cost is None:
+            cost = self._costs[known] = self._cost(keys, homes)
+        return cost
+
+    def _look_around(self, candidate: _Candidate) -> _Surroundings | None:
+        """Return what a candidate's cost depends on; None: on homes in several groups, since a block is shared."""
+        keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._beside_one(key)))
+        if any(self._is_shared(key) for key in keys):
+            return None
+        own = frozenset(candidate.keys)
+        pattern = self._pattern_of(keys), tuple(place for place, key in enumerate(keys) if key in own)
+        return _Surroundings(keys, self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns)))
+
+    def _pattern_of(self, keys: tuple[str, ...]) -> int:
+        """Return the same number for blocks that are as large, and used as, others are, one by one."""
+        if keys not in self._patterns:
+            wholes = dict[str, int]()
+            pattern = tuple(
+                (
+                    wholes.setdefault(block.whole, len(wholes)),
+                    block.nbytes,
+                    block.num_elements,
+                    block.kind,
+                    block.key in self._groups,
+                    self._use_pattern(block.key),
+                )
+                for block in map(self._program.blocks.__getitem__, keys)
+            )
+            self._patterns[keys] = self._numbers_of_patterns.setdefault(pattern, len(self._numbers_of_patterns))
+        return self._patterns[keys]
+
+    def _use_pattern(self, key: str) -> tuple[Hashable, ...]:
+        """Return how a block is used: all that its moves depend on but homes."""
+        pattern, before = [], -1
+        for number, mode in self._uses[key]:
+            tick = self._program.ticks[number]
+            is_update = tick.phase == "update"
+            is_streamed = is_update and tick.visit in self._program.streamed_updates
+            pattern.append((mode, number == before + 1, is_update, is_streamed, key in tick.spent))
+            before = number
+        return tuple(pattern)
 
     def _cost(self, keys: Sequence[str], homes: Mapping[str, str]) -> float:
         """Return the seconds per byte that a step takes longer if blocks move; negative if they are worth it."""
@@ -974,7 +1043,12 @@ class _WorkingSets:
     def __init__(self, num_ticks: int) -> None:
         self.by_tick = [0] * num_ticks
         self._groups: list[list[int]] = [[0]] * num_ticks
-        self._largest: dict[bool, int | None] = {False: 0, True: 0}
+        #: Whether two ticks in a row count -> heap of (-bytes, first tick). An entry whose bytes are no longer those of
+        #: its ticks is dropped when it comes to the top: layers are alike, so most changes are of one of the fullest.
+        self._heaps: dict[bool, list[tuple[int, int]]] = {
+            ahead: [(0, tick) for tick in range(num_ticks)] for ahead in (False, True)
+        }
+        self._changed: dict[bool, set[int]] = {False: set(), True: set()}  # not in the heap yet
 
     def put(self, tick: int, groups: list[int]) -> None:
         """Set the bytes of a tick: of what is held, and of each group that passes."""
@@ -988,26 +1062,24 @@ class _WorkingSets:
         self._set(tick, groups[0] + max(groups[1:], default=0))
 
     def _set(self, tick: int, nbytes: int) -> None:
-        before, self.by_tick[tick] = self.by_tick[tick], nbytes
-        sets = self.by_tick
-        if len(sets) < 3:  # neighbours are one and the same
-            self._largest = {False: None, True: None}
-            return
-        after = sets[tick + 1 - len(sets)]
-        for ahead, others in ((False, (0,)), (True, (sets[tick - 1], after))):
-            known = self._largest[ahead]
-            if known is not None:
-                most = nbytes + max(others)
-                if most >= known:
-                    self._largest[ahead] = most
-                elif before + max(others) >= known:  # it was the largest one
-                    self._largest[ahead] = None
+        if self.by_tick[tick] != nbytes:
+            self.by_tick[tick] = nbytes
+            self._changed[False].add(tick)
+            self._changed[True].update((tick, (tick or len(self.by_tick)) - 1))
 
     def largest(self, *, ahead: bool) -> int:
         """Return the bytes of the fullest tick; of the fullest two that follow each other, if so asked."""
-        known = self._largest[ahead]
-        if known is None:
-            sets = self.by_tick
-            known = max([a + b for a, b in zip(sets, sets[1:] + sets[:1], strict=True)] if ahead else sets)
-            self._largest[ahead] = known
-        return known
+        heap, changed = self._heaps[ahead], self._changed[ahead]
+        if len(heap) + len(changed) > 4 * len(self.by_tick):
+            heap[:] = [(-self._bytes_from(tick, ahead=ahead), tick) for tick in range(len(self.by_tick))]
+            heapq.heapify(heap)
+        else:
+            for tick in changed:
+                heapq.heappush(heap, (-self._bytes_from(tick, ahead=ahead), tick))
+        changed.clear()
+        while heap and -heap[0][0] != self._bytes_from(heap[0][1], ahead=ahead):
+            heapq.heappop(heap)
+        return -heap[0][0] if heap else 0
+
+    def _bytes_from(self, tick: int, *, ahead: bool) -> int:
+        return self.by_tick[tick] + (self.by_tick[tick + 1 - len(self.by_tick)] if ahead else 0)

@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from megatrain.chat import ChatSettings
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.config.resolve import resolve
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.generation import Generator, config_of_folder
@@ -30,6 +31,9 @@ from megatrain.models.initialize import initialize_tensors
 from megatrain.models.layout import views
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import parts_without_room, plan_run, workspace_bytes
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.run.metrics import RunObserver, StepMetrics
@@ -41,6 +45,7 @@ from oracles.memory_access import MemoryAccess
 from oracles.quantize import quantized_pair
 from oracles.tiered_run import QUICKSTART, TieredRun, config_text, run_config
 from processes.worlds import RankResult, digests, run_world, train
+from tiered.units import PAGE_BYTES
 
 SEED = 3
 FAMILIES = ("qwen3_moe", "gpt_oss")
@@ -178,6 +183,61 @@ def test_all_placements_have_the_same_bits(mixture: Path, tmp_path: Path) -> Non
     assert len(_parts(first.plan.graph)) == 8  # the first layer is dense
     for run in runs.values():
         run.assert_same(first)
+
+
+def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
+    """Beyond what a cut layer saves between its modules, and blocks rounded up to pages one by one.
+
+    The family's attention gives its weights, [rows, heads, S, S], which nobody reads.
+    """
+    model = write_mixture(tmp_path / "model", "gpt_oss")
+    plans: dict[bool, Plan] = {}
+
+    def least_ram(*, is_split: bool, changes: Sequence[str]) -> int:
+        write = split_config if is_split else config_text
+        text = write(tmp_path, model, nvme=0, precision='compute_dtype = "bfloat16"')
+        (tmp_path / "run.toml").write_text(text.replace("max_length = 64", "max_length = 128"))
+
+        def planned(ram: str) -> Plan:
+            config = load_config(
+                tmp_path / "run.toml", (), [*changes, "advanced.keep_graphs=0", f"tiers.ram.size={ram}"]
+            ).config
+            return plan_run(resolve(config), like=plans.get(is_split), names_ways_out=False)
+
+        plans[is_split] = planned("1GiB")
+        with pytest.raises(DoesNotFitError) as info:
+            planned("64KiB")
+        assert info.value.tier == "ram"
+        return info.value.need_bytes
+
+    for changes in (
+        (),  # exact clipping: all gradients are held
+        ("precision.grad_dtype=bfloat16",),
+        ("optimizer.max_grad_norm=0", "optimizer.nonfinite=ignore"),  # gradients take turns in a few blocks
+    ):
+        split, whole = (least_ram(is_split=is_split, changes=changes) for is_split in (True, False))
+        outside = [_bytes_outside_blocks(plans[is_split]) for is_split in (True, False)]
+        (saved, workspace, held), (saved_whole, workspace_whole, held_whole) = outside
+        num_blocks = len(plans[True].program.blocks)
+        more = saved - saved_whole + workspace - workspace_whole + num_blocks * PAGE_BYTES
+        assert split <= whole + more, (changes, split, whole, outside, num_blocks)
+        # That is some rows of hidden states, in fp32 at most.
+        width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
+        assert held - held_whole <= 4 * width_bytes
+        assert saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
+
+
+def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
+    """Return the bytes of all inputs that are saved, of the workspace, and of what a micro-batch has between visits."""
+    trace, num_micro_batches = plan.trace, plan.num_micro_batches
+    saved = sum(
+        torch.Size(shape).numel() * dtype.itemsize
+        for visit in trace.visits
+        for index, (shape, dtype) in enumerate(visit.saved)
+        if index not in visit.reused
+    )
+    workspace = workspace_bytes(trace, num_micro_batches, parts_without_room(trace))
+    return num_micro_batches * saved, workspace, max(visit.held_nbytes for visit in trace.visits)
 
 
 def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: Any) -> Path:

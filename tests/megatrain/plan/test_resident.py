@@ -61,6 +61,18 @@ def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[s
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_costs_of_alike_candidates_are_equal(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are computed once for all layers that are alike; the homes are those of costs computed one by one."""
+    program = make_plan(tmp_path, **FORMS[form]).program
+    rooms = [sum(block.nbytes for block in program.blocks.values()) * tenths // 10 for tenths in (2, 5, 8)]
+    residency = Residency(ALL_KINDS, 1e-9, 1e-8)
+    found = [homes_after(program, room, residency) for room in rooms]
+    assert len({tuple(homes.values()) for homes in found}) == len(rooms)
+    monkeypatch.setattr(ResidentChooser, "_cost_of", lambda self, _, keys, homes: self._cost(keys, homes))
+    assert found == [homes_after(program, room, residency) for room in rooms]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_every_move_saves_what_it_was_counted_for(form: str, tmp_path: Path) -> None:
     """Seconds of the chooser against the traffic of whole steps, after each of its moves."""
     program = make_plan(tmp_path, **FORMS[form]).program
