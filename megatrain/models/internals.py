@@ -49,6 +49,7 @@ MODEL_INTERNALS = {
     "transformers.trainer_utils:SchedulerType": "learning rate schedules",
     "transformers.utils.chat_template_utils:render_jinja_template": "masks of chats",
     "transformers.utils.output_capturing:_active_collector": "outputs that a model collects in its layers",
+    "transformers.utils.output_capturing:OutputRecorder": "which modules give attention weights",
     "transformers.utils:logging": "progress bars",
 }
 #: Used by `megatrain.hf` alone.
