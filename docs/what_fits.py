@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +47,8 @@ MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
     "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
 )  # fmt: skip
+#: Models with experts that can be cut: a machine that is too small for a layer is looked at again with experts in parts.
+MIXTURES = ("gpt-oss-20b", "Qwen3-30B-A3B", "gpt-oss-120b", "Qwen3-235B-A22B")
 _BILLION = 10**9
 _DAY_S = 86_400
 
@@ -62,6 +65,7 @@ class Row:
         crossing_tokens: T*.
         written_bytes: to drives, in a step.
         endurance_bytes: of all drives together; 0: not known.
+        is_split: whether experts come in parts.
     """
 
     model: str
@@ -74,6 +78,12 @@ class Row:
     crossing_tokens: float | None = None
     written_bytes: int = 0
     endurance_bytes: int = 0
+    is_split: bool = False
+
+    @property
+    def title(self) -> str:
+        """What stands in the table."""
+        return f"{self.model}, `split_experts`" if self.is_split else self.model
 
     @property
     def tokens_per_s(self) -> float:
@@ -81,7 +91,9 @@ class Row:
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
-def config_text(model: str, num_drives: int, *, length: int, tokens: int, more: str = "") -> str:
+def config_text(
+    model: str, num_drives: int, *, length: int, tokens: int, more: str = "", is_split: bool = False
+) -> str:
     """Return a config that plans a model of examples/models on a machine with so many drives."""
     drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
     return f"""
@@ -90,6 +102,7 @@ output_dir = "out"
 [model]
 model_name_or_path = "{MODELS / model}"
 train_from_scratch = true
+split_experts = {str(is_split).lower()}
 [precision]
 compute_dtype = "bfloat16"
 grad_dtype = "bfloat16"
@@ -105,7 +118,14 @@ train_batch_tokens = {tokens}
 
 
 def planned(
-    model: str, machine: PlannedMachine, *, length: int, tokens: int, more: str = "", like: Plan | None = None
+    model: str,
+    machine: PlannedMachine,
+    *,
+    length: int,
+    tokens: int,
+    more: str = "",
+    like: Plan | None = None,
+    is_split: bool = False,
 ) -> Plan:
     """Return the plan of a model on a machine, with sizes left to it.
 
@@ -114,15 +134,22 @@ def planned(
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
-        path.write_text(config_text(model, len(machine.drives), length=length, tokens=tokens, more=more))
+        path.write_text(
+            config_text(model, len(machine.drives), length=length, tokens=tokens, more=more, is_split=is_split)
+        )
         return plan_run(resolve(load_config(path).config, machine), like=like, names_ways_out=False)
 
 
 @functools.lru_cache(maxsize=1)
-def traced(model: str, length: int, micro_batch_tokens: int) -> Plan:
+def traced(model: str, length: int, micro_batch_tokens: int, is_split: bool) -> Plan:
     """Return a plan that others of the model take their trace from: of one micro-batch, on a machine without limits."""
     return planned(
-        model, find_machine("h200-1.5tb"), length=length, tokens=micro_batch_tokens, more='[tiers.ram]\nsize = "90TiB"'
+        model,
+        find_machine("h200-1.5tb"),
+        length=length,
+        tokens=micro_batch_tokens,
+        more='[tiers.ram]\nsize = "90TiB"',
+        is_split=is_split,
     )
 
 
@@ -135,30 +162,37 @@ class Rows:
         known = [json.loads(line) for line in lines]
         self._known = {tuple(each["key"]): Row(**each["row"]) for each in known}
 
-    def has(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS) -> bool:
-        """Return whether a row is planned already."""
-        return (model, name, length, tokens) in self._known
+    def has(self, *key: Any) -> bool:
+        """Return whether a row is planned already; see ``key_of``."""
+        return key_of(*key) in self._known
 
-    def of(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS) -> Row:
+    def of(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False) -> Row:
         """Return the row of a model on a machine."""
-        key = (model, name, length, tokens)
+        key = key_of(model, name, length, tokens, is_split)
         if key not in self._known:
-            self._known[key] = row_of(model, name, length=length, tokens=tokens)
+            self._known[key] = row_of(model, name, length=length, tokens=tokens, is_split=is_split)
             if self._file is not None:
                 with self._file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "row": asdict(self._known[key])}) + "\n")
         return self._known[key]
 
 
-def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS) -> Row:
+def key_of(
+    model: str, name: str, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False
+) -> tuple[str | int, ...]:
+    """Return what a row is known by."""
+    return (model, name, length, tokens, *(["split"] if is_split else []))
+
+
+def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False) -> Row:
     """Plan one model on one machine."""
     machine = find_machine(name)
+    like = traced(model, length, max(length, 2048), is_split)
     try:
-        plan = planned(model, machine, length=length, tokens=tokens, like=traced(model, length, max(length, 2048)))
+        plan = planned(model, machine, length=length, tokens=tokens, like=like, is_split=is_split)
     except DoesNotFitError as error:
-        return Row(
-            model, name, f"{error.tier.upper()}: {_gib(error.need_bytes)} of {_gib(error.have_bytes)}", {}, tokens
-        )
+        missing = f"{error.tier.upper()}: {_gib(error.need_bytes)} of {_gib(error.have_bytes)}"
+        return Row(model, name, missing, {}, tokens, is_split=is_split)
     estimate = plan.estimate
     assert estimate is not None and estimate.step_s is not None, estimate
     return Row(
@@ -172,6 +206,7 @@ def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS)
         estimate.crossing_tokens,
         sum((estimate.written_bytes or {}).values()),
         sum(drive.max_written_bytes or 0 for drive in machine.drives),
+        is_split,
     )
 
 
@@ -197,7 +232,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for row in rows:
         if row.missing:
-            yield f"| {row.model} | does not fit: {row.missing} | | | | | | | | |"
+            yield f"| {row.title} | does not fit: {row.missing} | | | | | | | | |"
             continue
         sizes = [_gib(row.totals[tier]) if row.totals.get(tier) else "-" for tier in ("gpu", "ram", "nvme")]
         crossing = _rounded(row.crossing_tokens) if row.crossing_tokens else "any" if row.crossing_tokens == 0 else "-"
@@ -206,7 +241,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         wear = f"{_rounded(written / 1e12)} TB" if written else "-"
         days = _rounded(_BILLION / row.tokens_per_s / _DAY_S)
         yield (
-            f"| {row.model} | {' | '.join(sizes)} | {_rounded(row.tokens_per_s)} | {row.bound_by} | {crossing} | "
+            f"| {row.title} | {' | '.join(sizes)} | {_rounded(row.tokens_per_s)} | {row.bound_by} | {crossing} | "
             f"{days} | {wear} | {share} |"
         )
 
@@ -293,7 +328,8 @@ exceed. The same for your config: `megatrain-tier plan run.toml --machine rtx409
 Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
 exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
 tiers left to the planner. **T\\*** are the tokens per step from which on computing is the limit. One GPU is used of machines
-that have several: training on several is not there yet.
+that have several; `plan --processes` plans for all of them. Where a layer of a mixture is too large for a GPU or for RAM, the
+line below is of [experts in parts](config.md#model), `model.split_experts = true`.
 
 Below 65,536 tokens a step most rows are bound by what moves; above T\\* none is. More tokens per step are the cheapest way
 to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives less.
@@ -310,6 +346,16 @@ Where lengths or batches were not published, the number of tokens is an assumpti
 """
 
 
+def is_cut_instead(row: Row) -> bool:
+    """Return whether a row is of a mixture that lacks memory to compute in."""
+    return row.model in MIXTURES and row.missing.startswith(("GPU", "RAM"))
+
+
+def split_key(model: str, name: str) -> tuple[str, str, int, int, bool]:
+    """Return the key of the row with experts in parts."""
+    return model, name, LENGTH, TOKENS, True
+
+
 def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool = False) -> str:
     """Return the page.
 
@@ -323,11 +369,13 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
     cases = [
         case for case in PUBLISHED if not known_only or rows.has(case.model, machine_of(case), case.length, case.tokens)
     ]
-    found: dict[tuple[str, str], Row] = {}
+    found: dict[tuple[str, str], list[Row]] = {}
     for model in shown:
         for name in machines:
-            found[model, name] = rows.of(model, name)
-            print(found[model, name], file=sys.stderr, flush=True)
+            found[model, name] = [rows.of(model, name)]
+            if is_cut_instead(found[model, name][0]) and (not known_only or rows.has(*split_key(model, name))):
+                found[model, name].append(rows.of(*split_key(model, name)))
+            print(*found[model, name], sep="\n", file=sys.stderr, flush=True)
     left_out = [*(model for model in models if model not in shown)]
     left_out += [f"{case.system} {case.model} on {case.machine}" for case in PUBLISHED if case not in cases]
     missing = f"\nNot on this page yet, for want of time to plan it: {', '.join(left_out)}.\n" if left_out else ""
@@ -336,7 +384,7 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
         file = read_machine(name)[1]
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
         parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{note}")
-        parts.append("\n".join(table([found[model, name] for model in shown])) + "\n")
+        parts.append("\n".join(table([row for model in shown for row in found[model, name]])) + "\n")
     by_model = sorted(cases, key=lambda case: (case.model, case.length))  # a model's trace is made once
     lines = {case: published_row(case, rows) for case in by_model}
     parts.append("\n" + BESIDE + "\n".join(lines[case] for case in cases) + "\n")

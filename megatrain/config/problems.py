@@ -30,7 +30,7 @@ from megatrain.config.keys import (
     used_if,
     what_to_write,
 )
-from megatrain.config.schema import PreferenceConfig, RunConfig
+from megatrain.config.schema import ELEMENT_WISE, PreferenceConfig, RunConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -749,7 +749,7 @@ def _check_kernels(config: RunConfig) -> Iterator[Problem]:
             "model.mlp_rows": (bool(config.model.mlp_rows), "mlp_rows = 0"),
             'optimizer.clip_scope = "layer"': (config.optimizer.clip_scope == "layer", 'clip_scope = "global"'),
             f'optimizer.optim = "{config.optimizer.optim}"': (
-                config.optimizer.optim not in ("adamw", "lion", "sgd"),
+                config.optimizer.optim not in ELEMENT_WISE,
                 'optim = "adamw"',
             ),
         }

@@ -25,7 +25,7 @@ from megatrain.models.layout import PART_ELEMENTS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ExpertsPart", "cut_experts", "drop_attention_weights", "part_name"]
+__all__ = ["ExpertsPart", "cut_experts", "drop_attention_weights", "has_experts_to_cut", "part_name"]
 
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
@@ -184,8 +184,25 @@ def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
         layer: is called once a forward, and looks at parameters in modules of its own only.
         model_elements: of all parameters of the model: larger parts, rather than too many.
     """
-    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     found: list[CutExperts] = []
+    for module, step in list(_to_cut(layer, model_elements)):
+        count = int(module.num_experts)  # type: ignore[arg-type]
+        parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
+        for part in parts:
+            part._siblings = parts
+        module.__dict__["forward"] = _sum_of(module, parts)
+        found.append(CutExperts(module, parts))
+    return found
+
+
+def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
+    """Return whether ``cut_experts`` would cut any, without cutting them."""
+    return any(True for layer in layers for _ in _to_cut(layer, model_elements))
+
+
+def _to_cut(layer: nn.Module, model_elements: int) -> Iterator[tuple[nn.Module, int]]:
+    """Yield each module of experts that is larger than a part, and how many of its experts a part has."""
+    most_elements = EXPERTS_ELEMENTS * max(1, -(-model_elements // (EXPERTS_ELEMENTS * MAX_EXPERTS_PARTS)))
     adapted = {id(module._modules.get("base_layer")) for module in layer.modules()}
     for module in layer.modules():
         # An adapter of a weight of all experts changes that weight while they run.
@@ -194,14 +211,8 @@ def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
         size = sum(parameter.numel() for parameter in module.parameters())
         count = int(module.num_experts)  # type: ignore[arg-type]
         step = max(1, most_elements * count // size)
-        if size <= most_elements or step >= count:
-            continue
-        parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
-        for part in parts:
-            part._siblings = parts
-        module.__dict__["forward"] = _sum_of(module, parts)
-        found.append(CutExperts(module, parts))
-    return found
+        if size > most_elements and step < count:
+            yield module, step
 
 
 def _is_fused(module: nn.Module) -> bool:

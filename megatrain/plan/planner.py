@@ -30,6 +30,7 @@ from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
+from megatrain.models.experts import has_experts_to_cut
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
 from megatrain.models.liger import check_liger_kernels
@@ -125,7 +126,10 @@ def plan_run(
     except DoesNotFitError as error:
         if not names_ways_out:
             raise
-        raise with_ways_out(error, run, partial(_least_bytes, subject, profile)) from error
+        layers = (unit.module for unit in subject.graph.units if unit.is_layer)
+        can_cut_experts = has_experts_to_cut(layers, subject.graph.num_parameters)
+        least_bytes = partial(_least_bytes, subject, profile, padded)
+        raise with_ways_out(error, run, least_bytes, can_cut_experts=can_cut_experts) from error
     plan = Plan(
         run=run,
         graph=subject.graph,
@@ -428,9 +432,11 @@ def _takes_room_of_nobody(deeper: KeptGraphs, found: KeptGraphs, tier: str) -> b
     return has_room and placement.traffic_bytes == found.placement.traffic_bytes
 
 
-def _least_bytes(subject: _Subject, profile: LoadedProfile, run: RunSpec, tier: str) -> int | None:
+def _least_bytes(subject: _Subject, profile: LoadedProfile, padded: bool | None, run: RunSpec, tier: str) -> int | None:
     """Return the least that a tier needs for a run, the others as they are; None: another tier is too small then."""
     capacity = 0
+    if run.model.cuts_experts != subject.run.model.cuts_experts:
+        subject = _look_at(run, padded, None)
     while True:
         # Once more with what is said to do: blocks are placed greedily, and with more room may be placed otherwise.
         try:

@@ -1,8 +1,8 @@
-"""What a run that does not fit because of its gradients could do instead, each way with the size that it needs.
+"""What a run that does not fit could do instead, each way with the size that it needs.
 
 Gradients that wait for their global norm are a quarter of what a run holds, and the first to be spared: as bf16, on a
-drive, or by not asking for that norm. Each number is that of a plan made with the change, so the change fits where
-the text says so.
+drive, or by not asking for that norm. The experts of a layer can come in parts. Each number is that of a plan made
+with the change, so the change fits where the text says so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.config.schema import ELEMENT_WISE
 from megatrain.config.sizes import Size
 from megatrain.plan.machine import DriveSpec
 from megatrain.plan.placement import DoesNotFitError, WayOut
@@ -26,15 +27,18 @@ __all__ = ["with_ways_out"]
 LeastBytes = Callable[["RunSpec", str], int | None]
 
 
-def with_ways_out(error: DoesNotFitError, run: RunSpec, least_bytes: LeastBytes) -> DoesNotFitError:
-    """Return the refusal of a run with the ways out that spare its gradients, if there are any.
+def with_ways_out(
+    error: DoesNotFitError, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
+) -> DoesNotFitError:
+    """Return the refusal of a run with its ways out, if there are any.
 
     Args:
         error: of the run's plan.
         least_bytes: plans the run with a change.
+        can_cut_experts: whether the model has experts that ``model.split_experts`` would cut.
     """
     ways: list[WayOut] = []
-    for change, other in _changes(run):
+    for change, other in _changes(run, can_cut_experts):
         need = least_bytes(other, error.tier)
         if need is not None and need < error.need_bytes:
             ways.append(WayOut(change, error.tier, need, need <= error.have_bytes))
@@ -49,7 +53,9 @@ def with_ways_out(error: DoesNotFitError, run: RunSpec, least_bytes: LeastBytes)
     return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice, tuple(ways))
 
 
-def _changes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:
+    if can_cut_experts and _may_cut_experts(run):
+        yield "model.split_experts = true", replace(run, model=replace(run.model, cuts_experts=True))
     is_summed_in_place = run.batch.order == "micro_batch" and run.batch.num_micro_batches > 1
     if run.grad_dtype == torch.float32 and not is_summed_in_place:
         yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
@@ -59,6 +65,12 @@ def _changes(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         change = f"optimizer.max_grad_norm = 0, or {change}"  # the same blocks, and the same need
     yield change, replace(run, optimizer=replace(run.optimizer, clip_scope="layer"))
+
+
+def _may_cut_experts(run: RunSpec) -> bool:
+    """Return whether a config with the run's other keys may have its experts cut."""
+    needs_layers = run.model.compile_backend is not None or run.model.mlp_rows or run.optimizer.clip_scope == "layer"
+    return not needs_layers and run.optimizer.name in ELEMENT_WISE
 
 
 def _with_drive(run: RunSpec) -> RunSpec:

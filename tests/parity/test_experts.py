@@ -134,11 +134,17 @@ def test_every_family_with_fused_experts(model_type: str) -> None:
     _compare_with_hugging_face(config)
 
 
-def write_mixture(folder: Path, model_type: str = "qwen3_moe") -> Path:
+def write_mixture(folder: Path, model_type: str = "qwen3_moe", **others: int) -> Path:
     """Write a mixture of 8 experts, with the tokenizer of the quickstart."""
     words = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     values = {"vocab_size": words, "hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 128}
-    values |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    values |= {
+        "num_experts": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        **others,
+    }
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(tiny_config(model_type, **values)).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -225,6 +231,29 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
         assert held - held_whole <= 4 * width_bytes
         assert saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
+
+
+def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
+    """With what the tier needs then; not where the experts are cut already, or cannot be."""
+    model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
+    (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
+
+    def refused(*changes: str) -> DoesNotFitError:
+        config = load_config(tmp_path / "run.toml", (), ["tiers.ram.size=64KiB", *changes]).config
+        with pytest.raises(DoesNotFitError) as info:
+            plan_run(resolve(config))
+        return info.value
+
+    error = refused()
+    way = error.ways_out[0]
+    assert error.tier == way.tier == "ram" and way.change == "model.split_experts = true" and not way.fits
+    assert way.need_bytes < error.need_bytes / 2
+    on, names = "model.split_experts=true", [each.change for each in refused("optimizer.optim=muon").ways_out]
+    assert way.change not in names
+    assert refused(on, f"tiers.ram.size={way.need_bytes - PAGE_BYTES}B").need_bytes == way.need_bytes
+    assert way.change not in str(refused(on))
+    config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={way.need_bytes}B"]).config
+    plan_run(resolve(config))
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
