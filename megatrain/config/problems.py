@@ -30,7 +30,7 @@ from megatrain.config.keys import (
     used_if,
     what_to_write,
 )
-from megatrain.config.schema import ELEMENT_WISE, PreferenceConfig, RunConfig
+from megatrain.config.schema import PreferenceConfig, RunConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -78,6 +78,9 @@ class ConfigError(Exception):
             lines.append(f"  {elsewhere}{problem}")
         super().__init__("\n".join(lines))
 
+
+#: Optimizers that treat every element alone, so that a parameter can be updated part by part.
+ELEMENT_WISE = ("adamw", "lion", "sgd")
 
 # The text is no TOML
 

@@ -624,10 +624,6 @@ class ParameterGroupConfig(Table):
     weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
 
-#: Optimizers that treat every element alone, so that a parameter can be updated part by part.
-ELEMENT_WISE = ("adamw", "lion", "sgd")
-
-
 class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 

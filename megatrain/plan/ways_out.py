@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.config.schema import ELEMENT_WISE
+from megatrain.config.problems import ELEMENT_WISE
 from megatrain.config.sizes import Size
 from megatrain.plan.machine import DriveSpec
 from megatrain.plan.placement import DoesNotFitError, WayOut
