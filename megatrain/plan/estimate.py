@@ -324,7 +324,7 @@ class _Costs:
         if read or _into_nvme(traffic):
             seconds["nvme"] = self._nvme_s(num_ranks * read, num_ranks * _into_nvme(traffic))
         if from_folder := traffic.get(f"{FOLDER}->ram", 0):
-            drive = self._machine.drives.get(file_system_of(Path(self._plan.run.model.folder)).key)
+            drive = self._folder_drive()
             seconds[FOLDER] = None if drive is None else nvme_seconds(from_folder, 0, drive)
         gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
         for link, rate in (
@@ -338,6 +338,13 @@ class _Costs:
             if traffic.get(link):
                 seconds[link] = None if rate is None else traffic[link] / rate
         return seconds
+
+    def _folder_drive(self) -> DriveProfile | None:
+        """Return the rates of the drive that has the model's folder; of a machine that is planned for its first."""
+        planned = self._plan.run.tiers.machine
+        if planned is None:
+            return self._machine.drives.get(file_system_of(Path(self._plan.run.model.folder)).key)
+        return self._machine.drives.get(planned.drives[0].key) if planned.drives else None
 
     def _nvme_s(self, read: int, written: int) -> float | None:
         """Return the seconds of the drive that takes longest; paths on one file system share it."""

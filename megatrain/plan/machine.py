@@ -189,7 +189,7 @@ class PlannedMachine:
         ram_bytes: all of its RAM.
         free_ram_bytes: what the system leaves of it.
         gpu_bytes: memory of one GPU; None: it has none.
-        num_gpus: of that kind; a run uses one.
+        num_gpus: of that kind; a process uses one.
         unified_bytes: of the one memory that GPU and RAM share; None: they have their own.
         drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
         profile: its rates.

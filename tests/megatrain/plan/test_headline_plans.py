@@ -138,6 +138,25 @@ def test_a_headline_is_a_plan(row: Headline, tmp_path: Path) -> None:
     assert ("nvme" in found["budgets"]) == (row.num_drives > 0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(PATIENCE_S + 20)
+def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
+    """The weights stay in the model's folder, and RAM holds some experts of a layer at a time."""
+    row = Headline(
+        "671b_lora_on_a_4090", "DeepSeek-V3-671B", "rtx4090-128gb", 1, 671_123_410_944, 8192, length=2048,
+        changes=(
+            *("model.train_from_scratch=false", "model.split_experts=true", "tiers.ram.size=2660MiB", "lora.r=16"),
+            'lora.target_modules=["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]',
+        ),
+    )  # fmt: skip
+    found = row.found(tmp_path)
+    assert "refused" not in found, found
+    assert found["parameters"] == row.parameters  # with its adapters
+    assert found["traffic"]["folder->ram"] >= 2 * found["totals"]["folder"] * 0.9  # forward, and backward
+    assert found["predicted_tokens_per_s"] > 0 and found["most_bytes"] < MOST_BYTES
+    assert all(found["totals"][tier] <= capacity for tier, capacity in found["budgets"].items())
+
+
 @pytest.fixture(scope="module")
 def what_fits() -> ModuleType:
     """The program that makes docs/what_fits.md."""

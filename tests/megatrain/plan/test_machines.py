@@ -126,6 +126,17 @@ def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> N
     assert plan.run.tiers.rates == (5e9, 5e9)
 
 
+def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
+    """Of a folder that has a config.json alone: a plan needs no weights."""
+    more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
+    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so that nothing of it waits there
+    path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")
+    plan = plan_run(resolve(load_config(path, (), ["model.train_from_scratch=false"]).config, there))
+    assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
+    rate = there.profile.drives[there.drives[0].key].read_bytes_per_s
+    assert plan.estimate.seconds["folder"] == plan.traffic["folder->ram"] / rate > 0
+
+
 def test_sizes_that_are_given_are_compared_with_the_machine(tmp_path: Path) -> None:
     more = '[tiers.gpu]\nsize = "40GiB"\n[tiers.ram]\nsize = "1TiB"\n'
     path = config_at(tmp_path, drives=3, more=more)
@@ -153,7 +164,7 @@ def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
     shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--what-if", "batch=512")
     assert shown.exit_code == 0, shown.output
     assert "fits on 4xrtx4090-256gb, as predicted." in shown.output
-    assert "a run uses one of the 4 GPUs" in shown.output and "batch=512" in shown.output
+    assert "with --processes 4 for each of 4" in shown.output and "batch=512" in shown.output
     assert "doctor --config" not in shown.output and "plan --measure" not in shown.output
     values = json.loads(call("plan", path, "--machine", "gh200", "--json").stdout)
     assert values["machine"]["name"] == "gh200" and values["fits_this_machine"] is False  # two paths, one drive
