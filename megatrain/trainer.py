@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import psutil
 import torch
@@ -120,6 +120,22 @@ _MEAN_OF_STEPS = 20
 _WORTH_TELLING_S = 1.0
 
 
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class MovedByLink:
+    """What links moved.
+
+    Attributes:
+        num_bytes: ``"ram->nvme"`` -> bytes.
+        busy_s: Seconds with at least one transfer under way.
+    """
+
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+
+
 def _planned(run: RunSpec, group: RankGroup) -> Plan:
     """Plan a run of this rank. A collective."""
     return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
@@ -192,7 +208,7 @@ class Trainer:
         self._engine: StepEngine | None = None
         self._saver: Saver | None = None
         self._agreed = Agreed()
-        self._moved_before: Mapping[str, int] = {}  # between ranks, up to the last step
+        self._moved_before = MovedByLink()  # beside blocks, up to the last step
         check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -253,13 +269,16 @@ class Trainer:
                     self.evaluate()  # before the checkpoint: a run that continues from it has the evaluation already
                 self.save_if_due()
             self._end_steps()
+            assert self._engine is not None
+            moved_beside = self._engine.moved_bytes
             self.evaluate()
             self.save_last()
             self.store.wait_idle()
             moved = self.store.stats() - before
+            summary = partial(self._summary, moved, _added(_link_bytes(moved), moved_beside))
             if self._stops:
                 self._finish_copies()
-                return self._summary(moved, interrupted=True)
+                return summary(interrupted=True)
             try:
                 if self.group.world.is_single:
                     self.signals.steps_are_over()
@@ -270,8 +289,8 @@ class Trainer:
                 is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
                 if self.saver.saved_step != self.state.step or not is_known_to_all:
                     raise
-                return self._summary(moved, interrupted=True)  # the next start exports
-            return self._summary(moved, export_dir=folder)
+                return summary(interrupted=True)  # the next start exports
+            return summary(export_dir=folder)
 
     @property
     def _has_steps_left(self) -> bool:
@@ -786,6 +805,7 @@ class Trainer:
             activity=self.activity,
         )
         self._engine.num_updates = num_updates
+        self._moved_before = MovedByLink()
         return self._engine
 
     def finish_updates(self) -> None:
@@ -850,7 +870,8 @@ class Trainer:
         lr = self._learning_rate(number)
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         step_s, moved = time.perf_counter() - start_s, self.store.stats() - before
-        records = self._agree(step_s, moved)
+        links = self._links(moved)
+        records = self._agree(step_s, moved, links)
         self.state = replace(
             self.state.with_loss(result.loss),
             step=number + 1,
@@ -867,9 +888,9 @@ class Trainer:
                 f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, these were not "
                 f"updated: {', '.join(result.left_out)}"
             )
-        self._observers.on_step(self._metrics(batch, result, lr, step_s, moved, records))
+        self._observers.on_step(self._metrics(batch, result, lr, step_s, moved, links, records))
 
-    def _agree(self, step_s: float, moved: StoreStats) -> Sequence[StepRecord]:
+    def _agree(self, step_s: float, moved: StoreStats, links: MovedByLink) -> Sequence[StepRecord]:
         """Exchange records at the end of a step: all ranks stop or save after the same one. Return those of all."""
         if self.group.world.is_single:
             return ()
@@ -882,7 +903,7 @@ class Trainer:
             step_s=step_s,
             tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
             stall_s=dict(moved.stall_s),
-            link_bytes=self._link_bytes(moved),
+            link_bytes=links.num_bytes,
             written_bytes=dict(moved.written_bytes),
             rss_bytes=psutil.Process().memory_info().rss,
         )
@@ -890,14 +911,15 @@ class Trainer:
         self._agreed = Agreed.of(records)
         return records
 
-    def _link_bytes(self, moved: StoreStats) -> dict[str, int]:
-        """Return what each link moved in the last step, between the ranks as well."""
-        bytes_of = {name: link.num_bytes for name, link in moved.links.items()}
-        if isinstance(self._engine, RankedStepEngine):
-            now = self._engine.moved_bytes
-            bytes_of.update({name: nbytes - self._moved_before.get(name, 0) for name, nbytes in now.items()})
-            self._moved_before = now
-        return bytes_of
+    def _links(self, moved: StoreStats) -> MovedByLink:
+        """Return what each link moved in the last step: blocks, and what the engine moves beside them."""
+        assert self._engine is not None
+        now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
+        before, self._moved_before = self._moved_before, now
+        return MovedByLink(
+            _added(_link_bytes(moved), _added(now.num_bytes, before.num_bytes, -1)),
+            _added({name: link.busy_s for name, link in moved.links.items()}, _added(now.busy_s, before.busy_s, -1)),
+        )
 
     def _metrics(
         self,
@@ -906,6 +928,7 @@ class Trainer:
         lr: float,
         step_s: float,
         moved: StoreStats,
+        links: MovedByLink,
         records: Sequence[StepRecord],
     ) -> StepMetrics:
         state, position = self.state, batch.position
@@ -936,11 +959,9 @@ class Trainer:
             tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
             stall_s=dict(moved.stall_s),
             written_bytes=dict(moved.written_bytes),
-            link_bytes=records[0].link_bytes
-            if records
-            else {name: link.num_bytes for name, link in moved.links.items()},
+            link_bytes=records[0].link_bytes if records else links.num_bytes,
             ranks=[record.figures() for record in records],
-            link_busy_s={name: link.busy_s for name, link in moved.links.items()},
+            link_busy_s=links.busy_s,
             rss_bytes=psutil.Process().memory_info().rss,
             model_flops=flops.model,
             hardware_flops=flops.hardware,
@@ -1116,7 +1137,14 @@ class Trainer:
             on_bytes=self.activity.moved_in_all,
         )
 
-    def _summary(self, moved: StoreStats, *, export_dir: Path | None = None, interrupted: bool = False) -> RunSummary:
+    def _summary(
+        self,
+        moved: StoreStats,
+        link_bytes: Mapping[str, int],
+        *,
+        export_dir: Path | None = None,
+        interrupted: bool = False,
+    ) -> RunSummary:
         state = self.state
         means = state.mean_losses
         return RunSummary(
@@ -1130,7 +1158,7 @@ class Trainer:
             num_trained_tokens=state.num_trained_tokens,
             tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
             tier_capacity_bytes=dict(self.plan.budgets),
-            link_bytes={name: link.num_bytes for name, link in moved.links.items()},
+            link_bytes=link_bytes,
             link_paths={name: link.path for name, link in moved.links.items()},
             written_bytes=dict(moved.written_bytes),
             peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -1140,6 +1168,15 @@ class Trainer:
             evaluations=dict(self.evaluator.latest),
             num_processes=self.run.world.size,
         )
+
+
+def _link_bytes(moved: StoreStats) -> dict[str, int]:
+    return {name: link.num_bytes for name, link in moved.links.items()}
+
+
+def _added(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
+    """Return numbers with others added to those of the same name."""
+    return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}
 
 
 def _unknown_metric(spec: BestSpec, error: MetricError) -> ConfigError:

@@ -42,6 +42,7 @@ from megatrain.optim.average import EMA, WeightAverage, begin_average
 from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
 from megatrain.optim.elementwise import SGD, AdamW, Lion
+from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
 from megatrain.optim.moments import STATE_DTYPES, StateDtype, decode_moments, encode_moments, is_signed
 from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
 from megatrain.optim.threads import KernelThreads
@@ -994,7 +995,8 @@ class TieredMuon(TieredOptimizer):
     An offloaded layer has one optimizer, and mostly other parameters as well: groups with ``use_muon=False`` are
     updated by AdamW, and so should be embeddings and heads. All groups share ``lr`` and ``weight_decay`` where they
     give none; with ``adjust_lr_fn="match_rms_adamw"`` one rate serves both. State is 4 bytes per parameter of a matrix
-    and 8 of the others, beside the master. The iteration runs on the processor, wherever the parameters are.
+    and 8 of the others, beside the master. The iteration runs on the device of the parameters, where their module
+    computes; on a GPU it takes memory of `megatrain.optim.matrices.device_bytes` there, beside any tier.
 
     Args:
         params: as for any optimizer; groups may have ``use_muon``.
@@ -1047,6 +1049,8 @@ class TieredMuon(TieredOptimizer):
         groups = [{**one, "params": _as_list(one["params"])} if isinstance(one, dict) else one for one in params]
         # Of all groups at once: a block of an offloaded layer has parameters of several of them.
         self._matrices = {id(parameter) for group in groups if _uses_muon(group) for parameter in _parameters_of(group)}
+        self._shapes: set[Shape] = set()
+        self._on_gpu: DeviceMatrices | None = None
         super().__init__(groups, defaults, store=store, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -1059,6 +1063,17 @@ class TieredMuon(TieredOptimizer):
             param_group.setdefault("eps", 1e-8)
             self._matrices.difference_update(own)
         super().add_param_group(param_group)
+        matrices = [each for each in _parameters_of(param_group) if id(each) in self._matrices]
+        self._shapes |= {(len(matrix), matrix.shape[1]) for matrix in matrices}
+        if self._on_gpu is None and matrices and matrices[0].is_cuda:
+            self._on_gpu = DeviceMatrices(matrices[0].device)
+        if self._on_gpu is not None:
+            self._on_gpu.make_room(self._muon(self.defaults, lambda name, shape: True), self._shapes)
+
+    def release(self) -> None:
+        """Take parameters and state out of the store; see ``TieredOptimizer``."""
+        super().release()
+        self._on_gpu = None
 
     def check_group(self, param_group: Mapping[str, Any]) -> None:
         super().check_group(param_group)
@@ -1109,6 +1124,7 @@ class TieredMuon(TieredOptimizer):
             adjust_lr=settings["adjust_lr_fn"] or "original",
             coefficients=(float(a), float(b), float(c)),
             eps=float(settings["eps"]),
+            matrices=self._on_gpu,
         )
 
     def kinds_of(
@@ -1122,9 +1138,11 @@ class TieredMuon(TieredOptimizer):
 
     def scratch_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         muon = self._muon(self.defaults, lambda name, shape: True)
-        shapes = [parameter.shape for parameter in parameters if id(parameter) in self._matrices]
-        matrices = build_layout("", ((str(number), shape) for number, shape in enumerate(shapes)), True)
-        return max((muon.workspace_bytes(entry) for entry in matrices.entries), default=0)
+        matrices = [parameter for parameter in parameters if id(parameter) in self._matrices]
+        if self._on_gpu is not None or (matrices and matrices[0].is_cuda):
+            return host_bytes([(len(matrix), matrix.shape[1]) for matrix in matrices])
+        layout = build_layout("", ((str(number), matrix.shape) for number, matrix in enumerate(matrices)), True)
+        return max((muon.workspace_bytes(entry) for entry in layout.entries), default=0)
 
     def torch_names(self) -> Mapping[str, str]:
         return {"m": "momentum_buffer", "v": "exp_avg_sq"}

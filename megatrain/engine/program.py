@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.lanes import Lanes
+from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
 from megatrain.ranks.dealing import DealtLayout, deal
 from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
 from tiered import Access, Mode, Schedule
@@ -303,6 +304,8 @@ class StepProgram:
         packed: layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
         averages: what is read in the place of weights.
         dealt: what ranks move for the updates of layouts, by index, of which they need more than their shares.
+        sent_elements: of this rank's matrices, by index of their layout, which an update in RAM sends to the compute
+            device and back, in bf16.
     """
 
     blocks: Mapping[str, BlockPlan]
@@ -324,6 +327,7 @@ class StepProgram:
     packed: Mapping[str, Packing] = field(default_factory=dict)
     averages: Averages = field(default_factory=Averages)
     dealt: Mapping[int, DealtLayout] = field(default_factory=dict)
+    sent_elements: Mapping[int, int] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
@@ -376,6 +380,12 @@ class StepProgram:
         """Return the links that bytes move on to other ranks, and from them."""
         tiers = dict.fromkeys([self.compute_tier, *(["ram"] if self.dealt else [])])  # what is dealt is so in RAM
         return [link for tier in tiers for link in peer_links(tier, self.lanes.size, self.lanes.num_hosts)]
+
+    def direction_bytes(self, number: int) -> dict[str, int]:
+        """Return what the update of a tick, by position, sends to the compute device and back beside blocks."""
+        tick = self.ticks[number]
+        nbytes = DIRECTION_BYTES * self.sent_elements.get(tick.visit, 0) if tick.phase == "update" else 0
+        return {f"ram->{self.compute_tier}": nbytes, f"{self.compute_tier}->ram": nbytes} if nbytes else {}
 
     def collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
@@ -665,7 +675,9 @@ def evaluation_program(program: StepProgram) -> StepProgram:
             )
             own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
             passes.setdefault((tick.phase, tick.visit, tick.serves), own)
-    return replace(program, ticks=tuple(passes.values()), defers_updates=False, occupants={}, dealt={})
+    return replace(
+        program, ticks=tuple(passes.values()), defers_updates=False, occupants={}, dealt={}, sent_elements={}
+    )
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
@@ -782,8 +794,14 @@ class ProgramBuilder:
                     matrix_optimizer.is_matrix_of,
                     state_kinds,
                     self._shares,
-                    matrix_optimizer.orthogonalize_bytes,
+                    matrix_optimizer.orthogonalize_bytes if compute_tier == "ram" else lambda rows, columns: 0,
                 )
+        # Matrices of this rank that go to the compute device and come back in an update.
+        self._sent_elements = {
+            index: self._dealt[index].num_own if index in self._dealt else matrix_elements(matrix_optimizer, layout)
+            for index, layout in enumerate(graph.layouts.values())
+            if matrix_optimizer is not None and compute_tier != "ram" and self._is_trained(layout)
+        }
         # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
@@ -818,6 +836,7 @@ class ProgramBuilder:
             own_lanes=self._own_lanes,
             packed=self._packed,
             dealt=self._dealt,
+            sent_elements=self._sent_elements,
         )
 
     # -- blocks ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -244,13 +245,15 @@ class RankedAccess(StoreAccess):
         self, optimizer: MatrixOptimizer, dealt: DealtLayout, whole: Tensor, filled: Collection[str]
     ) -> None:
         """Make this rank's matrices orthogonal in place: those with a gradient, as the others are not updated."""
-        start = 0
-        for matrix in dealt.own:
-            if matrix.name in filled:
-                place = whole[start : start + matrix.numel].view(matrix.rows, matrix.columns)
-                place.copy_(optimizer.orthogonalize(place))
-                self._note_update(0, optimizer.orthogonalize_bytes(matrix.rows, matrix.columns))
-            start += matrix.numel
+        assert self._updater is not None and self._updater.matrices is not None
+        ends = accumulate(matrix.numel for matrix in dealt.own)
+        places = [
+            whole[end - matrix.numel : end].view(matrix.rows, matrix.columns)
+            for matrix, end in zip(dealt.own, ends, strict=True)
+            if matrix.name in filled
+        ]
+        self._updater.matrices.make_in_place(optimizer, places)
+        self._note_update(0, dealt.scratch_bytes if places else 0)
 
     def _note_update(self, nbytes: int, for_a_moment: int = 0) -> None:
         self._update_bytes += nbytes
@@ -553,8 +556,8 @@ class RankedStepEngine(StepEngine):
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """By link, what steps have sent to other ranks, and received from them."""
-        return dict(self._collectives.moved_bytes)
+        """By link, what steps have moved beside blocks: to other ranks and from them as well."""
+        return {**super().moved_bytes, **self._collectives.moved_bytes}
 
     @property
     def window_bytes(self) -> int:

@@ -36,7 +36,7 @@ from megatrain.engine.program import (
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import InPieces, Piece, UnitLayout, views, views_of_parts
-from megatrain.optim.base import Optimizer, Segment, Update
+from megatrain.optim.base import MatrixOptimizer, Optimizer, Segment, Update
 from megatrain.optim.clip import (
     NonFiniteGradientError,
     SquaredNorm,
@@ -44,6 +44,7 @@ from megatrain.optim.clip import (
     gradient_scale,
     sum_gradients,
 )
+from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
 from megatrain.optim.threads import KernelThreads
 from megatrain.run.activity import Activity
 
@@ -151,7 +152,7 @@ class StepEngine:
         self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
         optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
         self._program = program
-        self._updater = Updater(graph, trace, program, optimizers, segments)
+        self._updater = Updater(graph, trace, program, optimizers, segments, torch.device(device))
         self._access = (make_access or StoreAccess)(
             store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
         )
@@ -259,6 +260,22 @@ class StepEngine:
     def _next_update(self, lr: float, *, scale: float) -> Update:
         self.num_updates += 1
         return Update(self.num_updates, lr, scale)
+
+    @property
+    def moved_bytes(self) -> Mapping[str, int]:
+        """By link, what steps have moved beside blocks: directions of matrices, to the compute device and back."""
+        if not isinstance(self._updater.matrices, DeviceMatrices):
+            return {}
+        tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
+        return {f"ram->{tier}": nbytes, f"{tier}->ram": nbytes}
+
+    @property
+    def moving_s(self) -> Mapping[str, float]:
+        """By link, the seconds in which directions of matrices were on their way."""
+        if not isinstance(matrices := self._updater.matrices, DeviceMatrices):
+            return {}
+        tier = self._program.compute_tier
+        return {f"ram->{tier}": matrices.sent_s, f"{tier}->ram": matrices.fetched_s}
 
     def finish_updates(self) -> None:
         """Make the update that the last step left; afterwards weights and state are those after that step.
@@ -454,10 +471,12 @@ class Updater:
         program: of a step.
         optimizers: by tier.
         segments: parameters of a layout, with their learning rate and decay.
+        device: where layers run.
 
     Attributes:
         trained: index of a layout -> it and its segments.
         optimizers: by tier.
+        matrices: where those of a layout are made orthogonal; None: the optimizer needs none.
     """
 
     def __init__(
@@ -467,6 +486,7 @@ class Updater:
         program: StepProgram,
         optimizers: Mapping[str, Optimizer],
         segments: Callable[[UnitLayout], Sequence[Segment]],
+        device: torch.device,
     ) -> None:
         uses = uses_of_layouts(graph, trace)
         self.trained = {
@@ -477,6 +497,16 @@ class Updater:
         self._program, self.optimizers = program, optimizers
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
+        self.matrices: HostMatrices | DeviceMatrices | None = None
+        self._matrix_names: frozenset[str] = frozenset()
+        if isinstance(optimizer := optimizers["ram"], MatrixOptimizer):
+            layouts = [layout for layout, _ in self.trained.values()]
+            entries = (entry for layout in layouts for entry in layout.entries)
+            self._matrix_names = frozenset(entry.name for entry in entries if optimizer.is_matrix_of(entry))
+            self.matrices = HostMatrices()
+            if program.compute_tier != "ram":
+                self.matrices = DeviceMatrices(device)
+                self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
 
     def update(
         self,
@@ -497,7 +527,14 @@ class Updater:
             update: of the step, with the factor on this gradient.
             filled: parameters that got a gradient.
         """
-        self.optimizers[tier].update(*self.of_part(index, part, tensors, filled), update)
+        optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
+        if isinstance(optimizer, MatrixOptimizer) and isinstance(self.matrices, DeviceMatrices):
+            update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
+        else:
+            optimizer.update(*own, update)
+
+    def _is_matrix(self, segment: Segment) -> bool:
+        return segment.name in self._matrix_names
 
     def of_part(
         self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]

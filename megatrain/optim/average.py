@@ -158,9 +158,9 @@ class MatrixWeightAverage(WeightAverage):
         """Begin an update of matrices; nothing to average yet."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
-    def orthogonalize(self, matrix: Tensor) -> Tensor:
-        """Return what the optimizer makes of a matrix."""
-        return self.inner.orthogonalize(matrix)
+    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
+        """Make of a matrix what the optimizer does."""
+        self.inner.orthogonalize(matrix, room)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that it takes."""

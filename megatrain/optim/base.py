@@ -230,11 +230,14 @@ class MatrixOptimizer(Optimizer, Protocol):
         """
         ...
 
-    def orthogonalize(self, matrix: Tensor) -> Tensor:
-        """Return what is made of the directions of a whole matrix.
+    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
+        """Make the directions of a whole matrix what is to be applied, in place.
+
+        On a GPU it queues the work on the current stream, and returns before it is done.
 
         Args:
-            matrix: [rows, columns] in bf16; unchanged.
+            matrix: [rows, columns] in bf16, contiguous, on any device.
+            room: uint8, `orthogonalize_bytes` long or longer, on the same device. Nothing large is allocated beside it.
         """
         ...
 

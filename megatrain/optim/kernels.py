@@ -45,6 +45,8 @@ __all__ = [
     "lion",
     "lion_int8",
     "lion_rows",
+    "muon_apply",
+    "muon_direction",
     "sgd",
     "sgd_int8",
     "sgd_rows",
@@ -289,6 +291,35 @@ def sgd(
             m[i] = moment_from_float32(m_new, np.uint32(random_bits(key, i) & np.uint32(0xFFFF)), m[i])
             direction = g + m_new * momentum if nesterov else m_new
         store_master(weight, low, i, w - direction * lr)
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def muon_direction(
+    m: Float32,
+    grad: Gradient,
+    directions: NDArray[np.uint16],
+    grad_scale: np.float32,
+    momentum: np.float32,
+    one_minus_momentum: np.float32,
+    nesterov: bool,
+) -> None:
+    """Update moments, and write what is to be made orthogonal in bf16; see `megatrain.optim.muon.Muon`."""
+    for i in range(grad.size):
+        g = as_gradient(grad[i]) * grad_scale
+        m_new = m[i] + (g - m[i]) * one_minus_momentum
+        m[i] = m_new
+        direction = g + (m_new - g) * momentum if nesterov else m_new
+        directions[i] = from_float32(direction, directions[i])
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def muon_apply(
+    weight: Master, low: Low, directions: NDArray[np.uint16], decay: np.float32, step_size: np.float32
+) -> None:
+    """Update weights with what was made orthogonal; see `megatrain.optim.muon.Muon`."""
+    for i in range(directions.size):
+        decayed = load_master(weight, low, i) * decay
+        store_master(weight, low, i, decayed - as_float32(directions[i]) * step_size)
 
 
 # -- the same with moments in bytes ----------------------------------------------------------------------------------

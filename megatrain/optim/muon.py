@@ -1,71 +1,91 @@
-"""Muon on the CPU: momentum of matrices made orthogonal before it is applied; AdamW for all other parameters."""
+"""Muon: momentum of matrices made orthogonal before it is applied; AdamW for all other parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, master_kinds
-from megatrain.optim.elementwise import AdamW
-from megatrain.optim.threads import KernelThreads
-from megatrain.precision import decode, encode
+from megatrain.optim.elementwise import AdamW, flat_block, flat_gradient, flat_master
+from megatrain.optim.matrices import DIRECTION_BYTES, HostMatrices, Matrices, update_by_matrix
+from megatrain.optim.threads import KernelThreads, cut
 
 if TYPE_CHECKING:
     from megatrain.models.layout import TensorEntry
 
-__all__ = ["COEFFICIENTS", "EPS", "AdjustLr", "Muon", "orthogonalized"]
+__all__ = ["COEFFICIENTS", "EPS", "AdjustLr", "Muon", "newton_schulz", "newton_schulz_bytes"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
 EPS = 1e-7
-_PIECE_ELEMENTS = 1 << 16
-"""Elements of a matrix that are updated at a time: their copies in fp32 stay in the cache."""
 AdjustLr = Literal["original", "match_rms_adamw"]
 
 
-def orthogonalized(
+def newton_schulz(
     matrix: Tensor,
+    room: Tensor,
     num_steps: int = 5,
     coefficients: tuple[float, float, float] = COEFFICIENTS,
     eps: float = EPS,
-) -> Tensor:
-    """Return a matrix with the singular vectors of another one, and singular values of about 1: in bf16.
+) -> None:
+    """Make all singular values of a matrix about 1, in place; its singular vectors stay.
 
     Args:
-        matrix: [rows, columns].
+        matrix: [rows, columns] in bf16, contiguous, on any device.
+        room: uint8, at least `newton_schulz_bytes` long, on the same device.
         num_steps: Steps of the Newton-Schulz iteration.
         coefficients: Of the iteration.
         eps: The least norm that the matrix is divided by.
     """
     a, b, c = coefficients
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = (matrix.T if is_tall else matrix).to(torch.bfloat16).contiguous()
-    x = x / x.norm().clamp(min=eps)
+    rows, columns = matrix.shape
+    side = min(rows, columns)
+    free = room[: newton_schulz_bytes(rows, columns)].view(torch.bfloat16)
+    other, gram, poly = (part.view(side, -1) for part in torch.split(free, [matrix.numel(), side * side, side * side]))
+    # The iteration multiplies by squares of the smaller side: a tall matrix lies on its side meanwhile.
+    is_tall = rows > columns
+    x, y = (other.copy_(matrix.T), matrix.view(side, -1)) if is_tall else (matrix, other)
+    x.div_(x.norm().clamp(min=eps))
     for _ in range(num_steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        torch.mm(x, x.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=poly)
+        torch.addmm(x, poly, x, beta=a, out=y)
+        x, y = y, x
+    lies_in_matrix = (num_steps % 2 == 1) == is_tall  # it began in `matrix` if wide, and changed places in every step
+    if is_tall:
+        matrix.copy_((y.copy_(x) if lies_in_matrix else x).T)
+    elif not lies_in_matrix:
+        matrix.copy_(x)
+
+
+def newton_schulz_bytes(rows: int, columns: int) -> int:
+    """Return the bytes that `newton_schulz` takes beside the matrix: one copy, and two squares of the smaller side."""
+    return 2 * (rows * columns + 2 * min(rows, columns) ** 2)
 
 
 class Muon:
     """Muon for matrices, AdamW for the rest; see `megatrain.optim.base.Optimizer` for the contract.
 
-    8 bytes per parameter of a matrix, 12 of all others. Of each matrix, in fp32 but for the iteration::
+    8 bytes per parameter of a matrix, 12 of all others. Of each matrix, each operation rounded to fp32 but for the
+    iteration, which is in bf16::
 
         g = grad * grad_scale
         m = m + (g - m) * (1 - momentum)
-        u = orthogonalized(g + (m - g) * momentum)        # without nesterov: of m
+        u = newton_schulz(g + (m - g) * momentum)         # without nesterov: of m
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
     A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
-    alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the host,
-    wherever the blocks have their home: then their bits are the same. All else is element by element, so several ranks
-    make it where their shares are (`megatrain.optim.base.MatrixOptimizer`).
+    alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the device
+    that computes the model, wherever the blocks have their home (`megatrain.optim.matrices`): then their bits are the
+    same. All else is element by element, so several ranks make it where their shares are
+    (`megatrain.optim.base.MatrixOptimizer`).
 
     Args:
         adamw: Updates the parameters that are no such matrices.
@@ -77,6 +97,7 @@ class Muon:
             updates are as large as AdamW's, and one learning rate serves both.
         coefficients: Of the iteration.
         eps: Of the iteration.
+        matrices: Where `update` makes them orthogonal; None: on the host.
     """
 
     def __init__(
@@ -90,17 +111,19 @@ class Muon:
         adjust_lr: AdjustLr = "match_rms_adamw",
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = EPS,
+        matrices: Matrices | None = None,
     ) -> None:
         assert 0 <= momentum < 1 and num_steps >= 1, (momentum, num_steps)
         assert adamw.state_dtype == "float32", adamw.state_dtype
         self.adamw, self.is_matrix = adamw, is_matrix
         self.momentum, self.nesterov, self.num_steps, self.adjust_lr = momentum, nesterov, num_steps, adjust_lr
         self.coefficients, self.eps = coefficients, eps
+        self.matrices: Matrices = matrices or HostMatrices()
 
     @property
     def piece_bytes(self) -> int:
-        """What updates take at most, beside what is made orthogonal: a few copies of a piece in fp32."""
-        return 4 * 4 * _PIECE_ELEMENTS
+        """Kernels take nothing."""
+        return 0
 
     @property
     def threads(self) -> KernelThreads:
@@ -118,30 +141,21 @@ class Muon:
         return self.is_matrix(entry.name, entry.shape)
 
     def workspace_bytes(self, entry: TensorEntry) -> int:
-        """Return the bytes that the update of a parameter takes beside its blocks."""
+        """Return the bytes that `update` takes for a parameter beside its blocks."""
         if not self.is_matrix_of(entry):
             return 0
         rows, columns = entry.shape[-2:]
-        pieces = min(self.piece_bytes, 4 * 4 * rows * columns)
-        return 2 * rows * columns + max(pieces, self.orthogonalize_bytes(rows, columns))
+        return DIRECTION_BYTES * rows * columns + self.orthogonalize_bytes(rows, columns)
 
     def update(
         self, blocks: Mapping[str, Tensor], gradient: Tensor, segments: Sequence[Segment], update: Update
     ) -> None:
         """Apply one step in place; see `megatrain.optim.base.Optimizer.update`. Matrices come whole."""
-        for segment in segments:
-            if not self.is_matrix(segment.name, segment.shape):
-                self._update_other(blocks, gradient, segment, update)
-                continue
-            assert segment.stop - segment.start == math.prod(segment.shape), segment
-            rows, columns = segment.shape[-2:]
-            for start in range(segment.start, segment.stop, rows * columns):
-                # One by one: the directions of a matrix take less room than those of a stack.
-                inside = range(start, start + rows * columns)
-                direction = torch.empty(rows * columns, dtype=torch.bfloat16)
-                self._make_direction(blocks, gradient, inside, update, direction)
-                made = self.orthogonalize(direction.view(rows, columns))
-                self._apply_direction(blocks, inside, segment, update, made.reshape(-1))
+
+        def is_matrix(segment: Segment) -> bool:
+            return self.is_matrix(segment.name, segment.shape)
+
+        update_by_matrix(self, self.matrices, is_matrix, blocks, gradient, segments, update)
 
     def make_directions(
         self,
@@ -157,13 +171,13 @@ class Muon:
                 inside = range(segment.start, segment.stop)
                 self._make_direction(blocks, gradient, inside, update, directions[segment.start : segment.stop])
 
-    def orthogonalize(self, matrix: Tensor) -> Tensor:
-        """Return a matrix made orthogonal, in bf16."""
-        return orthogonalized(matrix, self.num_steps, self.coefficients, self.eps)
+    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
+        """Make a matrix orthogonal, in place."""
+        newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that this takes beside the matrix: three copies, and two products of the smaller side."""
-        return 3 * 2 * rows * columns + 2 * 2 * min(rows, columns) ** 2
+        """Return the bytes that this takes beside the matrix."""
+        return newton_schulz_bytes(rows, columns)
 
     def apply_directions(
         self,
@@ -193,41 +207,59 @@ class Muon:
         self.adamw.update(own, gradient[inside], (replace(segment, start=0, stop=size),), update)
 
     def _make_direction(
-        self, blocks: Mapping[str, Tensor], gradient: Tensor, elements: range, update: Update, direction: Tensor
+        self, blocks: Mapping[str, Tensor], gradient: Tensor, elements: range, update: Update, directions: Tensor
     ) -> None:
+        from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
+
+        num_elements = gradient.numel()
         assert update.step >= 1, update.step
-        assert 0 <= elements.start <= elements.stop <= gradient.numel(), (elements, gradient.numel())
-        for piece in _pieces(elements):
-            g = gradient[piece].to(torch.float32) * update.grad_scale
-            m = blocks["m"][piece]
-            m.lerp_(g, 1.0 - self.momentum)
-            made = g.lerp_(m, self.momentum) if self.nesterov else m
-            direction[piece.start - elements.start : piece.stop - elements.start] = made
+        assert 0 <= elements.start <= elements.stop <= num_elements, (elements, num_elements)
+        moments = flat_block("m", blocks["m"], torch.float32, num_elements)
+        grad = flat_gradient(gradient)
+        made = flat_block("directions", directions, torch.bfloat16, len(elements))
+        scalars = [np.float32(scalar) for scalar in (update.grad_scale, self.momentum, 1.0 - self.momentum)]
+        self.threads.run(
+            partial(
+                kernels.muon_direction,
+                moments[start:stop],
+                grad[start:stop],
+                made[start - elements.start : stop - elements.start],
+                *scalars,
+                self.nesterov,
+            )
+            for start, stop in cut(elements.start, elements.stop)
+        )
 
     def _apply_direction(
-        self, blocks: Mapping[str, Tensor], elements: range, segment: Segment, update: Update, direction: Tensor
+        self, blocks: Mapping[str, Tensor], elements: range, segment: Segment, update: Update, directions: Tensor
     ) -> None:
         """Update the weights of some elements of a matrix, or of a stack of them."""
+        from megatrain.optim import kernels
+
         rows, columns = segment.shape[-2:]
         lr = update.lr * segment.lr_scale
         ratio = math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
-        for piece in _pieces(elements):
-            made = direction[piece.start - elements.start : piece.stop - elements.start]
-            if "low" not in blocks:
-                blocks["weight"][piece].mul_(1.0 - lr * segment.weight_decay).add_(made, alpha=-lr * ratio)
-                continue
-            master = torch.empty(len(made), dtype=torch.float32)
-            high, low = blocks["weight"][piece], blocks["low"][piece]
-            decode(high, low, master)
-            master.mul_(1.0 - lr * segment.weight_decay).add_(made, alpha=-lr * ratio)
-            encode(master, high, low)
+        weight, low = flat_master(blocks, len(blocks["weight"]))
+        made = flat_block("directions", directions, torch.bfloat16, len(elements))
+        scalars = np.float32(1.0 - lr * segment.weight_decay), np.float32(lr * ratio)
+        self.threads.run(
+            partial(
+                kernels.muon_apply,
+                weight[start:stop],
+                low if low is None else low[start:stop],
+                made[start - elements.start : stop - elements.start],
+                *scalars,
+            )
+            for start, stop in cut(elements.start, elements.stop)
+        )
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
-        """Compile or load AdamW's kernels for these kinds of master and gradient."""
+        """Compile or load the kernels for these kinds of master and gradient."""
+        formats = list(formats)
         self.adamw.warm_up(formats)
-
-
-def _pieces(elements: range) -> Iterator[slice]:
-    """Yield ranges of at most `_PIECE_ELEMENTS`."""
-    for start in range(elements.start, elements.stop, _PIECE_ELEMENTS):
-        yield slice(start, min(start + _PIECE_ELEMENTS, elements.stop))
+        matrix, numbers = Segment(0, 1, 0.0, shape=(1, 1)), Update(step=1, lr=0.0)
+        for split_master, dtype in formats:
+            blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
+            directions = torch.zeros(1, dtype=torch.bfloat16)
+            self._make_direction(blocks, torch.zeros(1, dtype=dtype), range(1), numbers, directions)
+            self._apply_direction(blocks, range(1), matrix, numbers, directions)

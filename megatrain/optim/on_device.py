@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.average import EMA, WeightAverage
-from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
+from megatrain.optim.base import (
+    FORMATS,
+    GRADIENT_DTYPES,
+    Format,
+    MatrixOptimizer,
+    Segment,
+    StateKind,
+    Update,
+    master_kinds,
+)
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
 from megatrain.optim.moments import code_of, is_signed
@@ -239,6 +248,8 @@ def device_optimizer(optimizer: Optimizer, device: torch.device) -> Optimizer:
         DeviceKernelError: This optimizer runs on the host alone; the text says why.
     """
     updating = optimizer.inner if isinstance(optimizer, WeightAverage) else optimizer
+    if isinstance(updating, MatrixOptimizer):
+        raise DeviceKernelError(f"of {type(updating).__name__}'s, the GPU makes the matrix products alone")
     if not isinstance(updating, ElementwiseOptimizer):
         raise DeviceKernelError(f"{type(updating).__name__} has no kernel for a GPU")
     if device.type == "cpu":

@@ -97,6 +97,9 @@ class Traffic:
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
+        for op in tape.ops:
+            for link, nbytes in self._program.direction_bytes(op.tick).items():
+                moved[link] += nbytes
         if not self._program.shares.are_whole:
             moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
             for op in tape.ops:

@@ -40,6 +40,7 @@ from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.average import EMA
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
+from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step, flops_per_token
@@ -355,8 +356,8 @@ def _place(
         workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
         budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
-        extra = _update_workspace_bytes(subject, program)
-        budgets["ram"] = replace(budgets["ram"], workspace_bytes=budgets["ram"].workspace_bytes + extra)
+        for tier, nbytes in _update_workspace_bytes(subject, program).items():
+            budgets[tier] = replace(budgets[tier], workspace_bytes=budgets[tier].workspace_bytes + nbytes)
         for tier, capacity in (capacities or {}).items():
             budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
         return budgets
@@ -574,17 +575,23 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
     return frozenset(graph.owner_of.get(name, name) for name in names)
 
 
-def _update_workspace_bytes(subject: _Subject, program: StepProgram) -> int:
-    """Return what an update takes in RAM beside its blocks, where the optimizer says so, or ranks share matrices."""
+def _update_workspace_bytes(subject: _Subject, program: StepProgram) -> dict[str, int]:
+    """Return what updates take beside their blocks, by tier: where the optimizer says so, or ranks share matrices."""
+    optimizer, layouts = subject.optimizer, [each for each in subject.graph.layouts.values() if each.trainable]
+    taken: dict[str, int] = {}
+    if isinstance(optimizer, MatrixOptimizer) and subject.compute_tier != "ram":
+        shapes = matrix_shapes(optimizer, layouts)
+        nbytes = device_bytes(optimizer, subject.run.traced_on, shapes)
+        taken = {"ram": host_bytes(shapes) + optimizer.piece_bytes, subject.compute_tier: round_up(nbytes, PAGE_BYTES)}
     if program.dealt:
-        assert isinstance(subject.optimizer, MatrixOptimizer), subject.optimizer
+        assert isinstance(optimizer, MatrixOptimizer), optimizer
+        pieces = 0 if taken else optimizer.piece_bytes
         most = max(dealt.workspace_bytes for dealt in program.dealt.values())
-        return round_up(most + subject.optimizer.piece_bytes, PAGE_BYTES)
-    bytes_of = getattr(subject.optimizer, "workspace_bytes", None)
-    if bytes_of is None:
-        return 0
-    trained = (layout for layout in subject.graph.layouts.values() if layout.trainable)
-    return max((bytes_of(entry) for layout in trained for entry in layout.entries), default=0)
+        taken["ram"] = round_up(taken.get("ram", 0) + most + pieces, PAGE_BYTES)
+    bytes_of = getattr(optimizer, "workspace_bytes", None)
+    if taken or bytes_of is None:
+        return taken
+    return {"ram": max((bytes_of(entry) for layout in layouts for entry in layout.entries), default=0)}
 
 
 def _on_device(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:

@@ -157,6 +157,7 @@ class DealtLayout:
         own: matrices of the rank, in order.
         length: of its share.
         num_own: elements of its matrices.
+        scratch_bytes: what making one of them orthogonal takes beside it, at most.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class DealtLayout:
         self.own = [matrix for matrix in matrices if matrix.owner == rank]
         self.num_own = sum(matrix.numel for matrix in self.own)
         self.length, self.directions, self.loans = length, directions, loans
-        self._scratch_bytes = max((scratch_bytes(matrix.rows, matrix.columns) for matrix in self.own), default=0)
+        self.scratch_bytes = max((scratch_bytes(matrix.rows, matrix.columns) for matrix in self.own), default=0)
 
     def bytes_by_link(self, num_hosts: int) -> dict[str, int]:
         """Return what the update of the layout moves between this rank and others, in RAM."""
@@ -203,7 +204,7 @@ class DealtLayout:
         ends = _DIRECTION_BYTES * (self.length + self.num_own)
         dealing = ends + _travelling(self.directions, _DIRECTION_BYTES)
         # The share's directions are gone while matrices are made orthogonal.
-        computing = _DIRECTION_BYTES * self.num_own + self._scratch_bytes
+        computing = _DIRECTION_BYTES * self.num_own + self.scratch_bytes
         return lent + max(lending, dealing, computing)
 
 

@@ -65,6 +65,50 @@ def test_homes_in_gpu_memory_change_no_bit(
         assert set(result.plan.placement.homes.values()) == {"gpu"} and not any(result.plan.traffic.values())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        ("bfloat16", ""),
+        pytest.param("bfloat16", "ema_decay = 0.9", marks=pytest.mark.slow),
+        pytest.param("float32", NO_CHECKS, marks=pytest.mark.slow),
+    ],
+)
+def test_matrices_are_made_orthogonal_on_the_device(
+    dtype: str, optimizer: str, virtual: VirtualCuda | None, tmp_path: Path
+) -> None:
+    """Wherever blocks are at home: the bits are the device's, and what crosses the bus is planned."""
+    model = write_tiny_model(tmp_path / "model")
+    results: list[TieredRun] = []
+    for gpu, nvme, tables in (("160MiB", 0, {"placement": ALL_RAM}), ("160MiB", 0, {}), ("44MiB", 1, {"ram": "9MiB"})):
+        text = config_text(
+            tmp_path,
+            model,
+            nvme=nvme,
+            device="cuda",
+            gpu=gpu,
+            optimizer=f'optim = "muon"\n{optimizer}',
+            precision=f'compute_dtype = "{dtype}"',
+            **tables,
+        )
+        if virtual is not None:
+            virtual.peak_bytes = virtual.allocated_bytes
+        results.append(run_config(text, tmp_path / f"run{len(results)}", num_steps=NUM_STEPS))
+        if virtual is not None:
+            assert virtual.peak_bytes <= parse_size(gpu)
+        results[-1].assert_same(results[0])
+        results[-1].assert_as_planned()
+        graph = results[-1].plan.graph
+        vocabulary = [entry for entry in graph.layouts["model.embed_tokens"].entries]
+        matrices = [
+            entry
+            for layout in graph.layouts.values()
+            for entry in layout.entries
+            if len(entry.shape) == 2 and entry not in vocabulary
+        ]
+        sent = NUM_STEPS * 2 * sum(entry.numel for entry in matrices)
+        assert dict(results[-1].moved_beside) == {"ram->gpu": sent, "gpu->ram": sent}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", ["", NO_CHECKS, BY_LAYER, 'optim = "lion"'])
 def test_updates_that_are_shared_between_host_and_device_change_no_bit(

@@ -129,8 +129,12 @@ def test_every_optimizer(
     result.assert_as_planned()
     there, all_groups = groups_on_gpu(result)
     if optim in ("adafactor", "muon"):
-        name = optim.capitalize()
-        assert there == 0 and f"updates are made in ram: {name} has no kernel for a GPU" in messages(result.plan)
+        why = {
+            "adafactor": "Adafactor has no kernel for a GPU",
+            "muon": "of Muon's, the GPU makes the matrix products alone",
+        }
+        assert there == 0 and f"updates are made in ram: {why[optim]}" in messages(result.plan)
+        assert (result.moved_beside.get("ram->gpu", 0) > 0) == (optim == "muon")
         assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
     else:
         assert there > 0 and (gpu != "64MiB" or there == all_groups)
