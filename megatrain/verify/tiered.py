@@ -36,7 +36,8 @@ class TieredRun:
         files: by name, of the model.
         link_bytes: bytes moved by each link, over all starts of the run.
         planned_link_bytes: what the plan promised for them.
-        planned_is_most: less may move: experts that no token goes to stay where they are.
+        planned_is_most: less may move: experts that no token goes to stay where they are, as do directions of matrices
+            without a gradient.
         high_water_bytes: peak bytes in use, by tier.
         capacity_bytes: capacity, by tier.
     """
@@ -84,7 +85,9 @@ def train(trainer: Trainer, before: TieredRun | None = None) -> TieredRun:
         raise KeyboardInterrupt
     assert summary.export_dir is not None, summary
     planned = _planned_bytes(trainer.plan, len(run.losses) - done)
-    run.planned_is_most = any(visit.chance_of_no_token for visit in trainer.plan.trace.visits)
+    plan = trainer.plan
+    run.planned_is_most = any(visit.chance_of_no_token for visit in plan.trace.visits)
+    run.planned_is_most |= bool(plan.program.sent_elements)
     for link, nbytes in summary.link_bytes.items():
         run.link_bytes[link] = run.link_bytes.get(link, 0) + nbytes
         run.planned_link_bytes[link] = run.planned_link_bytes.get(link, 0) + planned.get(link, 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,30 @@ def test_losses_are_those_of_torchs_optimizer(virtual: VirtualCuda | None, tmp_p
     expected = train(model, torch.optim.AdamW(model.parameters(), foreach=False, **KERNELS))
     losses, _ = tiered(tmp_path, torch.float32, ["ram"])
     assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_muons_products_are_made_where_the_parameters_are(virtual: VirtualCuda | None, tmp_path: Path) -> None:
+    """As torch's are, wherever the state is; a matrix that comes later gets room as well."""
+
+    def run(make: Callable[..., torch.optim.Optimizer], **options: Any) -> tuple[list[float], Tensor]:
+        model = make_model(torch.float32)
+        matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+        optimizer = make(matrices[:1], lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw", **options)
+        optimizer.add_param_group({"params": matrices[1:]})
+        losses = train(model, optimizer)
+        if isinstance(optimizer, megatrain.TieredMuon):
+            assert optimizer._on_gpu is not None
+            assert optimizer._on_gpu.moved_bytes == STEPS * 2 * sum(matrix.numel() for matrix in matrices)
+        return losses, torch.cat([matrix.detach().cpu().reshape(-1) for matrix in matrices])
+
+    found = {}
+    for home in ("ram", "nvme"):
+        with megatrain.open_store(ram="2MiB", nvme=tmp_path / home, nvme_size="16MiB") as store:
+            found[home] = run(megatrain.TieredMuon, store=store, state=[home])
+    assert found["ram"][0] == found["nvme"][0] and torch.equal(found["ram"][1], found["nvme"][1])
+    losses, weights = run(torch.optim.Muon)
+    assert found["ram"][0] == pytest.approx(losses, rel=1e-3)
+    assert torch.allclose(found["ram"][1], weights, atol=1e-3)
 
 
 def stepped(gradients: Sequence[Any]) -> Tensor:

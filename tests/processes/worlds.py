@@ -187,8 +187,9 @@ def train(
         store.wait_idle()
         moved = store.stats() - before
         result.moved = {link: stats.num_bytes for link, stats in moved.links.items()}
+        for link, nbytes in engine.moved_bytes.items():
+            result.moved[link] = result.moved.get(link, 0) + nbytes
         if isinstance(engine, RankedStepEngine):
-            result.moved.update(engine.moved_bytes)
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
             planned = [dealt.workspace_bytes for dealt in plan.program.dealt.values()]
             result.update_window = engine.update_window_bytes, max(planned, default=0)
