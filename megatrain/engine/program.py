@@ -795,6 +795,7 @@ class ProgramBuilder:
                     state_kinds,
                     self._shares,
                     matrix_optimizer.orthogonalize_bytes if compute_tier == "ram" else lambda rows, columns: 0,
+                    matrix_optimizer.orthogonalize_flops,
                 )
         # Matrices of this rank that go to the compute device and come back in an update.
         self._sent_elements = {

@@ -166,6 +166,10 @@ class MatrixWeightAverage(WeightAverage):
         """Return the bytes that it takes."""
         return self.inner.orthogonalize_bytes(rows, columns)
 
+    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+        """Return the operations that it takes."""
+        return self.inner.orthogonalize_flops(rows, columns)
+
     def apply_directions(
         self,
         blocks: Mapping[str, Tensor],

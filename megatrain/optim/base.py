@@ -245,6 +245,10 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Return the bytes that this takes beside the matrix."""
         ...
 
+    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+        """Return the operations that this takes: ranks share matrices by it, and the plan predicts its time."""
+        ...
+
     def apply_directions(
         self,
         blocks: Mapping[str, Tensor],

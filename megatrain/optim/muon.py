@@ -179,6 +179,11 @@ class Muon:
         """Return the bytes that this takes beside the matrix."""
         return newton_schulz_bytes(rows, columns)
 
+    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+        """Return the operations that this takes: two products with the matrix, and one of squares, in each step."""
+        small, large = sorted((rows, columns))
+        return self.num_steps * (4 * small * small * large + 2 * small**3)
+
     def apply_directions(
         self,
         blocks: Mapping[str, Tensor],

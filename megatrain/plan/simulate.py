@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
-from megatrain.plan.estimate import flops_per_token, tick_flops
+from megatrain.plan.estimate import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.placement import FOLDER
 from megatrain.ranks.shares import NETWORK, PEER
 from tiered import Belady, TieredStore
@@ -38,6 +38,8 @@ class SimulatedRates:
         flops_per_s: achieved in forward and backward.
         update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
+        products_flops_per_s: of products on a GPU that make matrices orthogonal within updates on the host; None: there
+            are none, or they are part of ``update_params_per_s``.
         peer_bytes_per_s: each direction between the ranks of a host.
         network_bytes_per_s: each direction between hosts, for each rank.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
@@ -51,6 +53,7 @@ class SimulatedRates:
     computing_s_per_nvme_byte: float = 0.0
     seconds_per_nvme_copy: float = 0.0
     gpu_update_params_per_s: float | None = None
+    products_flops_per_s: float | None = None
     folder_bytes_per_s: float = 1e12
     peer_bytes_per_s: float = 1e12
     network_bytes_per_s: float = 1e12
@@ -63,6 +66,8 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         return None
     seconds, traffic = estimate.seconds, plan.traffic
     on_host, on_gpu = (plan.num_updated(on_gpu=there) for there in (False, True))
+    products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
+    assert not (on_gpu and products), "whole updates on a GPU are of optimizers without such products"
     flops = flops_per_token(plan) * estimate.tokens_per_step
     on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
@@ -71,7 +76,8 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         folder_bytes_per_s=traffic[f"{FOLDER}->ram"] / seconds[FOLDER] if FOLDER in seconds else 1e12,
         flops_per_s=flops / seconds["compute"],
         update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
-        gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if seconds.get("gpu optimizer") else None,
+        gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if on_gpu and "gpu optimizer" in seconds else None,
+        products_flops_per_s=products / seconds["gpu optimizer"] if products and "gpu optimizer" in seconds else None,
         bus_bytes_per_s=on_bus,
         peer_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if PEER in link), 1e12),
         network_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if NETWORK in link), 1e12),
@@ -152,7 +158,7 @@ class _Replay:
         self.peer_wait_s = 0.0
         self._peer_free_s = 0.0
         self._gathered_s: dict[tuple[str, int], float] = {}  # when the full copies of a tick are there
-        self._flops = tick_flops(plan)
+        self._flops, self._products = tick_flops(plan), matrix_flops(plan)
         self._drive: SimulatedChannel | None = None
         # Kernels are queued: the step's thread goes on to an update on the host while a GPU computes.
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
@@ -212,7 +218,7 @@ class _Replay:
 
     def _run(self, op: Op) -> None:
         self._wait_for_peers(self._gathered_s.pop((op.phase, op.visit), 0.0))
-        seconds = self._not_hidden(op, self._seconds(op)) / (1 + len(op.passing))
+        seconds = (self._not_hidden(op, self._seconds(op)) + self._products_s(op)) / (1 + len(op.passing))
         with self.store.acquire_many([(use.key, op.tier, use.mode) for use in op.held]):
             self._copies.leased(op.held)
             self._compute(seconds)
@@ -256,6 +262,11 @@ class _Replay:
             return seconds
         hidden, self._queued_s = min(seconds, self._queued_s), 0.0
         return seconds - hidden
+
+    def _products_s(self, op: Op) -> float:
+        """Return what a GPU takes for products within an update on the host: it computes no layers meanwhile."""
+        rate = self._rates.products_flops_per_s
+        return self._products.get(op.visit, 0) / rate if rate and op.phase == "update" else 0.0
 
     @property
     def _num_copies(self) -> int:

@@ -227,6 +227,7 @@ def deal(
     kinds: Sequence[StateKind],
     shares: Shares,
     scratch_bytes: Callable[[int, int], int],
+    flops: Callable[[int, int], int],
 ) -> DealtLayout:
     """Return what ranks move for the update of a layout that is not cut into parts.
 
@@ -236,6 +237,7 @@ def deal(
         kinds: of state; those with `elements_of` are lent.
         shares: of this rank.
         scratch_bytes: of rows and columns: what work on a matrix takes beside it.
+        flops: likewise: its operations, by which matrices are dealt.
     """
     whole = range(layout.num_elements)
     places: list[tuple[str, int, int, int]] = []
@@ -244,7 +246,7 @@ def deal(
             rows, columns = entry.shape[-2:]
             starts = range(entry.offset, entry.offset + entry.numel, rows * columns)
             places += [(entry.name, start, rows, columns) for start in starts]
-    owners = deal_by_cost([_cost(rows, columns) for _, _, rows, columns in places], shares.size)
+    owners = deal_by_cost([flops(rows, columns) for _, _, rows, columns in places], shares.size)
     matrices = [DealtMatrix(*place, owner) for place, owner in zip(places, owners, strict=True)]
 
     def directions() -> Iterator[Move]:
@@ -261,12 +263,6 @@ def deal(
     loans = {kind.name: _lend(layout, kind, shares) for kind in kinds if kind.elements_of is not None}
     moves = Moves(directions(), shares.rank, shares.size)
     return DealtLayout(matrices, shares.num_elements(whole), moves, loans, shares.rank, scratch_bytes)
-
-
-def _cost(rows: int, columns: int) -> int:
-    """Return what a step of the iteration takes: two products with the matrix, and one of its small square."""
-    small = min(rows, columns)
-    return 2 * small * small * max(rows, columns) + small**3
 
 
 def _lend(layout: UnitLayout, kind: StateKind, shares: Shares) -> Loan:

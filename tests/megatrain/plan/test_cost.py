@@ -26,7 +26,7 @@ from megatrain.plan.machine import (
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
-from megatrain.plan.simulate import measured_rates
+from megatrain.plan.simulate import measured_rates, simulate_step
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 
@@ -238,6 +238,63 @@ def test_the_rate_of_another_optimizer_is_not_taken(plan: Plan, tmp_path: Path) 
 
     other = replace(plan, optimizer=Other())  # type: ignore[arg-type]
     assert estimate(other, tmp_path).unmeasured == ("optimizer",)
+
+
+def planned_with(folder: Path, optimizer: str, **tables: str) -> Plan:
+    path = config_at(folder, nvme=0, optimizer=optimizer, **tables)
+    return plan_run(resolve(load_config(path).config))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "touched"),
+    [
+        ('optim = "lion"', 20),
+        ('optim = "sgd"\nsgd_momentum = 0.0', 12),
+        ("ema_decay = 0.9", 36),
+        ('state_dtype = "int8"', None),
+        ('optim = "adafactor"', None),
+    ],
+)
+def test_optimizers_that_move_bytes_alone_take_as_long_as_these_do(
+    optimizer: str, touched: int | None, tmp_path: Path
+) -> None:
+    """AdamW moves 28 of a parameter; of coded moments the code takes longer."""
+    plan = planned_with(tmp_path, optimizer)
+    found = estimate(plan, tmp_path)
+    if touched is None:
+        assert found.unmeasured == ("optimizer",)
+        return
+    assert found.seconds["optimizer"] == pytest.approx(plan.num_updated(on_gpu=False) * touched / 28 / 1e8)
+    assert any("this optimizer was not timed" in line for line in estimate_lines(found))
+    assert not any("not timed" in line for line in estimate_lines(estimate(planned_with(tmp_path, ""), tmp_path)))
+
+
+def test_muons_products_take_their_time_where_the_model_computes(tmp_path: Path) -> None:
+    plan = planned_with(tmp_path, 'optim = "muon"', gpu="24MiB")
+    shapes = [
+        (entry.shape[0], entry.shape[1])
+        for layout in plan.graph.layouts.values()
+        for entry in layout.entries
+        if len(entry.shape) == 2 and "embed" not in entry.name
+    ]
+    flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in shapes)
+    rest = 20 / 28 / 1e8 * sum(rows * columns for rows, columns in shapes)
+    rates = {"cpu/float32": 1e11, "cuda/float32": 1e11, "cpu/bfloat16": flops / 2, "cuda/bfloat16": flops / 3}
+    on_cpu = estimate(plan, tmp_path, matmul_flops_per_s=rates).seconds
+    assert on_cpu["optimizer"] == pytest.approx(rest + 2, rel=0.01)
+    assert "gpu optimizer" not in on_cpu
+    gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    plan = replace(plan, run=replace(plan.run, device=torch.device("cuda")))
+    found = estimate(plan, tmp_path, matmul_flops_per_s=rates, gpu=gpu)
+    assert found.seconds["optimizer"] == pytest.approx(on_cpu["optimizer"] - 2)
+    assert found.seconds["gpu optimizer"] == pytest.approx(3)
+    assert found.step_s is not None and found.step_s > 3
+    simulated = measured_rates(replace(plan, estimate=found))
+    assert simulated is not None and simulated.products_flops_per_s == pytest.approx(flops / 3)
+    without = simulate_step(plan, 384, replace(simulated, products_flops_per_s=None))
+    assert simulate_step(plan, 384, simulated).step_s == pytest.approx(without.step_s + 3, rel=0.01)
+    del rates["cuda/bfloat16"]
+    assert estimate(plan, tmp_path, matmul_flops_per_s=rates, gpu=gpu).unmeasured == ("gpu optimizer",)
 
 
 def test_old_figures_are_said_to_be_old(plan: Plan, tmp_path: Path) -> None:

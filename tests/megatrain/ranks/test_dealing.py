@@ -25,7 +25,14 @@ KINDS = OPTIMIZER.state_kinds(True)
 def dealt(size: int) -> list[DealtLayout]:
     """Return the view of each rank."""
     return [
-        deal(LAYOUT, OPTIMIZER.is_matrix_of, KINDS, Shares(rank, size), OPTIMIZER.orthogonalize_bytes)
+        deal(
+            LAYOUT,
+            OPTIMIZER.is_matrix_of,
+            KINDS,
+            Shares(rank, size),
+            OPTIMIZER.orthogonalize_bytes,
+            OPTIMIZER.orthogonalize_flops,
+        )
         for rank in range(size)
     ]
 
