@@ -218,7 +218,12 @@ class Reference:
             "dtype": str(run.dtype),
             "device": self._plan.device.type,
             "attention": self._plan.graph.model.config._attn_implementation,
-            "kernels": [run.model.compile_backend, run.model.use_liger_kernel, run.model.mlp_rows],
+            "kernels": [
+                run.model.compile_backend,
+                run.model.use_liger_kernel,
+                run.model.mlp_rows,
+                run.model.cuts_experts,  # a sum over parts has other bits
+            ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

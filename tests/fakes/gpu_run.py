@@ -17,14 +17,14 @@ from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
 from megatrain.engine import visit
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.trace import trace_visits
+from megatrain.engine.trace import trace_generation, trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
 from megatrain.optim import clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError
-from megatrain.plan import plan, planner
+from megatrain.plan import forward, plan, planner
 from oracles.tiered_run import config_text
 from tiered import MiB
 
@@ -36,8 +36,10 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
     """Let ``device = "cuda"`` mean a device in software with so much memory, for the whole product."""
     device = VirtualCuda(total_bytes)
     patches = [
-        # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process.
+        # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process. The
+        # device's mode comes before that of fake tensors, too: what a trace makes up would be allocated.
         mock.patch.object(planner, "trace_visits", _trace_on_cpu),
+        mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # Made inside of torch, by its own idea of the device.
         mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
@@ -57,6 +59,10 @@ _CPU = torch.device("cpu")
 
 def _trace_on_cpu(*args: Any, device: Any, **options: Any) -> VisitTrace:
     return trace_visits(*args, device=_CPU, **options)
+
+
+def _trace_generation_on_cpu(*args: Any, device: Any, **options: Any) -> tuple[VisitTrace, dict[int, int]]:
+    return trace_generation(*args, device=_CPU, **options)
 
 
 def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:

@@ -65,6 +65,10 @@ class VirtualTensor(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
+    def tolist(self) -> Any:
+        """Copy it to the host first, which torch does inside, but not of a tensor of another class."""
+        return self.cpu().tolist()
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
 

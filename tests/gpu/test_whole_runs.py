@@ -19,6 +19,7 @@ from processes.saved_run import NVME, ROOT, SavedRun, end, make_run
 LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 STEPS = 6
 EVALUATION = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_steps = 3\n'
+SAMPLES = "predict_with_generate = true\nmax_predict_samples = 3\nmax_new_tokens = 5\n"
 ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
 #: Placement, and what the GPU tier may take: "" for all that there is.
 SIZES = {
@@ -97,6 +98,34 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_stopped(
         done = run.call(*words)
         assert done.exit_code == 0, done.output
     assert "done" in run.call("status", run.out).output
+
+
+@pytest.fixture(scope="module")
+def sampled_on_cpu(model: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What a run on the CPU continues its held-out rows with."""
+    run = model.copy(tmp_path_factory.mktemp("on_cpu") / "run")
+    done = run.run(steps=3, more=f"{EVALUATION}{SAMPLES}")
+    assert done.exit_code == 0, done.output
+    return samples(run)
+
+
+def samples(run: SavedRun) -> list[Any]:
+    rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    return [row["samples"] for row in rows if row.get("event") == "evaluation"]
+
+
+@pytest.mark.parametrize("size", list(reversed(SIZES)))
+def test_evaluations_continue_rows_as_on_a_cpu(
+    size: str, model: SavedRun, tmp_path: Path, sampled_on_cpu: list[Any]
+) -> None:
+    run = model.copy(tmp_path / "run")
+    values = tables(*SIZES[size]) | {"dtype": "float32", "steps": 3}
+    values["more"] = values["more"].replace(EVALUATION, f"{EVALUATION}{SAMPLES}")
+    done = run.run(**values)
+    assert done.exit_code == 0, done.output
+    assert len(sampled_on_cpu) == 1 and len(sampled_on_cpu[0]) == 3
+    assert all(sample["generated"] for sample in sampled_on_cpu[0])
+    assert samples(run) == sampled_on_cpu
 
 
 @pytest.mark.slow

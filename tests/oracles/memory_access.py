@@ -99,3 +99,26 @@ class MemoryAccess:
                 gradients[name] = gradients[name] + accumulator if name in gradients else accumulator
         self._accumulators, self._filled = {}, {}
         return gradients
+
+
+def cut_like(graph: ModelGraph, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model under the names of a graph's, cut as its experts are."""
+    entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
+    return {
+        entry.name: whole[entry.parameter]
+        .detach()
+        .reshape(-1)[entry.first : entry.first + entry.numel]
+        .view(entry.shape)
+        for entry in entries
+        if entry.parameter in whole
+    }
+
+
+def joined(graph: ModelGraph, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what ``cut_like`` was given."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for layout in graph.layouts.values():
+        for entry in layout.entries:
+            if entry.name in parts:
+                found.setdefault(entry.parameter, []).append(parts[entry.name])
+    return {name: torch.cat(tensors) if len(tensors) > 1 else tensors[0] for name, tensors in found.items()}

@@ -142,6 +142,12 @@ METHODS = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "nf4 experts": Method(
+        _NF4,
+        lambda weight: nf4(weight, nested=True),
+        family="qwen3_moe",
+        values={"hidden_size": 64, "head_dim": 16},
+    ),
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
     ),

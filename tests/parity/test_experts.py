@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pyarrow.parquet
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -37,13 +39,14 @@ from megatrain.plan.planner import parts_without_room, plan_run, workspace_bytes
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.run.metrics import RunObserver, StepMetrics
+from megatrain.scoring import Scorer, ScoreSummary
 from megatrain.trainer import Trainer
 from megatrain.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
-from oracles.memory_access import MemoryAccess
+from oracles.memory_access import MemoryAccess, cut_like, joined
 from oracles.quantize import quantized_pair
-from oracles.tiered_run import QUICKSTART, TieredRun, config_text, run_config
+from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, config_text, run_config
 from processes.worlds import RankResult, digests, run_world, train
 from tiered.units import PAGE_BYTES
 
@@ -68,28 +71,6 @@ def _parts(graph: ModelGraph) -> list[ExpertsPart]:
     return [unit.module for unit in graph.units if isinstance(unit.module, ExpertsPart)]
 
 
-def _cut_like(graph: ModelGraph, whole: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of the model under the names of the graph's, cut like these."""
-    entries = [entry for layout in graph.layouts.values() for entry in layout.entries]
-    return {
-        entry.name: whole[entry.parameter]
-        .detach()
-        .reshape(-1)[entry.first : entry.first + entry.numel]
-        .view(entry.shape)
-        for entry in entries
-        if entry.parameter in whole
-    }
-
-
-def _joined(graph: ModelGraph, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found: dict[str, list[torch.Tensor]] = {}
-    for layout in graph.layouts.values():
-        for entry in layout.entries:
-            if entry.name in parts:
-                found.setdefault(entry.parameter, []).append(parts[entry.name])
-    return {name: torch.cat(tensors) if len(tensors) > 1 else tensors[0] for name, tensors in found.items()}
-
-
 def _compare_with_hugging_face(config: Any) -> ModelGraph:
     batches = padded_batches()
     model = build_model(config)
@@ -99,11 +80,11 @@ def _compare_with_hugging_face(config: Any) -> ModelGraph:
     for name, buffer in graph.model.named_buffers():
         if name in graph.persistent_buffers():
             buffer.copy_(buffers[name])
-    access = MemoryAccess(graph, _cut_like(graph, dict(model.named_parameters())), torch.float32)
+    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
     loss = runner.forward_backward(batches, seed=SEED)
     gradients = access.finish()
-    assert_same_gradients(expected, loss.loss, _joined(graph, gradients))
+    assert_same_gradients(expected, loss.loss, joined(graph, gradients))
     kept_runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=range(1000))
     assert kept_runner.forward_backward(batches, seed=SEED) == loss
     kept = access.finish()
@@ -269,6 +250,20 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
     return num_micro_batches * saved, workspace, max(visit.held_nbytes for visit in trace.visits)
 
 
+class Told(RunObserver):
+    """Keeps what a run tells."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+        self.messages: list[str] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+
 def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: Any) -> Path:
     """Train four steps, or the first few of them; return ``output_dir``."""
     folder.mkdir(exist_ok=True)
@@ -316,7 +311,7 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
     drawn = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     initialize_tensors(graph.model, drawn, 5)
     for source, values in ((open_loader(model, graph), whole), (RandomWeights(graph.model, 5), drawn)):
-        expected = _cut_like(graph, values)
+        expected = cut_like(graph, values)
         for layout in graph.layouts.values():
             block = torch.zeros(layout.num_elements)
             for start in range(0, layout.num_elements, 3072):
@@ -325,31 +320,123 @@ def test_weights_are_loaded_and_drawn_in_ranges(family: str, tmp_path: Path) -> 
                 assert torch.equal(found, expected[name]), name
 
 
-@pytest.mark.slow
-def test_adapters_on_packed_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["nf4 experts", "mxfp4", "fp8 experts"])
+def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks have the packed bytes of their own experts, wherever they live, and together all of them."""
-    for method in ("mxfp4", "fp8 experts"):
-        model, _ = quantized_pair(tmp_path / method, method)
-        runs: dict[str, TieredRun] = {}
-        for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
-            monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", elements)
-            folder = tmp_path / method / name
-            text = split_config(folder, model, nvme=0, placement=f'weights = ["{homes}"]')
-            lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
-            runs[name] = run_config(text.replace("[training]", lora, 1), folder, num_steps=2)
-            runs[name].assert_as_planned()
-        runs["folder"].assert_same(runs["ram"])
-        assert runs["ram"].losses == pytest.approx(runs["whole"].losses, rel=2e-3)
-        packed = {
-            name: [block for block in run.plan.program.blocks.values() if block.num_packed]
-            for name, run in runs.items()
-        }
-        assert len(packed["ram"]) > len(packed["whole"])
-        of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
-        whole = sum(block.nbytes for block in packed["whole"])
-        # What is not packed in such a layer, norms and attention, is in blocks of its own now.
-        assert len(of_experts) >= 4 and sum(of_experts) <= whole, (method, [(b.key, b.nbytes) for b in packed["ram"]])
-        assert max(of_experts) < whole / 8, (method, of_experts, whole)
+    model, _ = quantized_pair(tmp_path, method)
+    runs: dict[str, TieredRun] = {}
+    for name, elements, homes in (("whole", 1 << 24, "ram"), ("folder", 1, "folder"), ("ram", 1, "ram")):
+        monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", elements)
+        text = split_config(tmp_path / name, model, nvme=0, placement=f'weights = ["{homes}"]')
+        lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
+        runs[name] = run_config(text.replace("[training]", lora, 1), tmp_path / name, num_steps=2)
+        runs[name].assert_as_planned()
+    runs["folder"].assert_same(runs["ram"])
+    assert runs["ram"].losses == pytest.approx(runs["whole"].losses, rel=2e-3)
+    packed = {
+        name: [block for block in run.plan.program.blocks.values() if block.num_packed] for name, run in runs.items()
+    }
+    assert len(packed["ram"]) > len(packed["whole"])
+    of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
+    whole = sum(block.nbytes for block in packed["whole"])
+    # What is not packed in such a layer, norms and attention, is in blocks of its own now.
+    assert len(of_experts) >= 4 and sum(of_experts) <= whole, [(b.key, b.nbytes) for b in packed["ram"]]
+    assert max(of_experts) < whole / 8, (of_experts, whole)
+
+
+TEXTS = ("Call me Ishmael.", "Some years ago, never mind how long precisely.", "There now is your insular city.")
+SCORED = {
+    "in the folder": ("placement.weights=folder", 'tiers.ram.size="3MiB"'),
+    "on a GPU": ("advanced.emulate_gpu=true", 'tiers.gpu.size="3MiB"', "placement.weights=folder"),
+    "one row a pass": ("training.gradient_accumulation_steps=1", "placement.weights=folder"),
+}
+
+
+@pytest.mark.parametrize("place", SCORED)
+def test_scores_are_those_of_transformers(place: str, mixture: Path, tmp_path: Path) -> None:
+    """With the same bits wherever the experts live."""
+
+    def score(name: str, *changes: str) -> tuple[Scorer, ScoreSummary, list[dict[str, Any]]]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        (folder / "score.toml").write_text(
+            f'''
+task = "sft"
+output_dir = "out"
+device = "cpu"
+model = {{ model_name_or_path = "{mixture}", split_experts = true }}
+precision.compute_dtype = "float32"
+data = {{ max_length = 32, packing = false, cache_dir = "none", train = [{{ path = "rows.jsonl" }}] }}
+training.per_device_train_batch_size = 1
+training.gradient_accumulation_steps = 3
+score = {{ top_k = 5, embeddings = "mean" }}
+tiers.ram.size = "64MiB"
+'''
+        )
+        scorer = Scorer(load_config(folder / "score.toml", overrides=changes).config)
+        summary = scorer.run()
+        tables = [pyarrow.parquet.read_table(path) for path in sorted((summary.folder / "parquet").glob("*.parquet"))]
+        rows = [row for table in tables for row in table.to_pylist()]
+        return scorer, summary, sorted(rows, key=lambda row: row["document"])
+
+    _, _, in_ram = score("ram")
+    scorer, summary, rows = score("placed", *SCORED[place])
+    assert _parts(scorer.plan.graph) and repr(rows) == repr(in_ram)
+    assert "folder" in scorer.plan.placement.homes.values()
+    # Experts that no token of a pass goes to stay where they are: what is planned is the most that moves.
+    assert all(nbytes <= summary.planned_bytes[link] for link, nbytes in summary.link_bytes.items())
+    assert summary.link_bytes["folder->ram"] > 0
+    for tier, budget in scorer.plan.budgets.items():
+        assert scorer.plan.totals[tier] <= budget
+    tokenizer = AutoTokenizer.from_pretrained(mixture)
+    model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
+    assert len(rows) == len(TEXTS)
+    for text, row in zip(TEXTS, rows, strict=True):
+        ids = torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id])[None][:, : row["num_tokens"]]
+        with torch.no_grad():
+            output = model(ids, output_hidden_states=True, use_cache=False)
+        logits = output.logits[0].log_softmax(-1)
+        positions = torch.tensor(row["positions"])
+        plain = logits[positions - 1].gather(1, ids[0, positions, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(row["log_probs"]), plain, rtol=1e-4, atol=1e-4)
+        top = logits[positions - 1].topk(5)
+        torch.testing.assert_close(torch.tensor(row["top_log_probs"]), top.values, rtol=1e-4, atol=1e-4)
+        mean = output.hidden_states[-1][0].mean(0)
+        torch.testing.assert_close(torch.tensor(row["embedding"]), mean, rtol=1e-3, atol=1e-3)
+
+
+PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
+
+
+@pytest.mark.parametrize("place", ["on NVMe", "partly on a GPU", "on NVMe, one micro-batch at a time"])
+def test_preferences_have_the_same_bits_everywhere(place: str, mixture: Path, tmp_path: Path) -> None:
+    """Of the reference, which is asked once and kept, and of each step. Whole layers have a reference of their own."""
+
+    def run(name: str, *, is_split: bool = True, **options: Any) -> tuple[list[Any], bytes, list[str]]:
+        folder = tmp_path / name.replace(" ", "_").replace(",", "")
+        folder.mkdir()
+        text = (split_config if is_split else config_text)(folder, mixture, **options)
+        text = text.replace('task = "pretrain"', 'task = "dpo"').replace("max_length = 64", "max_length = 80")
+        text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 2\nmax_steps = 2")
+        text = text.replace(str(QUICKSTART.parent / "loomings.txt"), str(PREFERENCES))
+        text = text.replace("[data]\n", f'[data]\nval_size = 20\ncache_dir = "{tmp_path / "cache"}"\n', 1)
+        text += '[checkpoint]\nsave_strategy = "no"\nmin_free_disk = "0MiB"\n[evaluation]\neval_strategy = "no"\n'
+        (folder / "run.toml").write_text(text)
+        told = Told()
+        Trainer(load_config(folder / "run.toml").config, observer=told).train()
+        figures = [(step.loss, step.grad_norm, dict(step.preferences)) for step in told.steps]
+        weights = (folder / "out/final/model.safetensors").read_bytes()
+        return figures, weights, [text for text in told.messages if text.startswith("reference")]
+
+    (_, (loss, *_)), _, asked = run("whole", is_split=False, nvme=0)
+    assert "computed" in asked[0]
+    first = run("in RAM", nvme=0)
+    assert "computed" in first[2][0]  # not that of whole layers, whose sums have other bits
+    assert first[0][1][0] == pytest.approx(loss, rel=1e-4) and loss != first[0][0][0]
+    shutil.rmtree(tmp_path / "cache" / "reference")
+    placed = run(place, **PLACEMENTS[place] | {"ram": "7MiB"} | ({"gpu": "8MiB"} if "GPU" in place else {}))
+    assert placed[:2] == first[:2] and "computed" in placed[2][0]
 
 
 def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
@@ -437,9 +524,9 @@ def test_idle_experts_are_not_leased() -> None:
     batch = {"input_ids": torch.tensor([[5, 5, 5]]), "labels": torch.tensor([[5, 5, 5]])}
     expected = train_step(model, [batch], SEED)
     graph = build_graph(config, cuts_experts=True)
-    access = MemoryAccess(graph, _cut_like(graph, dict(model.named_parameters())), torch.float32)
+    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     for kept in ((), range(1000)):
         runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)
-        assert_same_gradients(expected, loss.loss, _joined(graph, access.finish()))
+        assert_same_gradients(expected, loss.loss, joined(graph, access.finish()))
     assert len(access.skipped) >= 2 * 2 * len(_parts(graph)) * 5 // 8  # forward and backward, twice

@@ -21,10 +21,11 @@ from megatrain.engine.head import shifted_labels
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.objective import Objective
 from megatrain.engine.preferences import CollectedExamples, PreferenceLoss, mean_figures
+from megatrain.models import experts
 from megatrain.models.graph import build_graph
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
-from oracles.memory_access import MemoryAccess
+from oracles.memory_access import MemoryAccess, cut_like, joined
 from oracles.tiered_run import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,8 +49,8 @@ JUDGED = [
 ROWS, COLUMNS = 5, 300
 
 
-def config_of(**changes: Any) -> Any:
-    return tiny_config("llama", vocab_size=1024, **changes)
+def config_of(family: str = "llama", **changes: Any) -> Any:
+    return tiny_config(family, vocab_size=1024, **changes)
 
 
 def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, preferences: str) -> BatchLoader:
@@ -67,10 +68,10 @@ def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, preferences: s
 
 
 def make_runner(
-    config: Any, model: Any, objective: Objective | None, **options: Any
+    config: Any, model: Any, objective: Objective | None, *, cuts_experts: bool = False, **options: Any
 ) -> tuple[LayerRunner, MemoryAccess]:
-    graph = build_graph(config)
-    access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
+    graph = build_graph(config, cuts_experts=cuts_experts)
+    access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
     runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, objective=objective, **options)
     return runner, access
@@ -217,6 +218,25 @@ def test_losses_and_gradients_are_those_of_whole_logits(name: str) -> None:
         evaluated, _, means = collected.judge(setup.loss)
         assert evaluated == pytest.approx(loss, rel=1e-5)
         assert means == pytest.approx(figures, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "smoothed" else [pytest.mark.slow]) for name in ("smoothed", "kto")]
+)
+def test_experts_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients are those of whole layers where each expert is a unit of its own."""
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
+    setup = Setup(LOSSES[name], num_micro_batches=2, family="qwen3_moe")
+    expected = written_out(setup.loss, setup.batches, setup.policy, setup.reference)
+    expected.backward()
+    gradients = {name: weight.grad for name, weight in setup.policy.named_parameters()}
+    whole, figures, _ = setup.step()
+    graph = build_graph(setup.config, cuts_experts=True)
+    assert len(graph.layouts) > len(build_graph(setup.config).layouts)
+    loss, same, found = setup.step(cuts_experts=True)
+    assert loss == pytest.approx(expected.item(), rel=1e-5) and loss == pytest.approx(whole, rel=1e-5)
+    assert same == pytest.approx(figures, rel=1e-4, abs=1e-6)
+    assert_close(joined(graph, found), gradients)
 
 
 def trl_trainer(setup: Setup, tmp_path: Path) -> Any:

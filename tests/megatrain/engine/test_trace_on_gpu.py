@@ -17,7 +17,15 @@ from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.trace import CountingError, CountingMode, StepFlops, count_flops, step_flops, trace_visits
+from megatrain.engine.trace import (
+    CountingError,
+    CountingMode,
+    StepFlops,
+    count_flops,
+    step_flops,
+    trace_generation,
+    trace_visits,
+)
 from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
@@ -64,6 +72,14 @@ def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dt
     assert all(visit.forward_flops > 0 for visit in trace.visits if graph.units[visit.unit].is_layer)
     for name, buffer in graph.model.named_buffers():
         assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1]) and buffer.device.type == "cpu"
+
+
+def test_that_of_a_generation_as_well() -> None:
+    """Whose rooms for the cache, as large as one likes, are fake too."""
+    graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
+    (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
+    assert nbytes == same and min(nbytes.values()) > 0
+    assert trace.exact and [visit.unit for visit in trace.visits] == [visit.unit for visit in on_cpu.visits]
 
 
 def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, tuple[Any, ...]]:
