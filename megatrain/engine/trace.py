@@ -62,6 +62,7 @@ _TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add
 _IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
 _ANY_NBYTES = 1 << 50  # of a fake tensor
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
+_DEVICE_OF = torch.ops.prim.device.default
 _ROW_NBYTES = 32  # what a loss over preferences knows of each row, all rows of a micro-batch at once
 
 
@@ -763,6 +764,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF and not self._values:  # autograd asks hundreds of times for each layer
+            return func(*args)
         kwargs = kwargs or {}
         result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:

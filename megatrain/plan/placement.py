@@ -8,6 +8,7 @@ import math
 from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from statistics import median_low
 from typing import Literal
 
@@ -65,9 +66,11 @@ class Traffic:
         direct: Collection[tuple[str, str]] = (),
     ) -> None:
         self._program, self._order, self._homes, self._direct = program, order, homes, direct
+        self._routes: dict[tuple[str, str], list[tuple[str, str]]] = {}
         self._first = compile_step(program, homes, stays, updates=False)
-        pinned = compile_step(program, homes, stays, pinned=self._first.pinned).pinned
-        self._step = compile_step(program, homes, stays, pinned=pinned)
+        self._step = compile_step(program, homes, stays, pinned=self._first.pinned)
+        if (pinned := self._step.pinned) != self._first.pinned:
+            self._step = compile_step(program, homes, stays, pinned=pinned)
         self._last = compile_step(program, homes, stays, passes=False, pinned=pinned)
 
     def of_first_step(self) -> dict[str, int]:
@@ -108,7 +111,9 @@ class Traffic:
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
-        for a, b in _route(self._order, src, dst, self._direct):
+        if (src, dst) not in self._routes:
+            self._routes[src, dst] = _route(self._order, src, dst, self._direct)
+        for a, b in self._routes[src, dst]:
             moved[f"{a}->{b}"] += self._program.blocks[key].nbytes
 
 
@@ -119,7 +124,8 @@ class Stay:
     Attributes:
         start: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
         stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
-        held: ticks at which it takes room that it would not take anyway.
+        between: the ticks between them, at which it takes room that it would not take anyway.
+        ends: which of the two uses are such ticks as well.
         nbytes: of its slot.
     """
 
@@ -127,8 +133,25 @@ class Stay:
     tier: str
     start: int
     stop: int
-    held: tuple[int, ...]
+    between: tuple[range, ...]
+    ends: tuple[int, ...]
     nbytes: int
+
+    @property
+    def num_held(self) -> int:
+        """For how many ticks it takes room."""
+        return sum(map(len, self.between)) + len(self.ends)
+
+    @property
+    def held(self) -> Iterator[int]:
+        """All of these ticks."""
+        return chain(*self.between, self.ends)
+
+    def fits(self, left: Sequence[int]) -> bool:
+        """Return whether there is room for it: for every tick, the bytes that are left."""
+        if any(left[end] < self.nbytes for end in self.ends):
+            return False
+        return all(min(left[each.start : each.stop]) >= self.nbytes for each in self.between)
 
 
 def choose_stays(
@@ -147,8 +170,8 @@ def choose_stays(
     """
     left = {tier: list(by_tick) for tier, by_tick in room.items()}
     chosen: dict[tuple[int, str], int] = {}
-    for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (len(stay.held), stay.start)):
-        if not all(left[stay.tier][tick] >= stay.nbytes for tick in stay.held):
+    for stay in sorted(_possible(program, homes, slot_bytes), key=lambda stay: (stay.num_held, stay.start)):
+        if not stay.fits(left[stay.tier]):
             continue
         if buffers is None or stay.tier not in buffers or buffers[stay.tier].add(stay, len(program.ticks)):
             for tick in stay.held:
@@ -169,11 +192,11 @@ def _possible(
                 continue
             if key in tick.spent or mode == "w":  # dead by then, or not read
                 continue
-            between = [number % length for number in range(start + 1, stop + (0 if stop > start else length))]
+            between = [range(start + 1, stop)] if stop > start else [range(start + 1, length), range(stop)]
             # Of what passes through a tick only one group is in its working set; those that stay are all there.
             ends = [end for end in (start, stop) if key not in dict(program.ticks[end].held)]
             nbytes = slot_bytes[tier](program.blocks[key].nbytes)
-            yield Stay(key, tier, start, stop, (*between, *ends), nbytes)
+            yield Stay(key, tier, start, stop, tuple(each for each in between if each), tuple(ends), nbytes)
 
 
 def _uses(program: StepProgram) -> dict[str, list[tuple[int, str]]]:
@@ -698,14 +721,23 @@ class PlacementSolver:
         self._stay_share = stay_share
         #: key -> (tick, group) of its uses; group 0 is what the tick holds, others pass.
         self.groups_of: dict[str, list[tuple[int, int]]] = {key: [] for key in program.blocks}
+        #: key -> update ticks whose tier depends on its home, see ``StepProgram.tier_of``.
+        self.deciding: dict[str, list[int]] = {}
         modes: dict[str, list[Mode]] = {key: [] for key in program.blocks}
         for number, tick in enumerate(program.ticks):
             for group_number, group in enumerate((tick.held, *tick.passing)):
                 for key, mode in group:
                     self.groups_of[key].append((number, group_number))
                     modes[key].append(mode)
+            if tick.phase == "update":
+                for key, _ in tick.uses:
+                    self.deciding.setdefault(key, []).append(number)
+        #: tier -> key -> bytes of its slot there.
+        self.slots = {
+            tier.name: {key: tier.slot_bytes(block.nbytes) for key, block in program.blocks.items()} for tier in tiers
+        }
         self._num_moves = {key: sum((m != "w") + (m != "r") for m in of_key) for key, of_key in modes.items()}
-        self._stops: dict[tuple[str, str], frozenset[str]] = {}
+        self._stops: dict[tuple[str, str], tuple[str, ...]] = {}
         budget = self._tiers[program.compute_tier]
         self._residents = (
             None if budget.residency is None else ResidentChooser(program, budget.residency, budget.slot_bytes)
@@ -717,11 +749,30 @@ class PlacementSolver:
         Raises:
             DoesNotFitError: some tier is too small whatever goes where; it names the capacity that would do.
         """
+        return self.describe(self.settle())
+
+    def settle(self, open_bytes: Mapping[str, int] | None = None) -> Settled:
+        """Find a home for every block.
+
+        Args:
+            open_bytes: in the place of what the solver was made with.
+
+        Raises:
+            DoesNotFitError: as ``solve``.
+        """
+        if open_bytes is not None:
+            self._open_bytes = dict(open_bytes)
         state, ahead = self._best_fill()
         full = state.overfull(ahead=False)
         if full is not None:
             raise self._does_not_fit(full, state)
-        return self._describe(state, ahead=ahead)
+        # On a CPU alone a buffer that gives way costs page faults, and less than the room that none does.
+        kept = [name for name in ("gpu", "ram") if self._program.compute_tier == "gpu"]
+        return Settled(
+            state,
+            ahead,
+            {name: BufferRoom(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept},
+        )
 
     def _best_fill(self) -> tuple[_Fill, bool]:
         """Return the homes that save most; where the last tier cannot hold theirs, those that leave least there."""
@@ -803,11 +854,12 @@ class PlacementSolver:
         """Blocks with generations first: these take their bytes several times."""
         return (not block.is_saved, *self._promotion_key(block))
 
-    def stops(self, home: str, used_in: str) -> frozenset[str]:
-        """Return the tiers in which a use of a block needs room, its home left out."""
+    def stops(self, home: str, used_in: str) -> tuple[str, ...]:
+        """Return the tiers in which a use of a block needs room besides its home."""
         found = self._stops.get((home, used_in))
         if found is None:
-            found = frozenset({used_in, *(b for _, b in _route(self._order, home, used_in, self._direct))})
+            on_the_way = (b for _, b in _route(self._order, home, used_in, self._direct))
+            found = () if home == used_in else tuple(dict.fromkeys(t for t in (*on_the_way, used_in) if t != home))
             self._stops[home, used_in] = found
         return found
 
@@ -845,18 +897,17 @@ class PlacementSolver:
         solver = PlacementSolver(self._program, tiers, self._allowed, self._open_bytes, self._stay_share, self._given)
         return solver._best_fill()[0].peak(tier, ahead=False)
 
-    def _describe(self, state: _Fill, *, ahead: bool) -> Placement:
+    def describe(self, settled: Settled) -> Placement:
+        """Return the placement with these homes."""
+        state = settled.state
         home_bytes: dict[str, dict[Kind, int]] = {name: dict.fromkeys(KINDS, 0) for name in self._order}
         for key, block in self._program.blocks.items():
             home = state.homes[key]
-            home_bytes[home][block.kind] += self._tiers[home].slot_bytes(block.nbytes)
+            home_bytes[home][block.kind] += self.slots[home][key]
         slot_bytes = {name: tier.slot_bytes for name, tier in self._tiers.items()}
         room = {name: state.room_for_stays(name, self._stay_share) for name in self._order}
-        # On a CPU alone a buffer that gives way costs page faults, and less than the room that none does.
-        kept = [name for name in ("gpu", "ram") if self._program.compute_tier == "gpu"]
-        apart = {name: BufferRoom(state.copies_by_tick(name), state.room_for_copies(name)) for name in kept}
-        missing = {name: each.missing_bytes for name, each in apart.items() if each.missing_bytes}
-        apart = {name: each for name, each in apart.items() if name not in missing}
+        missing = settled.missing_bytes
+        apart = {name: each for name, each in settled.buffer_room.items() if name not in missing}
         stays = choose_stays(self._program, state.homes, slot_bytes, room, apart)
         traffic = Traffic(self._program, self._order, state.homes, stays, self._direct)
         buffers = {name: state.choose_buffers(name, stays) for name in apart}
@@ -868,7 +919,7 @@ class PlacementSolver:
             traffic_bytes=traffic.of_step(),
             first_traffic_bytes=traffic.of_first_step(),
             last_traffic_bytes=traffic.of_last_updates(),
-            lookahead=ahead,
+            lookahead=settled.lookahead,
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
             generation_bytes={name: state.generation_bytes(name) for name in self._order},
@@ -876,6 +927,26 @@ class PlacementSolver:
             buffers={name: counts for name, counts in buffers.items() if counts},
             missing_bytes=missing,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A home for every block.
+
+    Attributes:
+        state: the homes, with what they leave.
+        lookahead: as in ``Placement``.
+        buffer_room: tier of a run on a GPU -> the room for its buffers.
+    """
+
+    state: _Fill
+    lookahead: bool
+    buffer_room: Mapping[str, BufferRoom]
+
+    @property
+    def missing_bytes(self) -> dict[str, int]:
+        """As in ``Placement``."""
+        return {name: room.missing_bytes for name, room in self.buffer_room.items() if room.missing_bytes}
 
 
 class _Fill:
@@ -897,20 +968,19 @@ class _Fill:
 
     def _measure(self, number: int) -> None:
         """Count the working set of a tick anew."""
-        tick = self._ticks[number]
-        for name in self.solver._order:
-            groups = [
-                sum(self._passes_through(name, self._used_in[number], key) for key, _ in group)
-                for group in (tick.held, *tick.passing)
-            ]
-            self._working[name].put(number, groups)
+        tick, used_in, solver = self._ticks[number], self._used_in[number], self.solver
+        groups = (tick.held, *tick.passing)
+        found = {name: [0] * len(groups) for name in solver._order}
+        for place, group in enumerate(groups):
+            for key, _ in group:
+                for name in solver.stops(self.homes[key], used_in):
+                    found[name][place] += solver.slots[name][key]
+        for name, sizes in found.items():
+            self._working[name].put(number, sizes)
 
     def _passes_through(self, tier: str, used_in: str, key: str) -> int:
         """Return the slot bytes that one use of a block needs in ``tier`` besides its home."""
-        home = self.homes[key]
-        if home in (used_in, tier) or tier not in self.solver.stops(home, used_in):
-            return 0
-        return self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes)
+        return self.solver.slots[tier][key] if tier in self.solver.stops(self.homes[key], used_in) else 0
 
     def working_sets(self, tier: str) -> list[int]:
         """Return the working set of every tick."""
@@ -983,7 +1053,7 @@ class _Fill:
             by_tick.append(TickCopies(slots[0], [group for group in slots[1:] if group]))
         for (start, key), stop in (stays or {}).items():
             if self._used_in[start] == tier:
-                nbytes = self._tiers[tier].slot_bytes(self.solver._program.blocks[key].nbytes)
+                nbytes = self.solver.slots[tier][key]
                 for number in range(start, stop + (1 if stop > start else 1 + len(by_tick))):
                     by_tick[number % len(by_tick)].held[key] = nbytes
         return by_tick
@@ -997,6 +1067,8 @@ class _Fill:
 
     def try_move(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
         """Make ``tier`` the home of blocks if everything still fits, there and below; say whether it was done."""
+        if self._is_too_full(keys, tier, ahead=ahead):
+            return False
         blocks = [self.solver._program.blocks[key] for key in keys]
         before = {key: self.homes[key] for key in keys}
         below = self.solver._order[self.solver._order.index(tier) + 1 :]
@@ -1010,27 +1082,48 @@ class _Fill:
             self._move(block, before[block.key])
         return False
 
+    def _is_too_full(self, keys: Sequence[str], tier: str, *, ahead: bool) -> bool:
+        """Return whether blocks certainly do not fit into a tier, as most that are tried do not: nothing is moved.
+
+        The fullest tick keeps what it holds there but for copies of these blocks. Where that is an update, it may go
+        elsewhere with all that it holds.
+        """
+        budget, slots, working = self._tiers[tier], self.solver.slots[tier], self._working[tier]
+        grown, left = 0, working.largest(ahead=ahead)
+        ticks = working.fullest(ahead=ahead)
+        for key in keys:
+            if self.homes[key] == tier:
+                continue
+            grown += slots[key] + budget.generation_bytes(self.solver._program.blocks[key])
+            for number, _ in self.solver.groups_of[key]:
+                if number in ticks:
+                    left -= left if self._ticks[number].phase == "update" else slots[key]
+        beside = budget.workspace_bytes + self._generation_bytes[tier]
+        least = self._home_bytes[tier] + grown + beside + max(0, left)
+        return least > budget.capacity_bytes - self.solver.open_bytes(tier)
+
     def _move(self, block: BlockPlan, tier: str) -> None:
-        before = self.homes[block.key]
+        key, before, solver = block.key, self.homes[block.key], self.solver
         self._count(block, before, -1)
         self._count(block, tier, 1)
-        groups = self.solver.groups_of[block.key]
-        for sign in (-1, 1):
-            if sign > 0:
-                self.homes[block.key] = tier
-            for name in self.solver._order:
-                for number, group in groups:
-                    nbytes = self._passes_through(name, self._used_in[number], block.key)
-                    if nbytes:
-                        self._working[name].add(number, group, sign * nbytes)
-        for number, _ in groups:
-            used_in = self.solver._program.tier_of(self._ticks[number], self.homes)
+        for number, group in solver.groups_of[key]:
+            used_in = self._used_in[number]
+            old, new = solver.stops(before, used_in), solver.stops(tier, used_in)
+            for name in old:
+                if name not in new:
+                    self._working[name].add(number, group, -solver.slots[name][key])
+            for name in new:
+                if name not in old:
+                    self._working[name].add(number, group, solver.slots[name][key])
+        self.homes[key] = tier
+        for number in solver.deciding.get(key, ()):
+            used_in = solver._program.tier_of(self._ticks[number], self.homes)
             if used_in != self._used_in[number]:  # now the whole tick is made elsewhere
                 self._used_in[number] = used_in
                 self._measure(number)
 
     def _count(self, block: BlockPlan, tier: str, times: int) -> None:
-        nbytes = times * self._tiers[tier].slot_bytes(block.nbytes)
+        nbytes = times * self.solver.slots[tier][block.key]
         self._home_bytes[tier] += nbytes
         self._durable_bytes[tier] += nbytes if block.kind in DURABLE_KINDS else 0
         self._generation_bytes[tier] += times * self._tiers[tier].generation_bytes(block)
@@ -1083,6 +1176,11 @@ class _WorkingSets:
         while heap and -heap[0][0] != self._bytes_from(heap[0][1], ahead=ahead):
             heapq.heappop(heap)
         return -heap[0][0] if heap else 0
+
+    def fullest(self, *, ahead: bool) -> tuple[int, ...]:
+        """Return the tick that ``largest`` has just found, or the two."""
+        first = self._heaps[ahead][0][1] if self._heaps[ahead] else 0
+        return (first, (first + 1) % len(self.by_tick)) if ahead and self.by_tick else (first,)
 
     def _bytes_from(self, tick: int, *, ahead: bool) -> int:
         return self.by_tick[tick] + (self.by_tick[tick + 1 - len(self.by_tick)] if ahead else 0)

@@ -63,7 +63,7 @@ from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -151,18 +151,16 @@ def plan_run(
         streaming = replace(plan, program=_streaming(plan, run.stream_updates))
         if streaming.program.streamed_updates:
             plan = next(_placed_anew(streaming), plan)
-    plan = replace(plan, estimate=estimate_step(plan, plan.shape, profile))
-    if any(plan.traffic.values()):
-        plan = fastest(
-            replace(other, estimate=estimate_step(other, other.shape, profile))
-            for other in chain(with_open_room(plan), _saving_everywhere(plan))
-        )
+
+    def estimated(plan: Plan) -> Plan:
+        return replace(plan, estimate=estimate_step(plan, plan.shape, profile))
+
+    if not any(plan.traffic.values()):
+        plan = estimated(plan)
+    else:
+        plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated))))
         if run.stream_updates == "auto":
-            shared = (
-                replace(other, estimate=estimate_step(other, other.shape, profile))
-                for other in _sharing_updates(plan, profile.machine)
-            )
-            plan = fastest(chain((plan,), shared))
+            plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
     return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
 
 
@@ -221,12 +219,14 @@ def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
     return run.save_attention if run.model.compile_backend is None else 0
 
 
-def _saving_everywhere(plan: Plan) -> Iterator[Plan]:
+def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan]) -> Iterator[Plan]:
     """Yield plans in which all layers save attention's results, if that may make a step shorter that moves blocks.
 
     The results move as well then, so only measured rates can tell.
     """
-    if attention_to_save(plan.run) != "auto" or measured_rates(plan) is None or plan.run.tiers.machine is not None:
+    if attention_to_save(plan.run) != "auto" or plan.run.tiers.machine is not None:
+        return
+    if measured_rates(estimated(plan)) is None:
         return
     visits = visits_with_attention(plan.trace) - plan.program.kept - plan.program.saved_attention
     other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
@@ -612,10 +612,11 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
     (docs/decisions/0025-buffers-made-before-the-first-step.md).
     """
     budgets = list(plan.budgets_by_tier.values())
+    solver = PlacementSolver(plan.program, budgets, plan.run.placement.homes, None, STAY_SHARE)
     for share in OPEN_SHARES:
         room = {tier: int(share * plan.budgets[tier]) for tier in {"ram", plan.program.compute_tier}}
         try:
-            placement = _with_buffers(plan, budgets, room)
+            placement = _with_buffers(solver, room)
         except DoesNotFitError:  # the drive has no room for what RAM keeps open
             continue
         if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
@@ -624,22 +625,18 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
         yield plan
 
 
-def _with_buffers(plan: Plan, budgets: Sequence[TierBudget], room: Mapping[str, int]) -> Placement:
+def _with_buffers(solver: PlacementSolver, room: Mapping[str, int]) -> Placement:
     """Return the placement that keeps at least so much room open; more where buffers of each size need it."""
-
-    def solve(open_bytes: Mapping[str, int]) -> Placement:
-        return PlacementSolver(plan.program, budgets, plan.run.placement.homes, open_bytes, STAY_SHARE).solve()
-
-    first = placement = solve(room)
+    first = settled = solver.settle(room)
     for _ in range(_NUM_TRIES):  # what moves away from one tier may bring copies of another size into it
-        if not placement.missing_bytes:
-            return placement
-        room = {tier: nbytes + placement.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
+        if not settled.missing_bytes:
+            break
+        room = {tier: nbytes + settled.missing_bytes.get(tier, 0) for tier, nbytes in room.items()}
         try:
-            placement = solve(room)
+            settled = solver.settle(room)
         except DoesNotFitError:
             break
-    return first if placement.missing_bytes else placement
+    return solver.describe(first if settled.missing_bytes else settled)
 
 
 def fastest(plans: Iterable[Plan]) -> Plan:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
-from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, TierBudget, Traffic
+from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
 from megatrain.plan.planner import filling_bytes, workspace_bytes
 from oracles.families import tiny_config
 from tiered.schedule import Mode
@@ -136,3 +139,40 @@ def test_weights_on_their_way_in_are_there_with_their_master_and_its_low_half(dt
         BlockPlan(state_key("layer", "low"), "optimizer", size, torch.int16),
     ]
     assert filling_bytes(StepProgram({block.key: block for block in blocks}, (), "gpu")) == nbytes * size
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> None:
+    """Most blocks are refused by a bound of the fullest tick. A solver that is asked again says what a new one does."""
+    count = data.draw(st.integers(1, 5))
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=3 * count, max_size=3 * count))
+    blocks: dict[str, BlockPlan] = {}
+    ticks: list[Tick] = []
+    for number in range(count):
+        kinds: tuple[tuple[str, Kind], ...] = (("w", "weights"), ("m", "optimizer"), ("g", "gradients"))
+        for (name, kind), size in zip(kinds, sizes[3 * number :], strict=False):
+            blocks[f"{name}{number}"] = BlockPlan(f"{name}{number}", kind, size, torch.int8)
+        uses: tuple[tuple[str, Mode], ...] = ((f"w{number}", "rw"), (f"m{number}", "rw"), (f"g{number}", "r"))
+        ticks.append(Tick("update", number, uses[:1], (uses[1:],), frozenset([f"g{number}"])))
+        ticks.append(Tick("forward", number, ((f"w{number}", "r"),)))
+    ticks += [Tick("backward", n, ((f"w{n}", "r"),), (((f"g{n}", "w"),),)) for n in reversed(range(count))]
+    has_gpu = data.draw(st.booleans())
+    steps = StepProgram(blocks, tuple(ticks), "gpu" if has_gpu else "ram", updates_in_compute_tier=has_gpu)
+    gpu, ram, drive = (data.draw(st.integers(80, 500)) for _ in range(3))
+    residency = Residency(frozenset(("weights", "optimizer", "gradients")))
+    tiers = [TierBudget("gpu", gpu, int, 7, residency=residency)] if has_gpu else []
+    tiers += [TierBudget("ram", ram, int, 5, filling_bytes=60), TierBudget("nvme", drive, int, generations=2)]
+
+    def solved(solver: PlacementSolver, room: Mapping[str, int]) -> object:
+        try:
+            return solver.describe(solver.settle(room))
+        except DoesNotFitError as error:
+            return error.tier, error.need_bytes
+
+    rooms = [{"ram": data.draw(st.integers(0, 100))} for _ in range(2)]
+    solver = PlacementSolver(steps, tiers, EITHER, None, 0.9)
+    for room in rooms:
+        with mock.patch("megatrain.plan.placement._Fill._is_too_full", return_value=False):
+            expected = solved(PlacementSolver(steps, tiers, EITHER, None, 0.9), room)
+        assert solved(solver, room) == expected
