@@ -25,7 +25,7 @@ from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
 from megatrain.models.layout import UnitLayout
-from megatrain.optim.average import EMA, begin_average, exchange_average
+from megatrain.optim.average import EMA, WeightAverage, begin_average, exchange_average
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
 from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
 from megatrain.optim.elementwise import ElementwiseOptimizer
@@ -583,6 +583,23 @@ class OrdinaryGroup(StateGroup):
             now = Update(settings.step, settings.lr, grad_scale)
             settings.arithmetic.update(blocks, gradient, [self.segment(entry, settings, 0)], now)
 
+    def begin_averages(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Begin the averages of parameters in RAM, if there are any, before their first update.
+
+        Args:
+            names: of the parameters.
+            tensors: of all blocks, by key.
+        """
+        if not self.has_averages or not names:
+            return
+        for entry in self.entries(names):
+            low, average = (
+                self.part(kind, tensors[self.keys[kind]], entry) if kind in self.keys else None
+                for kind in ("low", EMA.name)
+            )
+            assert average is not None, entry
+            begin_average(self.values(entry.name).detach().reshape(-1), low, average)
+
     def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
             self._copies.mark(device)  # behind what still reads the parameters
@@ -725,8 +742,13 @@ class UpdatesInRam:
             store, grad_scale = mine[0].store, works[mine[0]].grad_scale
             requests: list[Any] = [(key, "ram", "rw") for group in mine for key in group.keys.values()]
             with torch.no_grad(), store.acquire_many(requests) as leases:
-                addresses = {lease.key: lease.tensor.data_ptr() for lease in leases}
-                self._threads.run(list(self._calls(alike, grad_scale, addresses)))
+                tensors = {lease.key: lease.tensor for lease in leases}
+                addresses = {key: tensor.data_ptr() for key, tensor in tensors.items()}
+                calls = list(self._calls(alike, grad_scale, addresses))
+                for group in mine:
+                    settings = works[group].settings
+                    group.begin_averages({name: one for name, one in settings.items() if one.step == 1}, tensors)
+                self._threads.run(calls)
             increment_version([parameter for each in alike for parameter in each.parameters])
             increment_version([g.parameters[name] for g in mine for name in g.dtensors & works[g].settings.keys()])
         return {group: work for group, work in works.items() if group not in mine}
@@ -737,11 +759,11 @@ class UpdatesInRam:
         blocks = tuple(addresses.values())
         for number, each in enumerate(alike):
             settings, num_threads = each.settings, self._threads.num_threads
-            arithmetic = cast("ElementwiseOptimizer", settings.arithmetic)
+            arithmetic = cast("ElementwiseOptimizer | WeightAverage", settings.arithmetic)
             sizes = [parameter.numel() for parameter in each.parameters]
             assert [gradient.numel() for gradient in each.gradients] == sizes
             own = (each.names, [parameter.data_ptr() for parameter in each.parameters], sizes)
-            places = (each.split_master, type(arithmetic), num_threads, *own, blocks)
+            places = (each.split_master, arithmetic.rows_kinds, num_threads, *own, blocks)
             table = self._tables.get(number)
             if table is None or table.places != places:
                 table = self._tables[number] = _make_table(places, each, arithmetic, addresses, num_threads)
@@ -781,7 +803,8 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGrou
         entries: list[tuple[tuple[object, ...], str, Settings, Tensor, Tensor]] = []
         for name, settings in work.settings.items():
             parameter, gradient = group.values(name), work.gradients[name]
-            has_kernel = isinstance(settings.arithmetic, ElementwiseOptimizer) and settings.arithmetic.has_rows
+            arithmetic = settings.arithmetic
+            has_kernel = isinstance(arithmetic, ElementwiseOptimizer | WeightAverage) and arithmetic.has_rows
             if not (has_kernel and parameter.dtype == dtype and parameter.is_contiguous() and _is_flat(gradient)):
                 break
             entries.append(((id(settings), dtype, gradient.dtype), name, settings, parameter, gradient))
@@ -800,7 +823,7 @@ def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGrou
 def _make_table(
     places: tuple[object, ...],
     each: _Batch,
-    arithmetic: ElementwiseOptimizer,
+    arithmetic: ElementwiseOptimizer | WeightAverage,
     addresses: Mapping[str, int],
     num_threads: int,
 ) -> _Table:

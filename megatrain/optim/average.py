@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.base import FORMATS, Format, MatrixOptimizer, Optimizer, Segment, StateKind, Update, master_kinds
-from megatrain.optim.elementwise import Array, ElementwiseOptimizer, flat_block, flat_gradient, flat_master
+from megatrain.optim.elementwise import (
+    Array,
+    ElementwiseOptimizer,
+    flat_block,
+    flat_gradient,
+    flat_master,
+    master_examples,
+)
 from megatrain.optim.threads import KernelThreads, cut
 from megatrain.precision import decode, encode
 
@@ -91,6 +98,36 @@ class WeightAverage:
                 inside = slice(start, stop)
                 part = None if low is None else low[inside]
                 yield partial(kernels.average, weight[inside], part, average[inside], self.share)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether `rows_call` can be used, as of the optimizer."""
+        return isinstance(self.inner, ElementwiseOptimizer) and self.inner.has_rows
+
+    @property
+    def rows_kinds(self) -> tuple[str | None, ...]:
+        """The average before the kinds of the optimizer; see `ElementwiseOptimizer.rows_kinds`."""
+        assert isinstance(self.inner, ElementwiseOptimizer), self.inner
+        return (EMA.name, *self.inner.rows_kinds)
+
+    def rows_call(
+        self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
+    ) -> Callable[[Any], None]:
+        """Return the function that updates the parameters of some rows, then averages them.
+
+        See `ElementwiseOptimizer.rows_call`.
+        """
+        from megatrain.optim import kernels
+
+        assert isinstance(self.inner, ElementwiseOptimizer), self.inner
+        updating = self.inner.rows_call(split_master, gradient, segment, update)
+        likes = (*master_examples(split_master), np.zeros(0, np.float32))
+
+        def call(rows: Any) -> None:
+            updating(np.ascontiguousarray(rows[:, 1:]))
+            kernels.average_rows(rows, *likes, self.share)
+
+        return call
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         """Compile or load the kernels for these kinds of master and gradient."""

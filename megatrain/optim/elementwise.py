@@ -154,7 +154,7 @@ class ElementwiseOptimizer(ABC):
         from megatrain.optim import kernels
 
         assert self.has_rows, self.state_dtype
-        weight, low = _SPLIT if split_master else _WHOLE
+        weight, low = master_examples(split_master)
         state = [None if kind is None else _EXAMPLES[kind.dtype] for kind in self.state_arguments]
         likes = [weight, low, *state, _EXAMPLES[gradient]]
         kernel: Callable[..., None] = getattr(kernels, f"{self.kernel_name}_rows")
@@ -185,6 +185,11 @@ class ElementwiseOptimizer(ABC):
     def state_arguments(self) -> tuple[StateKind | None, ...]:
         """State arguments of the kernel; None for one that these settings do not use."""
         return (*self.state, *(None for _ in range(self.num_state_arguments - len(self.state))))
+
+
+def master_examples(split_master: bool) -> tuple[Array, Array | None]:
+    """Return empty arrays `(weight, low)` with the dtypes of a master's, for kernels that are given addresses."""
+    return _SPLIT if split_master else _WHOLE
 
 
 def flat_master(blocks: Mapping[str, Tensor], num_elements: int) -> tuple[Array, Array | None]:

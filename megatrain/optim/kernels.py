@@ -42,6 +42,7 @@ __all__ = [
     "apply_factored",
     "apply_vector",
     "average",
+    "average_rows",
     "lion",
     "lion_int8",
     "lion_rows",
@@ -625,6 +626,15 @@ def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
     for i in range(ema.size):
         distance = load_master(weight, low, i) - ema[i]
         ema[i] = ema[i] + distance * share
+
+
+@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+def average_rows(rows: Rows, weight: Any, low: Any, ema: Any, share: np.float32) -> None:
+    """Run `average` for each row: average, weight, low, whatever the update takes, size."""
+    for i in range(rows.shape[0]):
+        row = rows[i]
+        size = row[rows.shape[1] - 1]
+        average(array_at(row[1], size, weight), array_at(row[2], size, low), array_at(row[0], size, ema), share)
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")

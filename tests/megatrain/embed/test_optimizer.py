@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
+from megatrain.optim.average import WeightAverage
 from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import TieredStore
 
@@ -158,6 +160,36 @@ def test_averages_beside_torchs(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", OTHERS_AVERAGED)
 def test_averages_of_other_optimizers(case: str, tmp_path: Path) -> None:
     check_averages(*OTHERS_AVERAGED[case], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("adamw", torch.bfloat16), pytest.param("sgd", torch.float32, marks=pytest.mark.slow)],
+)
+def test_averages_are_made_with_the_updates_of_many_parameters_at_once(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With the bits of one group after the other."""
+
+    def train(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        module, _ = pair_of(lambda: make().to(dtype))
+        with small_store(tmp_path / folder) as store:
+            optimizer = KINDS[kind](module.parameters(), store=store, ema_decay=0.8)
+            for x in batches(3, dtype):
+                run_backward(module, x)
+                optimizer.step()
+                optimizer.zero_grad()
+            weights = weights_of(module)
+            with optimizer.averaged_parameters():
+                return weights, weights_of(module)
+
+    with mock.patch.object(WeightAverage, "has_rows", False):
+        expected = train("apart")
+    with mock.patch.object(WeightAverage, "update", side_effect=AssertionError("of one group")):
+        found = train("together")
+    for mine, others in zip(found, expected, strict=True):
+        assert_equal(mine, others)
+    assert any(not torch.equal(found[0][name], one) for name, one in found[1].items())
 
 
 def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) -> None:
