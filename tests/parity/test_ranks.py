@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,9 @@ from megatrain.engine.head import IGNORED_LABEL
 from megatrain.evaluation import deal_micro_batches
 from megatrain.models import layout as layouts
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
+from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
@@ -47,6 +49,7 @@ class Case:
         tables: as in ``config_text``.
         other_tables: of ranks with an odd number, whose blocks have other homes.
         has_parts: layouts are cut into parts of one partial sum of a norm.
+        passes: those of the vocabulary pass one by one, but not in one process.
         labels: which micro-batches have labels: ``all`` or ``few``.
         lanes: in which gradients are added.
         num_micro_batches: of a step.
@@ -56,6 +59,7 @@ class Case:
     tables: Mapping[str, Any]
     other_tables: Mapping[str, Any]
     has_parts: bool = False
+    passes: bool = False
     labels: str = "all"
     lanes: int = LANES
     num_micro_batches: int = NUM_MICRO_BATCHES
@@ -80,6 +84,7 @@ CASES = {
         },
         {"placement": ALL_NVME, "ram": "24MiB"},
         has_parts=True,
+        passes=True,
     ),
     "a mixture, Muon, frozen parts, layers clipped one by one": Case(
         "mixture",
@@ -94,14 +99,23 @@ CASES = {
         "untied",
         {"gpu": "24MiB", "optimizer": "max_grad_norm = 0.5", "evaluation": samples(5)},
         {"gpu": "24MiB", "placement": 'optimizer = ["nvme"]'},
+        has_parts=True,
+        passes=True,
         labels="few",
     ),
 }
 
 MORE_LANES = {
-    "tied, five lanes": Case("tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, lanes=5),
+    "tied, five lanes": Case(
+        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "24MiB"}, has_parts=True, passes=True, lanes=5
+    ),
     "tied, eight lanes": Case(
-        "tied", {"precision": BF16}, {"placement": ALL_NVME, "ram": "96MiB"}, lanes=8, num_micro_batches=9
+        "tied",
+        {"precision": BF16},
+        {"placement": ALL_NVME, "ram": "96MiB"},
+        has_parts=True,
+        lanes=8,
+        num_micro_batches=9,
     ),
 }
 ALL_MATRICES = {
@@ -182,9 +196,21 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
         own.mkdir(parents=True, exist_ok=True)
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
         text = text_of(folder, case, world).replace(own_folder(world), f"{own_folder(world)}/case{number}")
-        with mock.patch.object(layouts, "PART_ELEMENTS", size):
+        passes = case.passes and not world.is_single
+        with mock.patch.object(layouts, "PART_ELEMENTS", size), mock.patch.object(planner, "_place", placing(passes)):
             found[name] = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
+        assert found[name].passes == passes, name
     return found
+
+
+def placing(passes: bool) -> Callable[..., KeptGraphs]:
+    """Return the planner's ``_place`` in which parts of the vocabulary pass, or are all there, whatever that takes."""
+    place = planner._place
+
+    def placed(*arguments: Any) -> KeptGraphs:
+        return place(*arguments[:-1], passes)
+
+    return placed
 
 
 def by_case(
