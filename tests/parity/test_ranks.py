@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -24,15 +24,13 @@ from megatrain.engine.head import IGNORED_LABEL
 from megatrain.evaluation import deal_micro_batches
 from megatrain.models import layout as layouts
 from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
-from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
-from oracles.tiered_run import EXAMPLES, config_text, write_tiny_model
+from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
 from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
 
 LANES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 5, 3
@@ -197,20 +195,10 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
         size = PART_ALIGNMENT_ELEMENTS if case.has_parts else layouts.PART_ELEMENTS
         text = text_of(folder, case, world).replace(own_folder(world), f"{own_folder(world)}/case{number}")
         passes = case.passes and not world.is_single
-        with mock.patch.object(layouts, "PART_ELEMENTS", size), mock.patch.object(planner, "_place", placing(passes)):
+        with mock.patch.object(layouts, "PART_ELEMENTS", size), parts_passing(passes):
             found[name] = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
         assert found[name].passes == passes, name
     return found
-
-
-def placing(passes: bool) -> Callable[..., KeptGraphs]:
-    """Return the planner's ``_place`` in which parts of the vocabulary pass, or are all there, whatever that takes."""
-    place = planner._place
-
-    def placed(*arguments: Any) -> KeptGraphs:
-        return place(*arguments[:-1], passes)
-
-    return placed
 
 
 def by_case(
