@@ -3,7 +3,7 @@
 `RankedAccess` stands where `StoreAccess` stands for a run of one process. The weights that the running model gets are
 full copies, gathered from the shares of all ranks; its gradients are summed in memory of their own, which an exchange
 cuts into shares and adds up in the order of lanes (`lanes.py`). Leases, updates and traffic of the shares are those of
-any run. Copies and sums are no blocks: they are workspace, and `exchange_room` plans it.
+any run. Copies and sums are no blocks: they are workspace, and `ranked_workspace_bytes` plans it.
 
 All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
 of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
