@@ -787,7 +787,8 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
         else:
             live += sums.get(served, 0)
             most = max(most, live + sums.get(served, 0) // num_sums * (program.own_lanes.most_open_sums - num_sums))
-            most = max(most, live + max((_passing_bytes(program, number, group) for group in tick.passing), default=0))
+            passing = tick.passing if tick.phase != "update" else ()
+            most = max(most, live + max((_passing_bytes(program, number, group) for group in passing), default=0))
         most = max(most, live)
         if is_beside and tick.serves is None and tick.phase != "update":
             live, leaving = live - leaving, 0
