@@ -516,10 +516,12 @@ class RankedAccess(StoreAccess):
         """Yield the parts that are gathered and exchanged while an op of the model runs, by group."""
         for group in op.passing:
             keys = zip(group, self._own_keys(op, group), strict=True)
-            places = self._place_of_weight.keys() | self._place_of_gradient.keys()
-            if found := deque(
-                key for use, key in keys if key in places and (key in self._place_of_weight or use.mode != "r")
-            ):
+            found = deque(
+                key
+                for use, key in keys
+                if key in self._place_of_weight or (key in self._place_of_gradient and use.mode != "r")
+            )
+            if found:
                 yield found
 
     def _come_to(self, key: str) -> None:
