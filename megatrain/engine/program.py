@@ -244,7 +244,7 @@ class Tick:
             activation of a micro-batch, or one part of a layout's state and gradient.
         spent: keys whose contents are dead after the tick: discarded, never written back.
         serves: of ``gather`` and ``exchange``, the phase of the visit's tick that it brings weights to, or takes
-            gradients from.
+            gradients from. With several ranks, parts that pass are gathered and exchanged within the visit's own tick.
     """
 
     phase: Phase
@@ -391,34 +391,43 @@ class StepProgram:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
         lanes, tick = self.lanes, self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
-        if tick.phase == "update" and tick.visit in self.dealt:
-            return moved | self.dealt[tick.visit].bytes_by_link(lanes.num_hosts)
-        if tick.phase not in ("gather", "exchange"):
+        if tick.phase == "update":
+            dealt = self.dealt.get(tick.visit)
+            return moved if dealt is None else moved | dealt.bytes_by_link(lanes.num_hosts)
+        if self.shares.are_whole:
             return moved
-        if tick.phase == "gather":
-            share = sum(self.gathered_bytes(key) for key, _ in tick.held)
-        else:  # sums are in fp32, whatever dtype gradients rest in
-            keys = [key for group in tick.passing for key, mode in group if mode != "r"]
-            share = sum(4 * self.contents(number, key).num_elements for key in keys)
-        rank, num_hosts, per_host = self.shares.rank, lanes.num_hosts, lanes.per_host
+        gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
+        self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
+        # Sums are in fp32, whatever dtype gradients rest in.
+        exchanged = [self.contents(number, key) for key, mode in tick.uses if mode != "r"]
+        elements = sum(block.num_elements for block in exchanged if block.kind == "gradients")
+        self._count_collectives(moved, 4 * elements, is_gather=False)
+        return moved
+
+    def is_gathered(self, key: str) -> bool:
+        """Return whether ticks other than updates read a block as a weight: ranks gather it."""
+        return self.blocks[key].kind in DURABLE_KINDS
+
+    def _count_collectives(self, moved: dict[str, int], share: int, *, is_gather: bool) -> None:
+        """Add what gathers, or exchanges, of shares of so many bytes send and receive."""
+        lanes, rank = self.lanes, self.shares.rank
+        num_hosts, per_host = lanes.num_hosts, lanes.per_host
 
         def move(place: str, sent: int, received: int) -> None:
             moved[f"{self.compute_tier}->{place}"] += sent * share
             moved[f"{place}->{self.compute_tier}"] += received * share
 
-        is_gather = tick.phase == "gather"
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
         if not lanes.has_two_levels:
             received = lanes.size - 1 if is_gather else lanes.num_sums - own
             move(PEER if num_hosts == 1 else NETWORK, (lanes.size - 1) * own, received)
-            return moved
+            return
         host = rank // per_host
         own_of_host = 1 if is_gather else len(lanes.sums_of_host(host))
         of_host = sum(1 if is_gather else len(lanes.sums_of_rank(each)) for each in lanes.ranks_of_host(host))
         of_hosts = sum(1 if is_gather else len(lanes.sums_of_host(each)) for each in range(num_hosts))
         move(PEER, num_hosts * (per_host - 1) * own, num_hosts * (of_host - own))
         move(NETWORK, (num_hosts - 1) * own_of_host, of_hosts - own_of_host)
-        return moved
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""
@@ -730,7 +739,7 @@ class ProgramBuilder:
         in_place: names of layouts, see ``BlockPlan.in_place``.
         packed: as in ``StepProgram``.
         passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
-            possible. It changes no bits; the head makes more logits a second time. Not with several ranks.
+            possible. It changes no bits; the head makes more logits a second time.
         shares: what of each part the blocks hold; several ranks need the order ``layer``.
         lanes: which sums of gradients come from which rank.
         gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
@@ -764,7 +773,7 @@ class ProgramBuilder:
     ) -> None:
         self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
         self._lanes, self._own_lanes = lanes or RankLanes(), own_lanes or Lanes.single()
-        assert self._shares.are_whole or (order == "layer" and not passing_parts and not in_place), self._shares
+        assert self._shares.are_whole or (order == "layer" and not in_place), self._shares
         assert order == "layer" or self._own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
         self._frozen_in_folder, self._in_place, self._packed = frozen_in_folder, in_place, packed or {}
         self._passing_parts = passing_parts
@@ -913,12 +922,15 @@ class ProgramBuilder:
             yield from ticks
 
     def _with_collectives(self, ticks: Sequence[Tick]) -> Iterator[Tick]:
-        """Yield ticks that lease activations alone, after those that gather weights, before those of gradients."""
+        """Yield ticks that hold nothing, after those that gather weights, before those that exchange gradients.
+
+        What passes in a tick still does: activations, and parts, which are gathered and exchanged within it.
+        """
         weights = [_of_kind("weight", tick.held) for tick in ticks]
         for gathers, tick in zip(gathers_before(ticks, weights, self._gathers_ahead), ticks, strict=True):
             yield from gathers
-            inputs = tuple(group for group in tick.passing if not _of_kind("grad", group))
-            yield replace(tick, held=(), passing=inputs, spent=self._spent(inputs) & tick.spent)
+            passing = tuple(group for group in tick.passing if not _is_added_to_held(group))
+            yield replace(tick, held=(), passing=passing, spent=self._spent(passing) & tick.spent)
             if gradients := _of_kind("grad", tick.held):
                 summed = tuple(self._exchanged(gradients))
                 yield Tick("exchange", tick.visit, (), summed, self._spent(summed), _model_phase(tick))
@@ -1120,6 +1132,12 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
 def _of_kind(kind: str, group: Group) -> Group:
     """Return the blocks of a group that are of a kind: ``weight`` or ``grad``."""
     return tuple((key, mode) for key, mode in group if kind_of_key(key) == kind)
+
+
+def _is_added_to_held(group: Group) -> bool:
+    """Return whether a group is of other use sites' gradients alone, which are added to one that a tick holds."""
+    gradients = _of_kind("grad", group)
+    return bool(gradients) and all(mode == "r" for _, mode in gradients)
 
 
 def _model_phase(tick: Tick) -> ModelPhase:

@@ -3,9 +3,11 @@
 `RankedAccess` stands where `StoreAccess` stands for a run of one process. The weights that the running model gets are
 full copies, gathered from the shares of all ranks; its gradients are summed in memory of their own, which an exchange
 cuts into shares and adds up in the order of lanes (`lanes.py`). Leases, updates and traffic of the shares are those of
-any run. Copies and sums are no blocks: they are workspace, and `exchange_room` plans it.
+any run. Copies and sums are no blocks: they are workspace, and `ranked_workspace_bytes` plans it.
 
-All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data.
+All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
+of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
+each has its turn there, and what the model does not ask for has its turn all the same (`RankedAccess._come_to`).
 
 Where the program gathers ahead (`StepProgram.gathers_ahead`), collectives go on beside the layers. On a GPU they are
 queued on a stream of their own, and the streams wait for each other on the device: the host waits for none of them. The
@@ -14,7 +16,8 @@ window of copies and sums is exact there, as no memory is freed before both stre
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +33,15 @@ from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.lanes import total
 from megatrain.engine.preferences import REFERENCE, Figure, describe_examples, mean_figures, step_size
 from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.step import StepEngine, StepResult, StoreAccess, zero_gaps
+from megatrain.engine.step import (
+    LeasedParts,
+    PartwiseAccumulator,
+    PassingGradient,
+    StepEngine,
+    StepResult,
+    StoreAccess,
+    zero_gaps,
+)
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.models.layout import views
 from megatrain.optim.base import MatrixOptimizer
@@ -39,7 +50,7 @@ from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from megatrain.engine.lanes import Subtree
-    from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, StepProgram
+    from megatrain.engine.program import GradientSink, Group, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.layout import UnitLayout
@@ -109,15 +120,17 @@ class RankedAccess(StoreAccess):
         assert (collectives.on_host is not None) == program.lanes.has_two_levels, program.lanes
         self._collectives = collectives
         self._device = torch.device("cpu")  # of the shares, once one was gathered
-        self._layout_of_weight: dict[str, str] = {}
+        self._place_of_weight: dict[str, tuple[str, int]] = {}  # key -> layout, part
         self._place_of_gradient: dict[str, tuple[str, int, int]] = {}  # key -> layout, use site, part
         for layout in self._graph.layouts.values():
-            self._layout_of_weight.update(dict.fromkeys(program.weight_keys(layout), layout.name))
+            for part, key in enumerate(program.weight_keys(layout)):
+                self._place_of_weight[key] = layout.name, part
             for use in range(len(self._uses_of_layouts[layout.name])):
                 for part, key in enumerate(program.gradient_keys(layout, use)):
                     self._place_of_gradient[key] = layout.name, use, part
         self._side: Any = None  # on a GPU, the stream of collectives
-        self._full: dict[tuple[Phase, int], _FullCopies] = {}  # by the tick that they are for
+        self._full: dict[tuple[Phase, int], deque[_FullCopies]] = {}  # by the ticks that they are for, in order
+        self._turns: deque[deque[str]] = deque()  # groups of parts still to be gathered, exchanged, in the present tick
         self._leaving: list[_Leaving] = []  # what an exchange of before still sends
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
@@ -132,6 +145,7 @@ class RankedAccess(StoreAccess):
             self._side.wait_stream(torch.cuda.current_stream())
             torch.cuda.current_stream().wait_stream(self._side)
         self._full.clear()
+        self._turns.clear()
         self._leaving.clear()
         self._sums.clear()
         self._partials.clear()
@@ -142,6 +156,8 @@ class RankedAccess(StoreAccess):
         """Go to the op of a visit; what the visit before had is dropped first."""
         self._drop()
         super().begin(phase, visit)
+        assert self._op is not None
+        self._turns.extend(self._parts_in_turn(self._op))
 
     def end_step(self) -> None:
         """Run what comes last: exchanges and updates."""
@@ -153,9 +169,11 @@ class RankedAccess(StoreAccess):
         """Drop the full copies of the visit that has ended, and the sums that were exchanged beside it."""
         if self._op is None:
             return
+        self._come_to_group_of(None)
         self._drop_leaving()
-        full = self._full.pop((self._op.phase, self._op.visit), None)
-        if full is not None:
+        waiting = self._full.get((self._op.phase, self._op.visit))
+        if waiting:
+            full = waiting.popleft()
             if self._side is not None:
                 self._side.wait_stream(torch.cuda.current_stream())  # it gathers into the same memory next
             self._note(-sum(map(_nbytes, full.tensors.values())))
@@ -275,7 +293,7 @@ class RankedAccess(StoreAccess):
         """Gather full copies of weights for the tick that this one serves."""
         assert op.serves is not None, op
         program, keys = self._program, self._own_keys(op, op.held)
-        names = dict.fromkeys(self._layout_of_weight[key] for key in keys)
+        names = dict.fromkeys(self._place_of_weight[key][0] for key in keys)
         full = _FullCopies()
         with self._beside():
             with self._leases(keys) as shares:
@@ -289,7 +307,7 @@ class RankedAccess(StoreAccess):
                     full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
             if self._side is not None:
                 full.event = self._event()
-        self._full[op.serves, op.visit] = full
+        self._full.setdefault((op.serves, op.visit), deque()).append(full)
 
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
         """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
@@ -298,16 +316,21 @@ class RankedAccess(StoreAccess):
         first, an average rounded by it, and gathered in place, so that its lease need not wait for the others.
         """
         work: Any = None
-        shares, num_beside = self._program.shares, self._program.lanes.shares_gathered_beside()
         goes_on = self._program.gathers_ahead > 0 and self._side is None
         for number, (part, share) in enumerate(zip(parts, own, strict=True)):
-            place = _within(copy, shares.gathered(part))
-            mine = place.view(shares.size, -1)[shares.rank]
-            mine.copy_(share)
-            beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
-            self._note(_nbytes(beside))
-            work = self._collectives.gather(place, mine, beside=beside, is_async=goes_on and number == len(parts) - 1)
-            self._note(-_nbytes(beside))
+            place = _within(copy, self._program.shares.gathered(part))
+            work = self._gather_part(place, share, is_async=goes_on and number == len(parts) - 1)
+        return work
+
+    def _gather_part(self, place: Tensor, share: Tensor, *, is_async: bool = False) -> Any:
+        """Gather a part into its place; return the work that goes on, if any does."""
+        shares, num_beside = self._program.shares, self._program.lanes.shares_gathered_beside()
+        mine = place.view(shares.size, -1)[shares.rank]
+        mine.copy_(share)
+        beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
+        self._note(_nbytes(beside))
+        work = self._collectives.gather(place, mine, beside=beside, is_async=is_async)
+        self._note(-_nbytes(beside))
         return work
 
     def _find_device(self, device: torch.device) -> None:
@@ -317,14 +340,18 @@ class RankedAccess(StoreAccess):
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Yield the unit's parameters by full name: views of the full copies."""
+        """Yield the unit's parameters by full name: views of the full copies, and what passes by parts."""
         assert self._op is not None, "no op has begun, or the step is over"
-        full = self._full[self._op.phase, self._op.visit]
-        full.wait()
         tensors: dict[str, Tensor | MatrixParts] = {}
         for name in layouts_of_unit(self._graph, unit.index):
             layout = self._graph.layouts[name]
-            tensors.update(views(full.tensors[name][: layout.num_elements], layout))
+            if self._program.passes_weight(visit, name):
+                keys = self._program.weight_keys(layout)
+                tensors[layout.entries[0].name] = LeasedParts(layout, keys, {}, self._part_of_weight)
+            else:
+                full = self._full[self._op.phase, self._op.visit][0]
+                full.wait()
+                tensors.update(views(full.tensors[name][: layout.num_elements], layout))
         yield tensors
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
@@ -342,6 +369,8 @@ class RankedAccess(StoreAccess):
         """Yield the accumulators of this use site: fp32 sums over the micro-batches of this rank."""
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         layouts = [layout for layout in layouts if layout.trainable]
+        by_part = [layout for layout in layouts if (visit, layout.name) in self._program.by_part]
+        layouts = [layout for layout in layouts if layout not in by_part]
         made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
 
         def room() -> GradientAccumulator:
@@ -357,7 +386,16 @@ class RankedAccess(StoreAccess):
             return GradientAccumulator(targets, set())
 
         accumulator = LaneAccumulator(self._program.own_lanes, room(), room)
-        yield accumulator
+        if by_part:
+            passing: dict[str, PassingGradient] = {}
+            for layout in by_part:
+                keys = self._program.gradient_keys(layout, self._uses_of_layouts[layout.name].index(visit))
+                passing[layout.entries[0].name] = PassingGradient(self, layout, visit, keys)
+            sink = PartwiseAccumulator(accumulator if layouts else None, passing)
+            yield sink
+            sink.close()
+        else:
+            yield accumulator
         left = [None if each is None else each.added for _, each in accumulator.close()]
         while len(made) < len(left):  # no micro-batch has lanes there
             room()
@@ -380,10 +418,12 @@ class RankedAccess(StoreAccess):
         with self._beside():
             for group in op.passing:
                 keys = self._own_keys(op, group)
-                with self._leases(keys) as tensors:
-                    self._exchange_part(keys, tensors)
                 name, use, part = self._place_of_gradient[keys[0]]
-                if part == len(self._program.parts_of(self._graph.layouts[name])) - 1:
+                parts = self._program.parts_of(self._graph.layouts[name])
+                elements = self._program.shares.gathered(parts[part])
+                with self._leases(keys) as tensors:
+                    self._exchange_part(keys, tensors, [_within(each, elements) for each in self._sums[name, use]])
+                if part == len(parts) - 1:
                     sent += self._sums.pop((name, use))
                     if self._side is None:
                         self._note(-sum(map(_nbytes, sent)))
@@ -391,18 +431,19 @@ class RankedAccess(StoreAccess):
             if self._side is not None:
                 self._leaving.append(_Leaving(sent, self._event()))
 
-    def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor]) -> None:
+    def _exchange_part(self, keys: Sequence[str], tensors: Mapping[str, Tensor], sums: Sequence[Tensor]) -> None:
         """Fill the gradient of a part at one use site.
 
         Args:
             keys: the gradient's, and those of other use sites that are added to it.
             tensors: by key.
+            sums: of this rank's ranges of lanes: the shares of all ranks, one after the other.
         """
         name, use, part = self._place_of_gradient[keys[0]]
-        shares, elements = self._program.shares, self._program.parts_of(self._graph.layouts[name])[part]
+        elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
-        owned = len(shares.owned(elements))
-        block.copy_(self._added([_within(each, shares.gathered(elements)) for each in self._sums[name, use]]))
+        owned = len(self._program.shares.owned(elements))
+        block.copy_(self._added(sums))
         block[owned:].zero_()  # the shares of a part end where others begin
         if use > 0:
             return
@@ -468,6 +509,122 @@ class RankedAccess(StoreAccess):
             start = stop
         self._note(-_nbytes(received))
         return found
+
+    # -- parts that pass within a tick ---------------------------------------------------------------------------
+
+    def _parts_in_turn(self, op: Op) -> Iterator[deque[str]]:
+        """Yield the parts that are gathered and exchanged while an op of the model runs, by group."""
+        for group in op.passing:
+            keys = zip(group, self._own_keys(op, group), strict=True)
+            found = deque(
+                key
+                for use, key in keys
+                if key in self._place_of_weight or (key in self._place_of_gradient and use.mode != "r")
+            )
+            if found:
+                yield found
+
+    def _come_to(self, key: str) -> None:
+        """Gather and exchange what has its turn before a part, and was not asked for.
+
+        So collectives do not hang on data: a rank may have no row for a part, or no gradient.
+        """
+        self._come_to_group_of(key)
+        group = self._turns[0]
+        while (turn := group.popleft()) != key:
+            self._pass_unused(turn)
+        if not group:
+            self._turns.popleft()
+
+    def _come_to_group_of(self, key: str | None) -> None:
+        """Pass the groups before that of a part; None: all that are left."""
+        while self._turns and key not in self._turns[0]:
+            for turn in self._turns.popleft():
+                self._pass_unused(turn)
+        assert self._turns or key is None, f"{key} has no turn in {self._op}"
+
+    def _pass_unused(self, key: str) -> None:
+        with self._gathered_part(key) if key in self._place_of_weight else self._summed_part(key):
+            pass
+
+    @contextmanager
+    def _within_tick(self) -> Iterator[None]:
+        """Queue collectives between what the model has queued, and what it queues next."""
+        if self._side is None:
+            yield
+            return
+        # One stream for all collectives: they are in the same order on the device as on the tape.
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+        torch.cuda.current_stream().wait_stream(self._side)
+
+    @contextmanager
+    def _part_of_weight(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """Gather a part of a weight in its turn."""
+        (key,) = keys
+        self._come_to(key)
+        with self._gathered_part(key) as copy:
+            yield {key: copy}
+
+    @contextmanager
+    def _gathered_part(self, key: str) -> Iterator[Tensor]:
+        name, number = self._place_of_weight[key]
+        part = self._program.weight_parts_of(self._graph.layouts[name])[number]
+        with self._within_tick(), self._leases([key]) as shares:
+            self._find_device(shares[key].device)
+            length = len(self._program.shares.gathered(part))
+            copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._device)
+            self._note(_nbytes(copy))
+            self._gather_part(copy, shares[key])
+        yield copy
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream())  # it gathers into the same memory next
+        self._note(-_nbytes(copy))
+
+    @contextmanager
+    def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
+        """Yield memory for the fp32 sums of one part of a gradient, which are exchanged afterwards."""
+        self._come_to_group_of(key)
+        with self._summed_part(key, before=lambda: self._come_to(key)) as sums:
+            yield sums
+
+    @contextmanager
+    def _summed_part(self, key: str, before: Callable[[], None] = lambda: None) -> Iterator[list[Tensor]]:
+        """Yield zeros for the sums of a part, and exchange them.
+
+        Args:
+            key: of the gradient.
+            before: runs before the exchange, when the sums are complete.
+        """
+        name, use, number = self._place_of_gradient[key]
+        layout = self._graph.layouts[name]
+        part = self._program.parts_of(layout)[number]
+        shape = len(self._program.own_lanes.subtrees), len(self._program.shares.gathered(part))
+        memory = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        self._note(_nbytes(memory))
+        yield [each[: len(part)] for each in memory]
+        before()
+        others = range(1, len(self._uses_of_layouts[name])) if use == 0 else ()
+        keys = [key, *(self._program.gradient_keys(layout, other)[number] for other in others)]
+        with self._within_tick(), self._leases(keys) as tensors:
+            self._exchange_part(keys, tensors, list(memory))
+        self._note(-_nbytes(memory))
+
+    @contextmanager
+    def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Yield what makes memory for open sums, counted as long as these are open."""
+        made = 0
+
+        def make(like: Tensor) -> Tensor:
+            nonlocal made
+            memory = torch.empty_like(like)
+            made += _nbytes(memory)
+            self._note(_nbytes(memory))
+            return memory
+
+        yield make
+        self._note(-made)
 
     # -- what all ranks have to know ---------------------------------------------------------------------------
 
@@ -602,7 +759,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return what full copies of weights, sums of gradients and what is received take at once, at most.
 
     They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
-    there to the exchange of its last part.
+    there to the exchange of its last part. Those of a part that passes are there within its tick.
     """
     num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
     copies: dict[tuple[Phase, int], int] = {}
@@ -632,12 +789,32 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
         else:
             live += sums.get(served, 0)
             most = max(most, live + sums.get(served, 0) // num_sums * (program.own_lanes.most_open_sums - num_sums))
+            passing = tick.passing if tick.phase != "update" else ()
+            most = max(most, live + max((_passing_bytes(program, number, group) for group in passing), default=0))
         most = max(most, live)
         if is_beside and tick.serves is None and tick.phase != "update":
             live, leaving = live - leaving, 0
         if tick.serves is None:
             live -= copies.get(served, 0)
     return most
+
+
+def _passing_bytes(program: StepProgram, number: int, group: Group) -> int:
+    """Return what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
+    lanes, shares = program.lanes, program.shares
+    copies = beside = sums = open_sums = received = 0
+    for key, mode in group:
+        block = program.contents(number, key)
+        if program.is_gathered(key):
+            copies += shares.size * program.gathered_bytes(key)
+            beside = lanes.shares_gathered_beside() * program.gathered_bytes(key)
+        elif block.kind == "gradients" and mode != "r":
+            num_sums, nbytes = len(program.own_lanes.subtrees), 4 * shares.size * block.num_elements
+            sums += num_sums * nbytes
+            open_sums += (program.own_lanes.most_open_sums - num_sums) * nbytes
+            received = lanes.shares_exchanged_at_once(shares.rank) * 4 * block.num_elements
+    # The weight goes before its gradient is exchanged.
+    return sums + max(copies + max(beside, open_sums), received)
 
 
 def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[str]:

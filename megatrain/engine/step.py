@@ -956,8 +956,11 @@ class StoreAccess:
         return self._program.own_lanes
 
     @contextmanager
-    def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[torch.Tensor]:
-        """Yield the fp32 sums of one part of a gradient; afterwards the block has them, and those of all use sites."""
+    def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
+        """Yield memory for the fp32 sums of one part of a gradient; afterwards the block has that of all use sites.
+
+        There is a sum for each node of the tree of lanes that is left to this process; of all lanes it is one.
+        """
         uses, mode = self._uses_of_layouts[layout.name], self._uses[key].mode
         others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
         is_summed = visit == uses[0] and all(other in self._uses for other in others)
@@ -965,12 +968,17 @@ class StoreAccess:
             total = _fp32_sum(tensors[key], mode)
             if mode == "w":  # the block came without contents
                 total.zero_()
-            yield total
+            yield [total]
             if total is not tensors[key]:
                 tensors[key].copy_(total)
                 del total
             if is_summed:
                 self._sum_part(layout, number, tensors[key], [tensors[other] for other in others])
+
+    @contextmanager
+    def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Yield what makes memory for open sums of lanes that are not left in the end, each like a given one."""
+        yield torch.empty_like
 
     def note_filled(self, layout: UnitLayout, visit: int, name: str) -> None:
         """Note that a parameter got a gradient at a use site."""
@@ -1135,7 +1143,8 @@ class PassingGradient:
         self.rows = rows_of_parts(layout)
         self._micro_batch = 0
         self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        self._part: tuple[range, torch.Tensor] | None = None  # that is leased, and its memory, zeroed or continued
+        # That is leased, and the memory of its sums: the first zeroed or continued, the others zeroed.
+        self._part: tuple[range, list[torch.Tensor]] | None = None
         self._open: LaneAccumulator | None = None
         self._num_closed = 0
 
@@ -1153,33 +1162,43 @@ class PassingGradient:
     def part(self, number: int) -> Iterator[None]:
         """Lease a part for what is added inside."""
         rows = self.rows[number]
-        with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as total:
-            self._part = rows, _matrix(total, (len(rows), self._entry.shape[-1]))
+        with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as sums:
+            self._part = rows, [_matrix(each, (len(rows), self._entry.shape[-1])) for each in sums]
             try:
                 yield
             finally:
                 self._part = None
-                del total
+                sums.clear()
         self._num_closed += 1
 
     @contextmanager
     def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
         """Sum gradients of some rows of the part that is there, for all micro-batches."""
         assert self._part is not None, f"no part of {self._entry.name} is there"
-        held, matrix = self._part
-        place, name = matrix[start - held.start : stop - held.start], self._entry.name
+        held, matrices = self._part
+        places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
+        name, left = self._entry.name, iter(places[1:])
 
         def sums(memory: torch.Tensor, added: set[str]) -> GradientAccumulator:
             target = InPieces([(Piece(0, 0, range(start, stop), None, tuple(memory.shape)), memory)])
             return GradientAccumulator({name: target}, added, begins_with_zero=True)
 
-        room = lambda: sums(torch.empty_like(place), set())  # noqa: E731
-        self._open = LaneAccumulator(self._access.lanes, sums(place, {name}), room)
-        try:
-            yield self._open
-            self._open.close()
-        finally:
-            self._open = None
+        with self._access.open_sums() as make:
+
+            def room() -> GradientAccumulator:
+                # Open sums are numbered: those that are left in the end are the first ones.
+                place = next(left, None)
+                return sums(make(places[0]) if place is None else place, set())
+
+            self._open = LaneAccumulator(self._access.lanes, sums(places[0], {name}), room)
+            try:
+                yield self._open
+                found = self._open.close()
+            finally:
+                self._open = None
+        for place, (_, own) in zip(places, found, strict=True):
+            if own is not None and not own.added:
+                place.zero_()  # it was that of other lanes, which were added to those before
 
     def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
         """Accumulate a product in rows of the part that is there."""

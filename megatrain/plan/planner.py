@@ -96,6 +96,7 @@ def plan_run(
     like: Plan | None = None,
     capacities: Mapping[str, int] | None = None,
     most_ahead: int = MOST_GATHERS_AHEAD,
+    passes_parts: bool | None = None,
 ) -> Plan:
     """Plan a run.
 
@@ -109,6 +110,7 @@ def plan_run(
             model and trace are used again, which take most of the time.
         capacities: of tiers that are to have another one than the run gives them.
         most_ahead: of several ranks, how many visits ahead weights may be gathered.
+        passes_parts: whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -123,7 +125,7 @@ def plan_run(
     subject = _look_at(run, padded, like)
     run, device, profile = subject.run, subject.run.device, profile_of(run.tiers)
     try:
-        kept = _place(run, subject, profile, capacities, most_ahead)
+        kept = _place(run, subject, profile, capacities, most_ahead, passes_parts)
     except DoesNotFitError as error:
         if not names_ways_out:
             raise
@@ -338,6 +340,7 @@ def _place(
     profile: LoadedProfile,
     capacities: Mapping[str, int] | None = None,
     most_ahead: int = MOST_GATHERS_AHEAD,
+    passes_parts: bool | None = None,
 ) -> KeptGraphs:
     """Return the program of a run, and where its blocks live.
 
@@ -345,6 +348,7 @@ def _place(
         run: the subject's, or one that differs in gradients and tiers.
         capacities: of tiers that are to have another one than the run gives them.
         most_ahead: see ``plan_run``.
+        passes_parts: see ``plan_run``.
 
     Raises:
         DoesNotFitError: a tier is too small.
@@ -393,16 +397,24 @@ def _place(
         # A loss over preferences looks at all rows before it makes the logits of any again: none are kept.
         keeps_parts = run.objective.preference is None
         held = replace(held, kept_parts=trace.head_parts if keeps_parts else 1)
-        if _holds_everything(budgets_with(held)[subject.compute_tier], held):
+        if not passes_parts and _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
         held = replace(held, kept_parts=parts_without_room(trace) if keeps_parts else 1)
-        if not run.world.is_single:  # full copies and sums are whole
+        if passes_parts is False:
             return solved(held)
-        passing = _build_program(run, subject, updates_beside_device=updates_beside_device, passing_parts=True)
+        passing = _build_program(
+            run,
+            subject,
+            updates_beside_device=updates_beside_device,
+            passing_parts=True,
+            gathers_ahead=gathers_ahead,
+        )
         if not passing.by_part:
             return solved(held)
         in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
         passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
+        if passes_parts:
+            return solved(passing)
         waiting = passing_bytes(graph, trace, passing, run.num_together)
         # Twice, since the head makes logits once more where parts pass.
         best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
@@ -762,11 +774,13 @@ def step_workspace_bytes(
         num_micro_batches: that are there together.
     """
     if not program.shares.are_whole:
-        own = workspace_bytes(trace, num_micro_batches, program.kept_parts)
-        return own + ranked_workspace_bytes(graph, program)
+        sums = ranked_workspace_bytes(graph, program)
+    else:
+        num_open_sums = program.own_lanes.most_open_sums
+        sums = gradient_sums_bytes(graph, trace, grad_dtype, program.by_part, num_open_sums)
     return (
         workspace_bytes(trace, num_micro_batches, program.kept_parts)
-        + gradient_sums_bytes(graph, trace, grad_dtype, program.by_part, program.own_lanes.most_open_sums)
+        + sums
         + passing_bytes(graph, trace, program, num_micro_batches)
     )
 

@@ -230,11 +230,12 @@ class _Replay:
                     self._copies.released(use, op.tier)
         for use in op.held:
             self._copies.released(use, op.tier)
-        if op.serves is not None or (op.phase == "update" and op.visit in self._plan.program.dealt):
-            self._move_between_ranks(op)
+        self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
         moved = self._plan.program.collective_bytes(op.tick)
+        if not any(moved.values()):
+            return
         # One after the other: what comes from other hosts is passed on to the ranks of this one.
         on_host, across = (
             max([0, *(nbytes for link, nbytes in moved.items() if at in link)]) for at in (PEER, NETWORK)
@@ -244,7 +245,8 @@ class _Replay:
         if op.phase == "gather":
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
-        if op.phase == "update" or not self._plan.program.gathers_ahead:
+        # Parts that pass within a tick are waited for one by one.
+        if op.serves is None or not self._plan.program.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
     def _wait_for_peers(self, until_s: float) -> None:

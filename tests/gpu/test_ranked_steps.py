@@ -18,10 +18,12 @@ from megatrain import trainer as trainers
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
 from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.world import World
 from megatrain.trainer import Trainer
-from oracles.tiered_run import make_loader
+from oracles.tiered_run import make_loader, parts_passing
 
 NUM_STEPS = 4
 
@@ -52,15 +54,23 @@ class Twin:
         return [item, item]
 
 
-def train(folder: Path, model: Path, *, ahead: bool, **tables: str) -> tuple[Any, ...]:
-    """Return losses and norms of some steps, the last of them without a host wait, and how far ahead it gathered."""
+def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
+    """Return losses and norms of some steps, the last of them without a host wait, and how far ahead it gathered.
+
+    Args:
+        ahead: gather ahead.
+        passes: have parts of the vocabulary pass one by one.
+        tables: of ``config_text``.
+    """
     folder.mkdir()
     tables["advanced"] = "" if ahead else "prefetch = 0"
     text = gpu_config_text(folder, model, **tables)
     text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4")
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
-    plan = plan_run(replace(resolve(config), world=World.local(0, 2)))
+    with parts_passing(passes):
+        plan = plan_run(replace(resolve(config), world=World.local(0, 2)))
+    assert bool(plan.program.by_part) == passes
     loader, found = make_loader(config, plan), []
     with mock.patch.object(trainers, "Collectives", Twin), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
@@ -80,9 +90,12 @@ def train(folder: Path, model: Path, *, ahead: bool, **tables: str) -> tuple[Any
 @pytest.mark.usefixtures("virtual")
 @pytest.mark.parametrize("optimizer", ["max_grad_norm = 0.5", 'clip_scope = "layer"'])
 def test_streams_of_collectives_are_in_order_and_the_host_waits_for_none(
-    optimizer: str, tiny_model: Path, tmp_path: Path
+    optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     in_one_stream, gathers_ahead = train(tmp_path / "one", tiny_model, ahead=False, optimizer=optimizer)
     assert gathers_ahead == 0
     beside, gathers_ahead = train(tmp_path / "two", tiny_model, ahead=True, optimizer=optimizer)
     assert beside == in_one_stream and gathers_ahead > 1
+    passing, gathers_ahead = train(tmp_path / "three", tiny_model, ahead=True, passes=True, optimizer=optimizer)
+    assert passing == in_one_stream and gathers_ahead > 1

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from megatrain.models.graph import ModelGraph
 from megatrain.models.layout import views
 from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
 from megatrain.plan import planner
-from megatrain.plan.plan import Plan
+from megatrain.plan.kept import KeptGraphs
+from megatrain.plan.plan import Plan, RunSpec
 from megatrain.trainer import Trainer
 from tiered import StoreStats
 
@@ -133,6 +135,20 @@ def plan_of(config: RunConfig) -> Plan:
 
     with mock.patch.object(planner, "trace_visits", trace_once):
         return planner.plan_run(resolve(config))
+
+
+@contextmanager
+def parts_passing(passes: bool) -> Iterator[None]:
+    """Have plans in which parts of the vocabulary pass one by one, or are all there, whatever that takes."""
+    place = planner._place
+
+    def placed(
+        run: RunSpec, subject: Any, profile: Any, capacities: Any = None, most_ahead: int = 3, *_: Any
+    ) -> KeptGraphs:
+        return place(run, subject, profile, capacities, most_ahead, passes)
+
+    with mock.patch.object(planner, "_place", placed):
+        yield
 
 
 def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:

@@ -48,6 +48,7 @@ class RankResult:
         window: most bytes of full copies and sums, and what was planned for them.
         update_window: the same of updates of matrices that ranks share.
         gathers_ahead: how many visits before they are needed weights are gathered.
+        passes: whether parts of the vocabulary pass one by one.
         evaluations: by set, the loss with the last weights and the tokens that it is the mean of.
         samples: by set, what the last weights write.
         num_own_labels: of what this rank evaluates.
@@ -66,6 +67,7 @@ class RankResult:
     window: tuple[int, int] = (0, 0)
     update_window: tuple[int, int] = (0, 0)
     gathers_ahead: int = 0
+    passes: bool = False
     evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
     samples: dict[str, list[str]] = field(default_factory=dict)
     num_own_labels: int = 0
@@ -168,6 +170,7 @@ def train(
     config = load_config(path).config
     plan = plan_of_rank(path, world)
     loader, result = make_loader(config, plan), RankResult(gathers_ahead=plan.program.gathers_ahead)
+    result.passes = bool(plan.program.by_part)
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         store = trainer.store

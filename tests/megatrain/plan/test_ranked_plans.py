@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from transformers import AutoConfig
 
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
+from megatrain.models import layout as layouts
+from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import MOST_GATHERS_AHEAD, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.plan.together import gathering_at_most
 from megatrain.ranks.world import World
-from oracles.tiered_run import config_text, write_tiny_model
+from oracles.tiered_run import QUICKSTART, config_text, write_tiny_model
 from processes.saved_run import command_group
 from tiered import MiB
 
@@ -31,9 +35,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run.toml"
 
 
-def plan_of(config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1) -> Plan:
+def plan_of(
+    config: Path, size: int, *changes: str, num_hosts: int = 1, most_ahead: int = 1, names_ways_out: bool = True
+) -> Plan:
     run = replace(resolve(load_config(config, (), changes).config), world=World.local(0, size, num_hosts))
-    return plan_run(run, most_ahead=most_ahead)
+    return plan_run(run, most_ahead=most_ahead, names_ways_out=names_ways_out)
 
 
 def rates(peer: float) -> SimulatedRates:
@@ -120,6 +126,34 @@ def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) 
     least = ahead.placement.peak_bytes("ram")
     plan = plan_of(config, 2, f"tiers.ram.size={2 * least // MiB + 1}MiB")
     assert plan.placement.peak_bytes("ram") <= plan.budgets["ram"]
+
+
+def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where layers run there is room for full copies, and sums, of one part: not for those of a wide vocabulary."""
+    monkeypatch.setattr(layouts, "PART_ELEMENTS", 1 << 20)
+    least: list[int] = []
+    for vocab_size in (1 << 15, 1 << 16):
+        folder = write_shape(tmp_path / str(vocab_size), vocab_size=vocab_size, hidden_size=256)
+        text = config_text(folder, folder, gpu="64KiB", nvme=0, ram="8GiB", precision='compute_dtype = "bfloat16"')
+        (folder / "run.toml").write_text(text.replace("steps = 3", "steps = 4"))
+        with pytest.raises(DoesNotFitError) as refused:
+            plan_of(folder / "run.toml", 2, names_ways_out=False)
+        assert refused.value.tier == "gpu"
+        least.append(refused.value.need_bytes)
+    assert least[0] == least[1] < 6 * 256 * vocab_size / 4
+    plan = plan_of(folder / "run.toml", 2, f"tiers.gpu.size={least[1]}B")
+    assert {plan.trace.visits[visit].is_head for visit, _ in plan.program.by_part} == {False, True}
+    result = CliRunner().invoke(command_group(), ["plan", str(folder / "run.toml"), "--processes", "2"])
+    assert result.exit_code == 3 and str(least[1]) in result.output.replace(",", "")
+
+
+def write_shape(folder: Path, **changes: int) -> Path:
+    """Write a model's config and tokenizer, which plans need, and no weights."""
+    folder.mkdir()
+    AutoConfig.from_pretrained(QUICKSTART, tie_word_embeddings=False, **changes).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, folder)
+    return folder
 
 
 def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> None:
