@@ -66,8 +66,16 @@ class VirtualTensor(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
     def tolist(self) -> Any:
-        """Copy it to the host first, which torch does inside, but not of a tensor of another class."""
-        return self.cpu().tolist()
+        """Copy it to the host first, which torch does inside, but not of a tensor of another class.
+
+        As any function of torch it may be answered by a mode, which knows it by name.
+        """
+
+        def tolist(tensor: Tensor) -> Any:
+            return tensor.cpu().tolist()
+
+        is_watched = torch._C._is_torch_function_mode_enabled()
+        return torch.overrides.handle_torch_function(tolist, (self,), self) if is_watched else tolist(self)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
