@@ -451,16 +451,15 @@ def any_kill(draw: random.Random) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(
-    "num_kills",
+    ("num_kills", "seed"),
     [
-        pytest.param(0, id="some"),
-        pytest.param(30, marks=pytest.mark.slow),
-        pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(0)]),
+        pytest.param(0, 0, id="some"),
+        *(pytest.param(30, seed, marks=[pytest.mark.slow, pytest.mark.timeout(0)]) for seed in range(10)),
     ],
 )
-def test_a_rank_that_is_killed_at_any_instant(num_kills: int, made: SavedRun, tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_at_any_instant(num_kills: int, seed: int, made: SavedRun, tmp_path: Path) -> None:
     """Each step is saved. Starts, of other numbers of ranks, go on from a whole checkpoint: bits of an unbroken run."""
-    run, draw, before = made.copy(tmp_path / "run"), random.Random(num_kills), 0
+    run, draw, before = made.copy(tmp_path / "run"), random.Random(seed), 0
     pids = tmp_path / "pids"
     pids.mkdir()
     on_drive = (*DRIVES, f"tiers.nvme.0.path={run.folder}/drive") if num_kills else ()
