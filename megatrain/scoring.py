@@ -194,6 +194,8 @@ class Scorer:
             weights=ModelFolder(run.model.folder).fingerprint(),
             dtype=str(graph.dtype).removeprefix("torch."),
             attention=str(graph.model.config._attn_implementation),
+            mlp_rows=run.model.mlp_rows,
+            split_experts=run.model.cuts_experts,
             tokenizer=tokenizer_checksum(self._tokenizer),
             data=loader.dataset.fingerprint(),
             max_length=run.batch.max_length,

@@ -85,6 +85,8 @@ class ScoreKind:
         weights: checksum of samples of its weights.
         dtype: that it computed in.
         attention: its kernel.
+        mlp_rows: tokens that an MLP ran over at a time.
+        split_experts: whether fused experts came in parts: sums over these have other bits.
         tokenizer: checksum of the tokenizer.
         data: fingerprint of the data set.
         max_length: tokens of a row.
@@ -101,6 +103,8 @@ class ScoreKind:
     weights: str
     dtype: str
     attention: str
+    mlp_rows: int
+    split_experts: bool
     tokenizer: str
     data: str
     max_length: int
@@ -119,6 +123,8 @@ _WORDS = {
     "weights": "the model's weights",
     "dtype": "precision.compute_dtype",
     "attention": "the attention kernel",
+    "mlp_rows": "model.mlp_rows",
+    "split_experts": "model.split_experts",
     "tokenizer": "the tokenizer",
     "data": "the rows of [[data.train]]",
     "max_length": "data.max_length",

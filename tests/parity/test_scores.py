@@ -270,8 +270,10 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
     assert Scorer(config).run().num_passes == 1
     assert_same(folder, whole.folder)
 
-    with pytest.raises(ScoresError, match=r"differ from those asked for in score.top_k"):
-        Scorer(config.model_copy(update={"score": config.score.model_copy(update={"top_k": 3})})).run()
+    for table, change, key in (("score", {"top_k": 3}, "score.top_k"), ("model", {"mlp_rows": 16}, "model.mlp_rows")):
+        changed = getattr(config, table).model_copy(update=change)
+        with pytest.raises(ScoresError, match=rf"differ from those asked for in {key}\. Name"):
+            Scorer(config.model_copy(update={table: changed})).run()
 
 
 @pytest.mark.parametrize(
