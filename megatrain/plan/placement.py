@@ -359,9 +359,16 @@ class ResidentChooser:
         self._groups: dict[str, list[tuple[str, ...]]] = {}
         self._moves: dict[tuple[str, str, tuple[str, ...]], int] = {}
         self._uses: dict[str, list[tuple[int, Mode]]] = {key: [] for key in program.blocks}
+        #: Tier of every tick with the homes as they are. A gradient that shares its block has hundreds of uses.
+        self._tiers_now = [self._tier] * len(program.ticks)
+        self._tiers_now_of: dict[str, tuple[str, ...]] = {}  # key -> of its uses, made when they are asked for
+        #: Key -> updates whose tier depends on its home.
+        self._deciding: dict[str, list[int]] = {}
         for number, tick in enumerate(program.ticks):
             for key, mode in tick.uses:
                 self._uses[key].append((number, mode))
+                if tick.phase == "update":
+                    self._deciding.setdefault(key, []).append(number)
             if tick.phase == "update":
                 group = tuple(key for key, _ in tick.uses)
                 for key in group:
@@ -417,6 +424,8 @@ class ResidentChooser:
             try_move: makes the tier their home, or says that they do not fit.
             is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
         """
+        self._tiers_now = [self._program.tier_of(tick, homes) for tick in self._program.ticks]
+        self._tiers_now_of.clear()
         queue: list[tuple[float, tuple[float, ...], int]] = []
         self._push(queue, range(len(self._candidates)), homes)
         while queue and (is_needed is None or is_needed()):
@@ -429,6 +438,11 @@ class ResidentChooser:
             if self._cost_of(number, keys, homes) != cost:  # others of the group have moved, and it was queued anew
                 continue
             if try_move(keys):
+                for tick, tier in self._tiers_with(keys, homes).items():
+                    if self._tiers_now[tick] != tier:
+                        self._tiers_now[tick] = tier
+                        for key, _ in self._program.ticks[tick].uses:
+                            self._tiers_now_of.pop(key, None)
                 self._push(queue, self._beside(keys, homes), homes)
 
     def _push(
@@ -512,31 +526,47 @@ class ResidentChooser:
         """Return the seconds per byte that a step takes longer if blocks move; negative if they are worth it."""
         related = tuple(dict.fromkeys(other for key in keys for other in self._beside_one(key)))
         after = ChainMap(dict.fromkeys(keys, self._tier), homes)  # type: ignore[arg-type]
-        more = [a - b for a, b in zip(self._load(related, after), self._load(related, homes), strict=True)]
+        loads = self._load(related, after, self._tiers_with(keys, after)), self._load(related, homes, {})
+        more = [a - b for a, b in zip(*loads, strict=True)]
         more_s = more[0] * self._residency.bus_s_per_byte + more[1] * self._residency.host_update_s_per_element
         return more_s / max(1, sum(self._slot_bytes(self._program.blocks[key].nbytes) for key in keys))
 
-    def _load(self, keys: Sequence[str], homes: Mapping[str, str]) -> tuple[int, int]:
-        """Return the bytes that some blocks move over the bus in a step, and the elements updated in RAM."""
+    def _tiers_with(self, keys: Sequence[str], homes: Mapping[str, str]) -> dict[int, str]:
+        """Return the tiers of those ticks that depend on the homes of some blocks."""
+        ticks = {number for key in keys for number in self._deciding.get(key, ())}
+        return {number: self._program.tier_of(self._program.ticks[number], homes) for number in ticks}
+
+    def _load(self, keys: Sequence[str], homes: Mapping[str, str], tiers: Mapping[int, str]) -> tuple[int, int]:
+        """Return the bytes that some blocks move over the bus in a step, and the elements updated in RAM.
+
+        Args:
+            keys: of the blocks.
+            homes: of all blocks.
+            tiers: of ticks that have others than now.
+        """
         moved, num_moves = 0, dict[tuple[str, str], int]()  # parts are used alike
         for key in keys:
             block, home = self._program.blocks[key], homes[key]
             if (block.whole, home) not in num_moves:
-                num_moves[block.whole, home] = self._num_moves(key, homes)
+                num_moves[block.whole, home] = self._num_moves(key, home, tiers)
             moved += block.nbytes * num_moves[block.whole, home]
         updated = 0
         for key in keys:
             block = self._program.blocks[key]
             if block.kind == "weights" and key in self._groups:
-                tick = self._program.ticks[next(n for n, mode in self._uses[key] if mode == "rw")]
-                updated += block.num_elements * (self._program.tier_of(tick, homes) != self._tier)
+                tick = next(n for n, mode in self._uses[key] if mode == "rw")
+                updated += block.num_elements * (tiers.get(tick, self._tiers_now[tick]) != self._tier)
         return moved, updated
 
-    def _num_moves(self, key: str, homes: Mapping[str, str]) -> int:
+    def _num_moves(self, key: str, home: str, tiers: Mapping[int, str]) -> int:
         """Return how often a block crosses the bus in a step; from one tick to the very next its copy stays."""
-        program = self._program
-        tiers = tuple(program.tier_of(program.ticks[number], homes) for number, _ in self._uses[key])
-        known = (key, homes[key], tiers)
+        of_uses = self._tiers_now_of.get(key)
+        if of_uses is None:
+            of_uses = self._tiers_now_of[key] = tuple(self._tiers_now[number] for number, _ in self._uses[key])
+        if any(self._tiers_now[number] != tier for number, tier in tiers.items()):
+            uses = zip(self._uses[key], of_uses, strict=True)
+            of_uses = tuple(tiers.get(number, tier) for (number, _), tier in uses)
+        known = key, home, of_uses
         if known not in self._moves:
             self._moves[known] = self._count_moves(*known)
         return self._moves[known]

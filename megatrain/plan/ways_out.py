@@ -61,10 +61,13 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
         yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
     if not run.optimizer.defers_updates:
         return
-    change = 'optimizer.clip_scope = "layer"'
+    changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
-        change = f"optimizer.max_grad_norm = 0, or {change}"  # the same blocks, and the same need
-    yield change, replace(run, optimizer=replace(run.optimizer, clip_scope="layer"))
+        changes.append("optimizer.max_grad_norm = 0")
+    if not run.model.cuts_experts:  # which needs norms of whole layers
+        changes.append('optimizer.clip_scope = "layer"')
+    if changes:  # the same blocks, and the same need
+        yield ", or ".join(changes), replace(run, optimizer=replace(run.optimizer, clip_scope="layer"))
 
 
 def _may_cut_experts(run: RunSpec) -> bool:

@@ -219,8 +219,10 @@ def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
     model = write_mixture(tmp_path / "model", moe_intermediate_size=1024)
     (tmp_path / "run.toml").write_text(config_text(tmp_path, model))
 
-    def refused(*changes: str) -> DoesNotFitError:
-        config = load_config(tmp_path / "run.toml", (), ["tiers.ram.size=64KiB", *changes]).config
+    (tmp_path / "ram.toml").write_text(config_text(tmp_path, model, nvme=0))
+
+    def refused(*changes: str, name: str = "run.toml") -> DoesNotFitError:
+        config = load_config(tmp_path / name, (), ["tiers.ram.size=64KiB", *changes]).config
         with pytest.raises(DoesNotFitError) as info:
             plan_run(resolve(config))
         return info.value
@@ -235,6 +237,9 @@ def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
     assert way.change not in str(refused(on))
     config = load_config(tmp_path / "run.toml", (), [on, f"tiers.ram.size={way.need_bytes}B"]).config
     plan_run(resolve(config))
+    # Where gradients take the room: of cut layers there is no norm to clip each by.
+    for changes, change in (((), 'max_grad_norm = 0, or optimizer.clip_scope = "layer"'), ((on,), "max_grad_norm = 0")):
+        assert f"optimizer.{change}" in [each.change for each in refused(*changes, name="ram.toml").ways_out]
 
 
 def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:

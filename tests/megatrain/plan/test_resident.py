@@ -84,7 +84,9 @@ def test_every_move_saves_what_it_was_counted_for(form: str, tmp_path: Path) -> 
         homes.update(dict.fromkeys(keys, "gpu"))  # type: ignore[call-overload]
         moved.append(bus_bytes(program, homes))
         assert moved[-1] < moved[-2], keys
-        assert moved[-1] == sum(chooser._load([key], homes)[0] for key in program.blocks)
+        assert moved[-1] == sum(
+            chooser._load([key], homes, chooser._tiers_with(list(program.blocks), homes))[0] for key in program.blocks
+        )
         return True
 
     chooser.choose(homes, move)
