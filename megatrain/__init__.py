@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -80,6 +81,14 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return getattr(import_module(f"megatrain.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'megatrain' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Return what is public, also where it is not imported yet: for tab completion and ``help``."""
+    has_lightning = (
+        find_spec("lightning") is not None
+    )  # else `help`, which looks at every name, would end with an error
+    return sorted([*(name for name in __all__ if name != "lightning" or has_lightning), "__version__"])
 
 
 def _ask_for_repeatable_cublas() -> None:

@@ -45,6 +45,7 @@ RANKS = {
     "tiered.movement": 8,
     "tiered.leasing": 9,
     "tiered.by_name": 10,
+    "tiered.mapping": 10,
     "tiered.durable.arrays": 7,
     "tiered.durable.reader": 8,
     "tiered.durable": 10,

@@ -159,3 +159,8 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'tiered' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    """Return what is public, also where it is not imported yet: for tab completion and ``help``."""
+    return sorted([*__all__, "__version__"])

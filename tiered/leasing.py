@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.autograd import graph
@@ -22,6 +22,9 @@ from tiered.transfer import Transfer, Waiting
 
 #: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
 Request = tuple[str, str, Mode]
+
+_MODES = get_args(Mode)
+_MODES_TEXT = "'r' reads, 'rw' changes, 'w' overwrites without reading"
 
 
 class Leasing:
@@ -78,6 +81,9 @@ class Leasing:
 
     def _acquire(self, requests: Sequence[Request], stream: Any, timeout_s: float | None) -> list[Lease]:
         deadline = None if timeout_s is None else self.movement.time_s() + timeout_s
+        for key, _, mode in requests:
+            if mode not in _MODES:
+                raise ValueError(f"lease of '{key}': no mode '{mode}'; {_MODES_TEXT}")
         with self.movement.changed:
             self.check_open()
             targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]

@@ -19,6 +19,7 @@ from tiered.events import EventSink, StoreStats, TierStats
 from tiered.leasing import Leasing, Request
 from tiered.links.base import Link
 from tiered.links.route import default_links
+from tiered.mapping import BlockMapping, Writable, as_tensor
 from tiered.movement import Movement
 from tiered.policies import LRU, EvictionPolicy
 from tiered.records import Block, Lease, LeaseGroup
@@ -30,8 +31,10 @@ from tiered.transfer import Transfer
 from tiered.units import GiB
 
 
-class TieredStore:
+class TieredStore(BlockMapping):
     """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
+
+    Also a mapping from names to copies of tensors, see ``BlockMapping``.
 
     Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never
     allocates, and a full tier or disk is refused when a block is registered, not in the middle of the work.
@@ -214,6 +217,7 @@ class TieredStore:
             BlockNotFoundError: there is no such block.
             TransferError: its bytes could not be moved.
             LeaseError: waits for the caller's own lease.
+            ValueError: there is no such tier or mode, or the tier is not addressable.
             TimeoutError: not granted within ``timeout_s`` seconds.
         """
         return self._leasing.acquire(key, tier, mode, stream=stream, timeout_s=timeout_s)
@@ -234,53 +238,7 @@ class TieredStore:
         """Start bringing a copy in. A hint: never blocks, never raises for lack of room (``.skipped`` then)."""
         return self._leasing.prefetch(key, tier)
 
-    # -- by name -----------------------------------------------------------------------------------------------
-
-    def put(self, key: str, tensor: torch.Tensor, *, home: str | None = None, durable: bool = True) -> BlockSpec:
-        """Write a tensor as a block; the first time that registers it. For programs that want no leases.
-
-        Args:
-            key: of the block.
-            tensor: on any device, of the block's shape and dtype where it is registered already.
-            home: of a new block; None: the slowest tier.
-            durable: as of ``register``, of a new block.
-
-        Raises:
-            ValueError: the block has another shape, dtype or home. Otherwise as ``register`` and ``acquire``.
-        """
-        is_new = key not in self
-        if is_new:
-            spec = self.register(
-                key, tensor.shape, tensor.dtype, home=home or self._by_name.default_home(), durable=durable
-            )
-        else:
-            spec = self.spec(key)
-            given = tuple(tensor.shape), tensor.dtype, home or spec.home
-            if given != (spec.shape, spec.dtype, spec.home):
-                raise ValueError(
-                    f"block '{key}' is {spec.shape} of {spec.dtype} at home in '{spec.home}', not {given[0]} of "
-                    f"{given[1]} in '{given[2]}': unregister it first"
-                )
-        try:
-            self._by_name.write(spec, tensor, None)
-        except BaseException:
-            if is_new:
-                self.unregister(key)
-            raise
-        return spec
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        """Return a copy of a block's contents, in memory of the process that no tier counts. Raises as ``acquire``."""
-        return self._by_name.read(self.spec(key))
-
-    def __contains__(self, key: object) -> bool:
-        """Return whether a block of that name is registered."""
-        with self._changed:
-            return key in self._blocks
-
-    def __iter__(self) -> Iterator[str]:
-        """Return the names of all registered blocks, in order of registration."""
-        return iter([spec.key for spec in self.blocks()])
+    # -- rows and streams; whole blocks by name: BlockMapping ------------------------------------------------------
 
     def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
         """Return a copy of rows ``start`` to ``stop`` of a block, in memory of the process that no tier counts.
@@ -293,7 +251,7 @@ class TieredStore:
         """
         return self._by_name.read_rows(self.spec(key), start, stop)
 
-    def write_rows(self, key: str, start: int, tensor: torch.Tensor) -> None:
+    def write_rows(self, key: str, start: int, tensor: Writable) -> None:
         """Replace the rows of a block from ``start`` on.
 
         The whole block is brought into the nearest tier for it, and written back when it is evicted or committed: once
@@ -301,8 +259,9 @@ class TieredStore:
 
         Raises:
             ValueError: there are no such rows, or of another shape or dtype. Otherwise as ``acquire``.
+            TypeError: as ``put``.
         """
-        self._by_name.write(self.spec(key), tensor, start)
+        self._by_name.write(self.spec(key), as_tensor(key, tensor), start)
 
     def stream(self, keys: Iterable[str], tier: str, mode: Mode = "r") -> Iterator[Lease]:
         """Yield leases on blocks one after the other, and fetch ahead as far as the tier has room.

@@ -1,0 +1,149 @@
+"""A store as a mapping from names to tensors: ``store["a"] = tensor``, ``store["a"]``, ``del store["a"]``, ``len``."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiered.block import BlockSpec
+from tiered.by_name import ByName
+from tiered.errors import BlockNotFoundError
+
+#: What a block can be written from.
+Writable = torch.Tensor | npt.NDArray[Any]
+
+
+class BlockMapping(MutableMapping[str, torch.Tensor]):
+    """Blocks by name, for programs that want no leases. All that ``MutableMapping`` has, on these terms:
+
+    - What is read is a **copy** in ordinary memory; ``values()`` and ``items()`` make one copy after the other.
+    - ``store[key] = tensor`` writes as ``put`` does. A block has its shape, dtype and home for life, since its room was
+      reserved with them: assigning a tensor of another shape or dtype raises ``ValueError`` and changes nothing.
+    - ``del store[key]`` unregisters; committed generations keep what they have. A block that is leased raises
+      ``LeaseError`` and stays; one that a commit still writes is waited for.
+    - Iteration is over the names at its start, so blocks may come and go meanwhile.
+    - A store is no value: it equals itself alone, and is true when it is empty, too.
+    """
+
+    _by_name: ByName
+
+    @abstractmethod
+    def register(
+        self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
+    ) -> BlockSpec:
+        """Declare a block and reserve its home slot."""
+
+    @abstractmethod
+    def unregister(self, *keys: str) -> None:
+        """Forget blocks and give their home slots back."""
+
+    @abstractmethod
+    def spec(self, key: str) -> BlockSpec:
+        """Return what a block was registered as; raises ``BlockNotFoundError``."""
+
+    @abstractmethod
+    def blocks(self) -> Iterator[BlockSpec]:
+        """Return the specs of all registered blocks, in order of registration."""
+
+    def put(self, key: str, tensor: Writable, *, home: str | None = None, durable: bool = True) -> BlockSpec:
+        """Write a tensor as a block; the first time that registers it. For programs that want no leases.
+
+        Args:
+            key: of the block.
+            tensor: on any device, or a NumPy array; of the block's shape and dtype where it is registered already.
+            home: of a new block; None: the slowest tier.
+            durable: as of ``register``, of a new block.
+
+        Raises:
+            ValueError: the block has another shape, dtype or home. Otherwise as ``register`` and ``acquire``.
+            TypeError: neither a tensor nor an array, or an array of a dtype that torch does not have.
+        """
+        tensor = as_tensor(key, tensor)
+        is_new = key not in self
+        if is_new:
+            spec = self.register(
+                key, tensor.shape, tensor.dtype, home=home or self._by_name.default_home(), durable=durable
+            )
+        else:
+            spec = self.spec(key)
+            given = tuple(tensor.shape), tensor.dtype, home or spec.home
+            if given != (spec.shape, spec.dtype, spec.home):
+                raise ValueError(
+                    f"block '{key}' is {spec.shape} of {spec.dtype} at home in '{spec.home}', not {given[0]} of "
+                    f"{given[1]} in '{given[2]}': convert it, or unregister it first (del store['{key}'])"
+                )
+        try:
+            self._by_name.write(spec, tensor, None)
+        except BaseException:
+            if is_new:
+                self.unregister(key)
+            raise
+        return spec
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return a copy of a block's contents, in memory of the process that no tier counts. Raises as ``acquire``."""
+        return self._by_name.read(self.spec(key))
+
+    def __setitem__(self, key: str, tensor: Writable) -> None:
+        """Write a block; a new one is at home in the slowest tier and durable. Raises as ``put``."""
+        self.put(key, tensor)
+
+    def __delitem__(self, key: str) -> None:
+        """Forget a block and give its room back. Raises as ``unregister``."""
+        self.unregister(key)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a block of that name is registered, written or not."""
+        try:
+            self.spec(key)  # type: ignore[arg-type]
+        except BlockNotFoundError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the names of all registered blocks, in order of registration."""
+        return iter([spec.key for spec in self.blocks()])
+
+    def __len__(self) -> int:
+        """Return how many blocks are registered."""
+        return sum(1 for _ in self.blocks())
+
+    def __bool__(self) -> bool:
+        """Return True: ``store or other`` must not take an empty store for a missing one."""
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether it is the same store; contents are not read."""
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def clear(self) -> None:
+        """Forget all blocks, without reading them. Raises as ``unregister``."""
+        self.unregister(*self)
+
+
+def as_tensor(key: str, value: object) -> torch.Tensor:
+    """Return a tensor as it is, and a NumPy array as a tensor, which shares its memory where torch can.
+
+    Raises:
+        TypeError: something else, or an array of a dtype that torch does not have.
+    """
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, np.ndarray | np.generic):
+        found = type(value).__name__
+        raise TypeError(f"block '{key}' is written from a torch tensor or a NumPy array, not from '{found}'")
+    array = np.asarray(value)
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if not array.flags.writeable or any(stride < 0 for stride in array.strides):
+        array = array.copy()  # torch takes neither without a warning or an error
+    try:
+        return torch.from_numpy(array)
+    except TypeError:
+        raise TypeError(f"block '{key}': torch has no dtype for a NumPy array of {array.dtype}; convert it") from None
