@@ -35,8 +35,8 @@ def command(
 ) -> int:
     """Talk to a trained model, to have a look at it.
 
-    FOLDER is what a run or an export wrote: a model, or an adapter. It is loaded whole, by transformers, and answers a
-    token at a time. A model without a chat template continues the text that it is given.
+    FOLDER is the output_dir of a run, or what an export wrote: a model, or an adapter. It is loaded whole, by
+    transformers, and answers a token at a time. A model without a chat template continues the text that it is given.
 
     Without --prompt each line of stdin is one: /new begins another conversation, Ctrl-C stops an answer, Ctrl-D ends.
     """

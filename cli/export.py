@@ -44,6 +44,7 @@ _BAR_COLUMNS = 24
     is_flag=True,
     help="Of a run with [lora]: write the model with the adapters added. Default: as its config says.",
 )
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
 @click.option("--ema", is_flag=True, help="The average of the weights, of a run with optimizer.ema_decay.")
 @json_option
 def command(
@@ -57,13 +58,14 @@ def command(
     is_private: bool,
     merge: bool,
     ema: bool,
+    overwrite: bool,
     as_json: bool,
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
-    CKPT is the output_dir of a run, or the folder snap/<number> of one checkpoint. OUT is made. Needs no GPU and the
-    RAM of a few pieces of 16 MiB; works beside a living run. The token for the hub is that of HF_TOKEN or of
-    `hf auth login`.
+    CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is made.
+    Needs no GPU and the RAM of a few pieces of 16 MiB; works beside a living run. The token for the hub is that of
+    HF_TOKEN or of `hf auth login`.
     """
     if is_private and hub_id is None:
         raise click.UsageError("--private needs --push-to-hub ID")
@@ -72,9 +74,14 @@ def command(
     import torch
 
     from megatrain.checkpoint.export import export_checkpoint
+    from megatrain.models.export import exported_step
     from megatrain.models.hub import push
+    from megatrain.run.folder import run_of_final
     from tiered.units import format_size
 
+    run = run_of_final(checkpoint)
+    if run is not None:
+        checkpoint, step = run, exported_step(checkpoint) if step is None else step
     is_shown = sys.stderr.isatty() and not as_json
 
     shown = -1
@@ -98,6 +105,7 @@ def command(
         model_folder=model_folder,
         merge=merge or None,
         ema=ema,
+        overwrite=overwrite,
         on_progress=show if is_shown else None,
     )
     if not as_json:

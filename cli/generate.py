@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
 from .options import load
 from .terminal import Spinner, without_collector
 
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
     from megatrain.config import LoadedConfig
     from megatrain.generation import Completion
+
+
+_BATCH = tuple(
+    f"training.{name}"
+    for name in ("train_batch_tokens", "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_lanes")
+)
 
 
 @click.command("generate")
@@ -73,7 +79,8 @@ def command(
 
     The tokens are those of transformers. Each weight is fetched once for a token of all prompts that are --together,
     from the model's folder if RAM has no room for it; what the model keeps of the tokens so far lives in the tiers.
-    CONFIG is that of a run, of which model, tiers and precision count; FOLDER is what a run or an export wrote.
+    CONFIG is that of a run, of which model, tiers and precision count: it is the model that the run starts from. FOLDER
+    is the output_dir of a run, or what an export wrote: it is the trained model.
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
@@ -82,16 +89,12 @@ def command(
         raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
     rows = rows or min(8, len(prompts))
     together = max(rows, together or min(len(prompts), 4 * rows))
-    batch = (
-        f"training.per_device_train_batch_size={rows}",
-        f"training.gradient_accumulation_steps={-(-together // rows)}",
-    )
     with Spinner("reading the config") as spinner:
-        loaded = _config(model, (*batch, *overrides), spinner)
+        loaded = _config(model, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
             from megatrain.chat import ChatSettings
-            from megatrain.generation import Generator
+            from megatrain.generation import Generator, config_for_prompts
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
             from megatrain.run.metrics import RunObserver
@@ -106,7 +109,8 @@ def command(
 
             spinner.say("reading the model and planning")
             settings = ChatSettings(max_new_tokens, temperature, seed, system)
-            generator = Generator(loaded.config, prompts, settings, observer=Lines())
+            config = config_for_prompts(loaded.config, rows, together)
+            generator = Generator(config, prompts, settings, observer=Lines())
     plan = generator.plan.plan
     if dry_run:
         print_plan(plan)
@@ -126,14 +130,36 @@ def command(
 
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or one for the model in a folder."""
-    if not model.is_dir():
-        return load(model, (), (*overrides, "data.packing=false"), spinner)
-    text = f'task = "sft"\noutput_dir = {json.dumps(str(model.absolute() / "generate"))}\n'
-    text += f"[model]\nmodel_name_or_path = {json.dumps(str(model.absolute()))}\n[[data.train]]\npath = 'prompts'\n"
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(text)
-        file.flush()
-        return load(Path(file.name), (), overrides, spinner)
+    if model.is_dir():
+        model = _whole_model(model)
+        text = f'task = "sft"\noutput_dir = {json.dumps(str(model.absolute() / "generate"))}\n'
+        text += f"[model]\nmodel_name_or_path = {json.dumps(str(model.absolute()))}\n[[data.train]]\npath = 'prompts'\n"
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(text)
+            file.flush()
+            loaded = load(Path(file.name), (), overrides, spinner)
+    else:
+        loaded = load(model, (), overrides, spinner)
+    given = next((key for key in _BATCH if loaded.origins.get(key, "").startswith("--set")), None)
+    if given is not None:
+        raise click.UsageError(f"--set {given} is of training: --rows and --together say how prompts are grouped")
+    return loaded
+
+
+def _whole_model(folder: Path) -> Path:
+    """Return the folder of a model, for that of a run the one that it wrote; an adapter is refused."""
+    from megatrain.run.folder import run_of_final, trained_model
+
+    found = trained_model(folder)
+    if (found / "adapter_config.json").is_file() and not (found / "config.json").is_file():
+        run = run_of_final(found)
+        raise RunFailedError(
+            f"{found}: an adapter, and `generate` runs whole models. Merge it with its model first: megatrain-tier "
+            f"export {'RUN' if run is None else os.path.relpath(run)} MERGED --merge, then megatrain-tier generate "
+            f"MERGED. `megatrain-tier chat {folder}` takes it as it is",
+            EXIT_CONFIG,
+        )
+    return found
 
 
 def _read(file: Path) -> list[str]:

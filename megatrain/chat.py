@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
 from megatrain.models.folder import ModelFolder, TensorFile
-from megatrain.run.folder import FINAL_NAME
+from megatrain.run.folder import trained_model
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def open_chat(folder: Path, places: Sequence[tuple[torch.device, int]], settings
     """Load the model of an exported folder, whole.
 
     Args:
-        folder: of a model, or of an adapter, whose base model is then loaded too.
+        folder: of a model, of an adapter, whose base model is then loaded too, or of the run that wrote one of them.
         places: devices with the bytes of memory that are free there; the first that the weights fit is taken.
         settings: of the answers.
 
@@ -78,6 +78,7 @@ def open_chat(folder: Path, places: Sequence[tuple[torch.device, int]], settings
         ModelFolderError: files of the model are missing or damaged.
         TooLargeError: it does not fit.
     """
+    folder = trained_model(folder)
     nbytes = _check(folder)
     device = next((device for device, free_bytes in places if nbytes <= _SHARE * free_bytes), None)
     if device is None:
@@ -127,9 +128,6 @@ def _check(folder: Path) -> int:
             )
         return sum(record.nbytes for record in records)
     if not (folder / "config.json").is_file():
-        final = folder / FINAL_NAME
-        if (final / "config.json").is_file() or is_adapter(final):
-            raise ChatError(f"{folder}: this is the folder of a run. Its model: megatrain-tier chat {final}")
         if (folder / CHECKPOINTS_NAME).is_dir():
             raise ChatError(
                 f"{folder}: this is the folder of a run that has no model yet. Write one with megatrain-tier export "

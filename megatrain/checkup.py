@@ -36,6 +36,7 @@ from megatrain.config.resolve import (
     resolve_optimizer,
     resolve_preference,
     resolve_tiers,
+    with_lanes,
     with_packing,
 )
 from megatrain.config.resolved import to_toml
@@ -68,6 +69,7 @@ from megatrain.trainer import (
     describe_model,
     make_loader,
     tokenizer_of,
+    with_kept_lanes,
 )
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.ext import check_ours
@@ -341,8 +343,9 @@ class _Checkup:
         if self._graph is None or not self._is_planned:
             yield Finding("plan", "note", "not made without a model and a device for it")
             return
-        self._plan = plan = plan_run(resolve(self._config))
-        self._config = with_packing(self._config, plan.run.data.packing)
+        run, size = with_kept_lanes(resolve(self._config)), self._config.distributed.processes
+        self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
+        self._config = with_packing(with_lanes(self._config, plan.run.num_lanes), plan.run.data.packing)
         if plan.packing_warning:
             yield Finding("plan", "warning", plan.packing_warning)
         sizes = ", ".join(

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.chat import ChatError, ChatSettings, prompt_tokens
-from megatrain.config.resolve import resolve, resolve_score
-from megatrain.config.schema import RunConfig
+from megatrain.config.resolve import resolve, resolve_score, with_packing
+from megatrain.config.schema import RunConfig, TrainingConfig
 from megatrain.continuation import Continuation
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from megatrain.plan.forward import GenerationPlan
 
-__all__ = ["Completion", "Generator", "config_of_folder", "generate"]
+__all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,18 @@ def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
         "data": {"train": [{"path": "prompts"}]},  # nothing reads it
     }
     return RunConfig.model_validate({**values, **tables})
+
+
+def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
+    """Return a config whose step is prompts: what sets the step of its training has no meaning for them.
+
+    Args:
+        config: of a run.
+        rows: prompts that are padded to one length.
+        together: prompts that share each fetch of a weight.
+    """
+    step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-together // rows))
+    return with_packing(config, False).model_copy(update={"task": "sft", "training": step})
 
 
 def generate(

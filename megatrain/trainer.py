@@ -1109,6 +1109,7 @@ class Trainer:
             max_shard_size=run.export.max_shard_bytes,
             merge=run.export.merge,
             ema=self._best.is_average,
+            overwrite=True,
             on_progress=lambda unit, done, total: self.activity.moved_in_all(done, total),
         )
 

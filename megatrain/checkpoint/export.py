@@ -49,19 +49,21 @@ def export_checkpoint(
     model_folder: Path | str | None = None,
     merge: bool | None = None,
     ema: bool = False,
+    overwrite: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Path:
     """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
 
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` of one.
-        out: the folder to make. It may exist if it is empty or an earlier export of this program.
+        out: the folder to make. It may exist if it is empty.
         step: of which checkpoint; default: the newest.
         dtype: of the weights; default: as the run's config says. fp32 gives the exact master weights.
         max_shard_size: weight bytes in one file; default: as the run's config says.
         model_folder: a copy of the model's folder, where the one of the run is gone.
         merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
         ema: write the average of the trained weights (``optimizer.ema_decay``) in their place.
+        overwrite: replace an earlier export of this program in ``out``.
 
     Returns:
         The absolute path of the finished folder.
@@ -73,7 +75,7 @@ def export_checkpoint(
         ExportError: ``out`` cannot be written.
     """
     found = find_checkpoint(run, step)
-    check_target(Path(out).absolute())
+    check_target(Path(out).absolute(), overwrite=overwrite)
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
     model, spec = resolve_model(config), resolve_export(config)
     source = _Source(found, on_progress, is_ema=ema)

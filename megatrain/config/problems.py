@@ -405,8 +405,9 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
 def find_unscorable(config: RunConfig) -> Iterator[Problem]:
     """Yield what of a config keeps its model from being run alone, to score or to generate."""
     if config.lora.is_on:
-        text = "[lora]: the adapters of a run are not used; a model with its adapters merged is (export --merge)"
-        yield Problem("lora", text, "Leave [lora] out, and name the merged folder in [model]")
+        text = "[lora]: only whole models are scored and continued, not a model with adapters beside it"
+        advice = "Merge them (megatrain-tier export RUN MERGED --merge), and use the merged folder without [lora]"
+        yield Problem("lora", text, advice)
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")

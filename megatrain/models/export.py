@@ -67,6 +67,7 @@ __all__ = [
     "check_target",
     "export_adapter",
     "export_model",
+    "exported_step",
     "plan_shards",
 ]
 
@@ -727,11 +728,24 @@ def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> N
             shutil.copytree(path, target)
 
 
-def check_target(out: Path) -> None:
+def exported_step(folder: Path) -> int | None:
+    """Return the step of the checkpoint that an export wrote; None: nobody noted it."""
+    try:
+        step = json.loads((folder / RECORD_FILE).read_text(encoding="utf-8")).get("step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def check_target(out: Path, *, overwrite: bool = True) -> None:
     """Refuse a path that holds files other than those of an earlier export. Writes nothing.
 
+    Args:
+        out: where an export goes.
+        overwrite: whether it may take the place of an earlier one.
+
     Raises:
-        ExportError: it is a file, or a folder with other contents than one earlier export.
+        ExportError: it is a file, a folder with other contents than one earlier export, or one that is to stay.
     """
     if not out.exists():
         return
@@ -752,6 +766,13 @@ def check_target(out: Path) -> None:
         raise ExportError(
             f"{out} holds files that the earlier export did not write: {some(sorted(present - listed))}. "
             "Move them away or give another folder"
+        )
+    if not overwrite:
+        step = f" of step {record['step']}" if "step" in record else ""
+        what = "an adapter" if (out / ADAPTER_CONFIG).is_file() else "a model"
+        raise ExportTargetError(
+            f"{out} holds {what}{step} that was exported before; nothing was written. Give another folder, or "
+            "--overwrite to replace it"
         )
 
 

@@ -59,7 +59,9 @@ class BatchSpec:
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
         aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
-        num_lanes: in which the gradients of micro-batches are added (``engine/lanes.py``); None: one for each rank.
+        num_lanes: in which the gradients of micro-batches are added (``engine/lanes.py``); None: one for each rank,
+            which a ``RunSpec`` of several settles.
+        rows_per_example: that belong together in a micro-batch.
     """
 
     num_rows: int
@@ -73,14 +75,17 @@ class BatchSpec:
 
     @property
     def micro_batch_rows(self) -> int:
-        """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens``."""
+        """Rows of a micro-batch: as given, else the largest divisor within ``aimed_tokens`` that fills all lanes.
+
+        It depends on lanes and not on processes, which may change from start to start and must not change a bit.
+        """
         if self.given_rows is not None:
             return self.given_rows
         if self.single_rows:
             return 1
-        rows, length, together = self.num_rows, self.max_length, self.rows_per_example
-        fitting = (n for n in range(together, rows + 1, together) if rows % n == 0 and n * length <= self.aimed_tokens)
-        return max(fitting, default=together)
+        rows, together = self.num_rows, self.rows_per_example
+        most = min(self.aimed_tokens // self.max_length, rows // (self.num_lanes or 1))
+        return max((n for n in range(together, most + 1, together) if rows % n == 0), default=together)
 
     @property
     def num_micro_batches(self) -> int:
@@ -162,6 +167,11 @@ class RunSpec:
     export: ExportSpec
     world: World = field(default_factory=World.single)
 
+    def __post_init__(self) -> None:
+        if self.batch.num_lanes is None and not self.world.is_single:
+            # Lanes that the config leaves open: the cut of a step into micro-batches depends on them.
+            object.__setattr__(self, "batch", replace(self.batch, num_lanes=self.world.size))
+
     @property
     def shares(self) -> Shares:
         """What of each block this rank owns."""
@@ -175,7 +185,7 @@ class RunSpec:
     @property
     def num_lanes(self) -> int:
         """In which the gradients of a step's micro-batches are added."""
-        return self.batch.num_lanes or self.world.size
+        return self.batch.num_lanes or 1
 
     @property
     def own_lanes(self) -> Lanes:

@@ -15,6 +15,7 @@ from torch import nn
 from megatrain.config.problems import ConfigError, Problem
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.lanes import micro_batches_of_rank
 from megatrain.engine.program import (
     ProgramBuilder,
     StepProgram,
@@ -181,17 +182,11 @@ def check_ranks(run: RunSpec) -> None:
             f"training.gradient_lanes = {run.num_lanes}: {several} there must be as many lanes at least. The number "
             "of lanes decides about the last bits of a run, which keeps it"
         )
-        advice = f"Start {run.num_lanes} processes at most, or begin a new run with more lanes"
+        advice = f"Start at most {_processes(run.num_lanes)}, or begin a new run with more lanes"
         raise ConfigError("the config", [Problem("training.gradient_lanes", message, advice)])
     problems: list[Problem] = []
-    empty = [rank for rank in range(world.size) if not run.lanes.micro_batches_of_rank(rank, num_micro_batches)]
-    if empty:
-        message = (
-            f"training.per_device_train_batch_size: a step has {num_micro_batches} micro-batches of "
-            f"{run.batch.micro_batch_rows} rows, and {several} {len(empty)} of these would have none"
-        )
-        advice = "Give every process one at least: lower it, raise the rows of a step, or start fewer processes"
-        problems.append(Problem("training.per_device_train_batch_size", message, advice))
+    if not _has_work_for_all(world.size, run.num_lanes, num_micro_batches):
+        problems.append(_too_few_micro_batches(run))
     if run.batch.order != "layer":
         message = (
             f'advanced.micro_batch_order = "{run.batch.order}": {several} all micro-batches of a layer run before the '
@@ -214,6 +209,46 @@ def check_ranks(run: RunSpec) -> None:
         problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
     if problems:
         raise ConfigError("the config", problems)
+
+
+def _has_work_for_all(num_ranks: int, num_lanes: int, num_micro_batches: int) -> bool:
+    """Return whether each of some ranks has a micro-batch of a step."""
+    return all(micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks))
+
+
+def _too_few_micro_batches(run: RunSpec) -> Problem:
+    """Return the problem of a step that has no micro-batch for some rank, with values that would do."""
+    size, lanes, batch = run.world.size, run.num_lanes, run.batch
+    count, together = batch.num_micro_batches, batch.rows_per_example
+    most = max(n for n in range(1, size) if _has_work_for_all(n, lanes, count))
+    enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
+    fewer = f"or start at most {_processes(most)}"
+    if batch.given_rows is None:
+        what = "rows" if together == 1 else "examples of two rows"
+        message = (
+            f"training.train_batch_tokens = {batch.num_tokens}: with {size} processes each needs a micro-batch, and a "
+            f"step has {batch.num_rows // together} {what} of data.max_length = {batch.max_length}"
+        )
+        advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
+        return Problem("training.train_batch_tokens", message, advice)
+    examples = batch.num_rows // together
+    message = (
+        f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, and that is "
+        "how many a step has"
+    )
+    # A step of as many rows, in smaller micro-batches; else a larger step.
+    finer = (n for n in range(enough, examples + 1) if examples % n == 0 and _has_work_for_all(size, lanes, n))
+    same = next(finer, None)
+    if same is not None:
+        advice = f"Write per_device_train_batch_size = {examples // same} and gradient_accumulation_steps = {same}, "
+        advice += f"which is the same step in smaller micro-batches, {fewer}"
+    else:
+        advice = f"Write gradient_accumulation_steps = {enough}, {fewer}"
+    return Problem("training.gradient_accumulation_steps", message, advice)
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def attention_to_save(run: RunSpec) -> Literal["auto"] | int:

@@ -31,7 +31,9 @@ __all__ = [
     "check_reachable",
     "committed_step",
     "living_owner",
+    "run_of_final",
     "send_signal",
+    "trained_model",
 ]
 
 #: Output of a run without a terminal, inside ``output_dir``.
@@ -42,6 +44,24 @@ _LOCK_NAME = "LOCK"  # of tiered.tiers.directory, which imports torch
 _LOCK_ATTEMPTS = 5  # living_owner holds the lock for an instant
 _LOCK_RETRY_S = 0.02
 _OWNER = re.compile(r"process (\d+) on ([^,\s]+)")
+
+
+#: One of them is in a folder that holds a model, or an adapter.
+_OF_MODELS = ("config.json", "adapter_config.json")
+
+
+def trained_model(folder: Path) -> Path:
+    """Return the folder of the model that a run wrote, for the run's own folder; any other folder as it is."""
+    final = folder / FINAL_NAME
+    has_own, has_final = (any((each / name).is_file() for name in _OF_MODELS) for each in (folder, final))
+    return final if has_final and not has_own else folder
+
+
+def run_of_final(folder: Path) -> Path | None:
+    """Return the run whose trained model is in a folder; None: the folder is another one."""
+    folder = folder.absolute()
+    is_of_run = folder.name == FINAL_NAME and (folder.parent / CHECKPOINTS_NAME).is_dir()
+    return folder.parent if is_of_run else None
 
 
 class UnreachableRunError(Exception):

@@ -54,6 +54,11 @@ def test_a_text_is_continued(run: SavedRun) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout == generated(folder, "Call me", 6) + "\n"
     assert "parameters" in result.stderr and "cpu" in result.stderr
+    again = run.call("chat", run.out, *words)
+    assert again.exit_code == 0 and again.stdout == result.stdout, "the folder of a run is its model's"
+    made = run.call("generate", run.out, "-p", "Call me", "--max-new-tokens", 2, "--temperature", 0)
+    assert made.exit_code == 0, made.output
+    assert result.stdout.startswith(json.loads(made.stdout)["completion"])
 
 
 def test_a_conversation_comes_a_token_at_a_time(with_template: Path) -> None:
@@ -111,8 +116,9 @@ def test_other_folders_are_named(run: SavedRun, tmp_path: Path, monkeypatch: pyt
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
     shutil.copy(run.out / "final/model.safetensors", tmp_path / "adapter/adapter_model.safetensors")
     unfinished = shutil.copytree(run.out, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
+    refused = run.call("generate", tmp_path / "adapter", "-p", "Hi")
+    assert refused.exit_code == 2 and "export RUN MERGED --merge" in refused.stderr, refused.output
     for path, message in {
-        run.out: f"this is the folder of a run. Its model: megatrain-tier chat {run.out / 'final'}",
         unfinished: f"has no model yet. Write one with megatrain-tier export {unfinished} OUT",
         run.folder / "run.toml": "this is a config",
         tmp_path / "nowhere": "there is no such folder",

@@ -53,6 +53,19 @@ def test_options(run: SavedRun, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/export.json").read_text())["step"] == 2
 
 
+def test_an_earlier_export_is_kept(run: SavedRun, tmp_path: Path) -> None:
+    """Nothing is replaced without --overwrite; the folder final of a run names its checkpoint."""
+    assert run.call("export", run.out, tmp_path / "out", "--step", 2).exit_code == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    refused = run.call("export", run.out / "final", tmp_path / "out")
+    assert refused.exit_code == 2
+    assert "holds a model of step 2 that was exported before; nothing was written" in refused.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+    result = run.call("export", run.out / "final", tmp_path / "out", "--overwrite")
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out/export.json").read_text())["step"] == 4
+
+
 def test_the_model_is_elsewhere_now(run: SavedRun, tmp_path: Path) -> None:
     (run.folder / "model").rename(run.folder / "moved")
     try:

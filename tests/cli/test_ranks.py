@@ -94,9 +94,38 @@ def test_a_dry_run_plans_for_the_processes(made: SavedRun) -> None:
     assert result.exit_code == 0, result.output
     assert "this is one of 2 processes" in result.output and "ram->ranks" in result.output
     assert not made.out.exists()
-    words = ["run", str(made.write_config()), "--dry-run", "--processes", "8", *OPTIONS]
+    words = ["run", str(made.write_config()), "--dry-run", "--processes", "16", *OPTIONS]
     result = CliRunner().invoke(command_group(), words)
-    assert result.exit_code == 2 and "with 8 processes 4 of these would have none" in result.output
+    assert result.exit_code == 2 and "with 16 processes each needs a micro-batch" in result.output
+    checked = made.call("check", made.write_config(), "--skip-weights", "--set", "processes=16", *OPTIONS)
+    assert checked.exit_code == 2 and "with 16 processes each needs a micro-batch" in " ".join(checked.output.split())
+
+
+def in_tokens(made: SavedRun, tokens: int, **config: Any) -> Path:
+    """Write a config whose step is given in tokens: it has no key of micro-batches."""
+    path = made.write_config(**config)
+    text = path.read_text().replace("per_device_train_batch_size = 2", f"train_batch_tokens = {tokens}")
+    path.write_text(text)
+    return path
+
+
+def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -> None:
+    """Four rows would be one micro-batch: lanes make it three or more, whoever computes them, with the same bits."""
+    found = []
+    for size in (1, 3):
+        run = made.copy(tmp_path / str(size))
+        ended = launch(size, in_tokens(run, 4 * 32, steps=2), *options("training.gradient_lanes=3"))
+        assert ended.codes == [0], ended.err
+        losses, weights, *_ = read_run(run)
+        found.append((losses, weights))
+    assert found[0] == found[1]
+    words = ["run", in_tokens(made, 4 * 32), "--dry-run", "--processes"]
+    assert made.call(*words, "3").exit_code == 0
+    refused = made.call(*words, "8")
+    assert refused.exit_code == 2
+    assert "Write train_batch_tokens = 256, or start at most 4 processes" in refused.output
+    assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
+    assert made.call(*words, "4").exit_code == 0
 
 
 def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:

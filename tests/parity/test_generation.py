@@ -177,6 +177,24 @@ def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
     assert runner.invoke(cli_group, [*words, "-p", "a", "-o", "said.csv"]).exit_code == 2
 
 
+def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
+    """What `init` writes, a step in tokens, and packing: neither has a meaning for prompts."""
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'task = "sft"\noutput_dir = "out"\ndevice = "cpu"\n[model]\nmodel_name_or_path = "{tiny_model}"\n'
+        '[data]\npacking = true\n[[data.train]]\npath = "x.jsonl"\n[training]\ntrain_batch_tokens = 4096\n'
+        '[precision]\ncompute_dtype = "float32"\n'
+    )
+    words = ["generate", str(config), "--max-new-tokens", str(NUM_NEW), "--temperature", "0", "-p", PROMPTS[0]]
+    done = CliRunner().invoke(cli_group, words)
+    assert done.exit_code == 0, done.output
+    (expected,) = plain(tiny_model, PROMPTS[:1], 0.0, 0)
+    tokens = json.loads(done.stdout.splitlines()[0])["token_ids"]
+    assert tokens == expected[: len(tokens)]
+    refused = CliRunner().invoke(cli_group, [*words, "--set", "train_batch_tokens=8192"])
+    assert refused.exit_code == 2 and "--rows and --together" in refused.output
+
+
 @pytest.fixture
 def cli_group() -> ModuleType | Any:
     from megatrain_tier_cli.main import command_group

@@ -395,7 +395,7 @@ def check_rates(first: dict[str, Any], second: dict[str, Any]) -> None:
 
 REFUSED = {
     "training.gradient_lanes": ("gradient_lanes = 3", 4),
-    "training.per_device_train_batch_size": ("", 8),
+    "training.gradient_accumulation_steps": ("", 33),
     "advanced.micro_batch_order": ('[advanced]\nmicro_batch_order = "micro_batch"', 2),
     "advanced.keep_graphs": ("[advanced]\nkeep_graphs = 2", 2),
     "optimizer.optim": ('[optimizer]\noptim = "adafactor"', 2),

@@ -17,7 +17,7 @@ from megatrain.checkpoint import export as export_module
 from megatrain.checkpoint.catalog import remove_checkpoint
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.models.export import ExportError
+from megatrain.models.export import ExportError, ExportTargetError
 from megatrain.models.folder import ModelFolderError
 from megatrain.run.folder import RunFolder
 from processes.saved_run import NVME, ON_NVME, QUICKSTART, SavedRun, make_run
@@ -100,7 +100,9 @@ def test_shards(run: SavedRun, tmp_path: Path) -> None:
     out = export_checkpoint(run.out, tmp_path / "out", max_shard_size=100_000)
     assert len(list(out.glob("model-*.safetensors"))) > 1
     assert AutoModelForCausalLM.from_pretrained(out) is not None
-    export_checkpoint(run.out, out)
+    with pytest.raises(ExportTargetError, match="holds a model of step 6 that was exported before"):
+        export_checkpoint(run.out, out)
+    export_checkpoint(run.out, out, overwrite=True)
     assert not list(out.glob("model-*.safetensors")), "an earlier export is replaced"
 
 

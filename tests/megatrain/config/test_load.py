@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -271,6 +272,8 @@ def test_batch_in_tokens(tmp_path: Path) -> None:
     rows = {device: resolve_batch(config, device).micro_batch_rows for device in ("cpu", "cuda")}
     assert rows == {"cpu": 4, "cuda": 16}, "2,048 and 8,192 tokens, whatever memory there is"
     assert resolve_batch(load_config(write(tmp_path, SMALLEST)).config, "cuda").micro_batch_rows == 8, "as it is given"
+    cut = {lanes: replace(resolve_batch(config, "cuda"), num_lanes=lanes).num_micro_batches for lanes in (1, 3, 8, 99)}
+    assert cut == {1: 1, 3: 4, 8: 8, 99: 16}, "one at least for each lane, where there are so many rows"
 
 
 def test_config_is_frozen(smallest: Path) -> None:

@@ -168,6 +168,6 @@ def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> Non
     words = ["plan", str(config), "--set", "distributed.processes=4"]
     assert "this is one of 4 processes" in CliRunner().invoke(command_group(), words).output
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "8"])
-    assert result.exit_code == 2 and "with 8 processes 4 of these would have none" in result.output
+    assert result.exit_code == 2 and "with 8 processes each needs a micro-batch" in result.output
     result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--measure"])
     assert result.exit_code == 2 and "without --measure" in result.output
