@@ -122,9 +122,9 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if warning:
         click.echo(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
-    stats = dataset_stats(
-        data, tokenizer, batch.num_rows, batch.given_rows or 1, lambda text: click.echo(text, err=True)
-    )
+    # As without packing: that is when rows are padded to the longest of their micro-batch.
+    micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
+    stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
@@ -143,6 +143,8 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, "without a trained token")):
         if count:
             click.echo(f"  {count:>8,}  dropped: {reason}")
+    if report.empty_files is not None:
+        click.echo(f"  {_visible(report.empty_files.skipped)}")
     if stats.held_out:
         click.echo(f"held out   {stats.held_out}")
     share = 100.0 * stats.num_trained_tokens / max(1, stats.num_tokens)

@@ -98,7 +98,7 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     ),
     ((TieredError, OSError), "failed"),
 )  # fmt: skip
-_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove the row, or write bad_rows = "drop"'
+_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
 _EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
 
 
@@ -326,6 +326,8 @@ class _Checkup:
         yield from found or [problem("data", error)]
 
     def _rows_left_out(self, report: DataReport) -> Iterator[Finding]:
+        if report.empty_files is not None and self._bad_rows == "error":
+            yield Finding("data", "problem", f"{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
         for each in report.dropped:
             text = f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
             if self._bad_rows == "error":

@@ -259,6 +259,7 @@ def _source(table: DatasetConfig) -> Source:
         columns={str(ours): theirs for ours, theirs in table.columns.items()},
         max_samples=table.max_samples,
         weight=table.weight,
+        json_key=table.json_key,
     )
 
 

@@ -413,7 +413,15 @@ class DatasetConfig(Table, json_schema_extra=_all_alter("by contents")):
     )
     format: RowFormat = key("What a row holds; auto: seen from its fields, row by row.", "auto")
     columns: dict[ColumnName, str] = key(
-        'Our field -> your column, e.g. { prompt = "question", completion = "answer" }.', {}
+        'Our field -> your column, e.g. { prompt = "question", completion = "answer" }; "doc.body" is the field body '
+        "of the object doc. Capitals do not count where no column has the very name.",
+        {},
+    )
+    json_key: str | None = key(
+        'A .json file that is one object: the key of its list of rows, e.g. "data" or "data.train". Default: the only '
+        "list of rows in it.",
+        None,
+        min_length=1,
     )
     max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
     weight: float = key(
@@ -472,8 +480,9 @@ class DataConfig(Table):
         alters="by contents",
     )
     bad_rows: Literal["drop", "error"] = key(
-        "What happens to rows whose loss mask cannot be proven, or that the chat template refuses: drop "
-        "leaves them out, counted and explained; error ends the run at the first.",
+        "What happens to rows whose loss mask cannot be proven, that the chat template refuses, or that are no objects "
+        "with fields, and to empty files among others: drop leaves them out, counted and explained; error ends the run "
+        "at the first.",
         "drop",
         alters="by contents",
     )

@@ -337,6 +337,7 @@ def cache_key(
             "format": source.format,
             "columns": dict(source.columns),
             "max_samples": source.max_samples,
+            **({} if source.json_key is None else {"json_key": source.json_key}),
         }
         for source, paths in zip(sources, files, strict=True)
     ]

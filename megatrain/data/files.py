@@ -7,6 +7,7 @@ import csv
 import glob
 import gzip
 import io
+import itertools
 import json
 import re
 import sys
@@ -23,6 +24,16 @@ EXTRA = "pip install 'megatrain-tier[data]'"
 _READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # beside saved datasets
+_LISTS_WITHIN_ROWS = (
+    "messages",
+    "conversations",
+    "conversation",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+)
 _PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so that they need not fit in RAM
 _MIN_ROWS_OF_BATCH = 256
 
@@ -100,25 +111,25 @@ def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:
     return files
 
 
-def read_file(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (where, fields) of each row of a file that is no .txt.
+def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield (where, value) of each row of a file that is no .txt; a value should be an object with fields.
+
+    Args:
+        file: of rows.
+        json_key: of a .json file that is one object: where its list of rows is, keys joined by dots. None: where it
+            has a single list of rows.
 
     Raises:
-        DataError: the file cannot be read, or is damaged, or a row is no object with fields.
+        DataError: the file cannot be read, or is damaged.
     """
     suffix = suffix_of(file)
+    if json_key is not None and suffix != ".json":
+        raise DataError(str(file), f'json_key = "{json_key}" is for .json files alone', "Leave it out")
     if suffix in ARROW_SUFFIXES:
-        rows: Iterator[tuple[str, Any]] = _arrow_rows(file, suffix)
-    elif suffix in (".csv", ".tsv"):
-        rows = _csv_rows(file, "," if suffix == ".csv" else "\t")
-    else:
-        rows = _json_lines(file) if suffix == ".jsonl" else _json_list(file)
-    for where, value in rows:
-        if not isinstance(value, dict):
-            raise DataError(
-                where, f"a row must be an object with fields, this is {kind(value)}", "Fix or remove the row"
-            )
-        yield where, value
+        return _arrow_rows(file, suffix)
+    if suffix in (".csv", ".tsv"):
+        return _csv_rows(file, "," if suffix == ".csv" else "\t")
+    return _json_lines(file) if suffix == ".jsonl" else _json_list(file, json_key)
 
 
 def read_text(file: Path) -> Iterator[tuple[str, bool]]:
@@ -213,7 +224,7 @@ def _json_fault(error: ValueError | RecursionError) -> str:
     return "nested too deeply" if isinstance(error, RecursionError) else "with a number of too many digits"
 
 
-def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
+def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a list, which has to fit in RAM; or of objects one per line, also named .json by some tools."""
     with _opened(file) as stream:
         try:
@@ -232,19 +243,48 @@ def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
             return
         where = f"{file} line {error.lineno}" if isinstance(error, json.JSONDecodeError) else str(file)
         raise DataError(where, f"broken JSON {_json_fault(error)}", "Fix the file") from None
-    if not isinstance(rows, list):
-        raise DataError(
-            str(file), f"a .json file must hold a list of rows, this is {kind(rows)}", "Wrap the rows in [ ]"
-        )
-    for number, value in enumerate(rows, start=1):
+    for number, value in enumerate(_list_of_rows(file, rows, json_key), start=1):
         yield f"{file} row {number}", value
 
 
-def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _list_of_rows(file: Path, found: object, json_key: str | None) -> list[Any]:
+    """Return the rows of a .json file: all of it, or the list that its object holds."""
+    if isinstance(found, list) and json_key is None:
+        return found
+    lists = dict(_lists_of_objects(found))
+    if json_key is not None:
+        if json_key in lists:
+            return lists[json_key]
+        there = ", ".join(f"`{key}`" for key in lists) or "none"
+        raise DataError(str(file), f"there is no list of rows at `{json_key}`", f"Lists of rows in it: {there}")
+    outer = {key: rows for key, rows in lists.items() if key.rpartition(".")[2] not in _LISTS_WITHIN_ROWS}
+    if len(outer) == 1:
+        return next(iter(outer.values()))
+    if outer:
+        there = ", ".join(f"`{key}`" for key in outer)
+        advice = f'Write json_key = "{next(iter(outer))}", or another of them, beside this path'
+        raise DataError(str(file), f"the file holds several lists of rows: {there}", advice)
+    said = "an object without one" if isinstance(found, dict) else kind(found)
+    raise DataError(str(file), f"a .json file must hold a list of rows, this is {said}", "Wrap the rows in [ ]")
+
+
+def _lists_of_objects(value: object, key: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Yield the lists of objects within an object, each with the keys that lead to it, joined by dots."""
+    if isinstance(value, list) and value and isinstance(value[0], dict) and key:
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _lists_of_objects(inner, f"{key}.{name}" if key else name)
+
+
+def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
     csv.field_size_limit(sys.maxsize)
     with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, delimiter=delimiter, strict=True)
+        reader = None
         try:
+            first = text.readline()
+            separator = _separator(first, usual)
+            reader = csv.reader(itertools.chain([first] if first else [], text), delimiter=separator, strict=True)
             header = next(reader, [])
             twice = sorted({name for name in header if header.count(name) > 1})
             if twice:
@@ -256,16 +296,32 @@ def _csv_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]]
                 if len(cells) != len(header):
                     raise DataError(
                         f"{where} (line {reader.line_num})",
-                        f"{len(cells)} cells below a header of {len(header)}",
+                        f"{len(cells)} cells below a header of {len(header)}, cut at {_SEPARATOR_NAMES[separator]}",
                         "Put cells that hold the separator or a line break in double quotes",
                     )
                 yield where, dict(zip(header, cells, strict=True))
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from None
         except csv.Error as error:
-            raise DataError(f"{file} line {reader.line_num}", f"broken CSV: {error}", "Fix the line") from None
+            line = 1 if reader is None else reader.line_num
+            raise DataError(f"{file} line {line}", f"broken CSV: {error}", "Fix the line") from None
         except (OSError, EOFError) as error:
             raise _unreadable(file, error) from None
+
+
+_SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
+
+
+def _separator(header: str, usual: str) -> str:
+    """Return what separates cells: what is usual, or where the header lacks that, what makes the most columns of it."""
+
+    def count(separator: str) -> int:
+        try:
+            return len(next(csv.reader([header], delimiter=separator), []))
+        except csv.Error:
+            return 0
+
+    return usual if count(usual) > 1 else max((usual, *_SEPARATOR_NAMES), key=count)
 
 
 def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,11 @@ _NEEDED = {
     "preference": (),
 }
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
+#: What fields are often called -> what is written for them.
 _GUESSES = {
-    "question": 'Write for example columns = { prompt = "question", completion = "answer" } under this [[data.train]]',
-    "input": 'Write for example columns = { prompt = "input", completion = "output" } under this [[data.train]]',
-    "content": 'Write columns = { text = "content" } under this [[data.train]]',
+    "question": {"prompt": "question", "completion": "answer"},
+    "input": {"prompt": "input", "completion": "output"},
+    "content": {"text": "content"},
 }
 #: Fields of rows that reinforcement learning takes.
 _PROMPT_ALONE = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
@@ -119,27 +121,31 @@ PlainRow = Conversation | Completion | Document | Tokenized
 Row = PlainRow | Preference
 
 
-def to_row(
-    value: Mapping[str, Any], where: str, format: Format, columns: Mapping[str, str], folder: Path = Path()
-) -> Row:
+def to_row(value: object, where: str, format: Format, columns: Mapping[str, str], folder: Path = Path()) -> Row:
     """Return what a row of a file holds.
 
     Args:
         value: field -> value.
         where: file and row, for errors.
-        format: what it holds; "auto": seen from its fields.
-        columns: our field name -> theirs.
+        format: what it holds; "auto": seen from its fields. Capitals and spaces around a name do not count where a
+            field is not there as it is written.
+        columns: our field name -> theirs, with dots where it is in an object within the row.
         folder: that relative paths of images begin at.
 
     Raises:
-        RowError: a field holds something that it must not.
+        RowError: it is no object with fields, or a field holds something that it must not.
         DataError: the fields of the format are not there, or of none of them; or it is preference data.
     """
+    if not isinstance(value, Mapping) or not value:
+        said = "a row must be an object with fields"
+        more = "; a list of rows belongs into a .json file" if isinstance(value, list) else ""
+        raise RowError(where, f"{said}, this is {kind(value)}", f"Fix or remove the row{more}", reason=said)
     names = _names(format, columns)
+    value = _with_names(value, names, columns, format)
     if format == "preference":
         return _preference(value, where, names, columns)
     if format == "auto":
-        format = _detect(value, names, where)
+        format = _detect(value, names, where, columns)
     if format in ("messages", "sharegpt"):
         usual, other = ("messages", "conversations") if format == "messages" else ("conversations", "messages")
         names["messages"] = names[usual] if names[usual] in value or names[other] not in value else names[other]
@@ -148,6 +154,8 @@ def to_row(
         if names[field] not in value:
             if refused := preferences(value):
                 raise DataError(where, *refused)
+            if absent := absent_column(value, columns):
+                raise DataError(where, *absent)
             raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value))
     if format in ("messages", "sharegpt"):
         return _conversation(value, where, names, columns, folder)
@@ -171,8 +179,67 @@ def _names(format: Format, columns: Mapping[str, str]) -> dict[str, str]:
     return names
 
 
+def row_columns(columns: Mapping[str, str]) -> dict[str, str]:
+    """Return those of ``columns`` that name fields of rows, not of the messages in them."""
+    return {ours: theirs for ours, theirs in columns.items() if ours in _FIELDS or ours in ("query", "response")}
+
+
+def absent_column(value: Mapping[str, Any], columns: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what to say, and what to do, if ``columns`` names a field that a row, or all rows, do not have."""
+    for ours, theirs in row_columns(columns).items():
+        if theirs not in value:
+            close = difflib.get_close_matches(theirs.casefold(), [name.casefold() for name in value], 1, 0.6)
+            meant = next((name for name in value if close and name.casefold() == close[0]), None)
+            advice = f'Did you mean {ours} = "{meant}"?' if meant else "Name one that is there"
+            said = f'no column `{theirs}` (columns = {{ {ours} = "{theirs}" }}); the row has {field_names(value)}'
+            return said, advice
+    return None
+
+
+def _with_names(
+    value: Mapping[str, Any], names: Mapping[str, str], columns: Mapping[str, str], format: Format
+) -> Mapping[str, Any]:
+    """Return a row whose fields are called as they are looked for.
+
+    A field that is there as it is written is what is meant. Others are found without regard to capitals: those that
+    ``columns`` names, and where no format fits otherwise (``Question,Answer`` of a spreadsheet) all that are known.
+    """
+    columns = row_columns(columns)
+    return with_columns(value, columns if _fits(value, names, format) else {**names, **columns})
+
+
+def with_columns(value: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a row in which fields have the names that ``columns`` gives them: other capitals, or places in objects."""
+    wanted = [theirs for theirs in columns.values() if theirs not in value]
+    if not wanted:
+        return value
+    found = dict(value)
+    for name in wanted:
+        same = [key for key in found if key.strip().casefold() == name.strip().casefold()]
+        if len(same) == 1:
+            found[name] = found.pop(same[0])
+        elif "." in name and (inner := _nested(value, name.split("."))) is not None:
+            found[name] = inner
+    return found
+
+
+def _nested(value: object, keys: Sequence[str]) -> object:
+    """Return what is in objects within objects; None: nothing."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _fits(value: Mapping[str, Any], names: Mapping[str, str], format: Format) -> bool:
+    """Return whether the fields of a format, or of any, are there."""
+    if format == "preference":
+        return any(names[field] in value for field in ("chosen", "rejected", *_JUDGED))
+    formats = [needed for needed in _NEEDED.values() if needed] if format == "auto" else [_NEEDED[format]]
+    return any(all(names[field] in value for field in needed) for needed in formats)
+
+
 def _detect(
-    value: Mapping[str, Any], names: Mapping[str, str], where: str
+    value: Mapping[str, Any], names: Mapping[str, str], where: str, columns: Mapping[str, str]
 ) -> Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized"]:
     if refused := preferences(value):
         raise DataError(where, *refused)
@@ -180,6 +247,8 @@ def _detect(
     for found in ("tokenized", "messages", "sharegpt", "prompt_completion", "alpaca", "text"):
         if all(names[field] in value for field in _NEEDED[found]):
             return found
+    if absent := absent_column(value, columns):
+        raise DataError(where, *absent)
     raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", _guess(value))
 
 
@@ -193,7 +262,8 @@ def format_of(row: Row, value: Mapping[str, Any]) -> Format:
         return "preference"
     if isinstance(row, Completion) or row.trained_from:
         return "prompt_completion"
-    return "messages" if "messages" in value else "sharegpt" if "conversations" in value else "alpaca"
+    fields = {name.strip().casefold() for name in value}
+    return "messages" if "messages" in fields else "sharegpt" if "conversations" in fields else "alpaca"
 
 
 def preferences(value: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -241,6 +311,8 @@ def _preference(
         return Preference(first, second, True, where)
     label = next((names[name] for name in _JUDGED if names[name] in value), None)
     if label is None:
+        if absent := absent_column(value, columns):
+            raise DataError(where, *absent)
         missing = next(
             (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
         )
@@ -407,9 +479,11 @@ def _guess(value: Mapping[str, Any]) -> str:
             "A prompt without an answer is what GRPO and other reinforcement learning take; sft needs `prompt` and "
             "`completion`, or `messages`"
         )
-    for field, guess in _GUESSES.items():
-        if field in value:
-            return guess
+    called = {name.strip().casefold(): name for name in value}
+    for field, columns in _GUESSES.items():
+        if field in called:
+            shown = ", ".join(f'{ours} = "{called.get(theirs, theirs)}"' for ours, theirs in columns.items())
+            return f"Write for example columns = {{ {shown} }} under this [[data.train]]"
     return 'Say which is which under this [[data.train]], for example columns = { text = "body" }'
 
 

@@ -55,6 +55,11 @@ class StepBatch:
     position: LoaderPosition
 
 
+def order_of_epoch(data_seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
+    """Return the numbers of the rows in the order in which an epoch takes them."""
+    return np.random.default_rng((data_seed, _SHUFFLE, epoch)).permutation(num_rows).astype(np.int64)
+
+
 class BatchLoader:
     """Yields steps forever; every document exactly once per epoch.
 
@@ -207,8 +212,7 @@ class BatchLoader:
 
     def _order_of(self, epoch: int) -> npt.NDArray[np.int64]:
         if self._order is None or self._order[0] != epoch:
-            shuffled = np.random.default_rng((self._data_seed, _SHUFFLE, epoch)).permutation(self.num_rows)
-            self._order = epoch, shuffled.astype(np.int64)
+            self._order = epoch, order_of_epoch(self._data_seed, epoch, self.num_rows)
         return self._order[1]
 
     def _document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

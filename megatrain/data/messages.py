@@ -251,7 +251,7 @@ def kind(value: object) -> str:
     """Return in words what a value of JSON is."""
     if value is None:
         return "null"
-    if value == [] or value == "":
+    if value in ([], "", {}):
         return "empty"
     names = {bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)

@@ -14,8 +14,9 @@ from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
 from megatrain.data.encoding import LONE_ANSWER, Piece, TextCutter
 from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Preference, Row
+from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
-from megatrain.data.rows_report import DataError, DataReport, RowError
+from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -100,7 +101,9 @@ def _rows(data: DataSpec) -> Iterator[Row | RowError]:
     """Yield the rows of all sources, those that cannot be trained included."""
     for source in data.sources:
         rows = source.rows(source.files())
-        yield from (row for row in rows if not isinstance(row, Document) or row.is_start)  # of a long text its start
+        for row in rows:
+            if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
+                yield row  # of a long text its start
 
 
 def _previews(
@@ -215,7 +218,7 @@ class DataStats:
         num_trained_tokens: of those, tokens with a loss.
         num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
         num_steps: optimizer steps of an epoch.
-        padding_share: of the tokens of an epoch's rows, those that are padding; 0 to 1.
+        padding_share: of the tokens of the first epoch's rows, those that are padding; 0 to 1.
         padding_share_other: the same with ``data.packing`` the other way.
         held_out: what ``data.val_size`` kept from training, in words; "": nothing. No other figure but ``report``
             counts these rows.
@@ -252,7 +255,8 @@ def dataset_stats(
         data: what is read.
         tokenizer: of the model.
         rows_per_step: of ``data.max_length`` tokens, in an optimizer step.
-        micro_batch_rows: documents that are padded to one length, where nothing is packed.
+        micro_batch_rows: documents that are padded to one length, where nothing is packed; a divisor of
+            ``rows_per_step``.
         on_message: how far a long tokenization is.
 
     Raises:
@@ -269,7 +273,10 @@ def dataset_stats(
     max_length = data.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
-    padded = 1.0 - int(used.sum()) / _padded_tokens(used, micro_batch_rows)
+    together = 2 if dataset.is_preferences else 1
+    longest = used.reshape(-1, together).max(axis=1)[order_of_epoch(data.seed, 0, len(used) // together)]
+    examples = rows_per_step // together, max(1, micro_batch_rows // together)
+    padded = 1.0 - int(used.sum()) / (together * _padded_tokens(longest, *examples))
     packing = data.packing
     num_rows = num_packed if packing else len(documents)
     return DataStats(
@@ -302,10 +309,18 @@ def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int6
         yield SourceStats(source.path, source.weight, len(documents), num_tokens, int(trained[documents].sum()))
 
 
-def _padded_tokens(lengths: npt.NDArray[np.int64], micro_batch_size: int) -> int:
-    """Return the tokens of micro-batches of one document per row, each as long as its longest."""
-    starts = np.arange(0, len(lengths), micro_batch_size)
-    return int(np.maximum.reduceat(lengths, starts).sum()) * micro_batch_size
+def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_batch_rows: int) -> int:
+    """Return the tokens of micro-batches of one document per row, each as long as its longest.
+
+    Args:
+        lengths: of the documents, in the order of an epoch. As the loader does, each step deals its rows to its
+            micro-batches in turn.
+    """
+    num_steps = -(-len(lengths) // rows_per_step)
+    rows = np.zeros(num_steps * rows_per_step, dtype=np.int64)
+    rows[: len(lengths)] = lengths
+    dealt = rows.reshape(num_steps, micro_batch_rows, rows_per_step // micro_batch_rows)
+    return int(dealt.max(axis=1).sum()) * micro_batch_rows
 
 
 def _histogram(lengths: npt.NDArray[np.int64], max_length: int) -> tuple[LengthBin, ...]:

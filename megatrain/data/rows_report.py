@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any
 
 
@@ -32,23 +32,35 @@ class RowError(DataError):
         self.reason = reason or problem
 
 
+class EmptyFileError(RowError):
+    """A file among others holds nothing: it is left out and counted, but no row is lost by it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, "the file is empty", "Remove it or fill it")
+
+
 #: Up to this share of a source may be dropped or cut without a word beside the counts.
 WARN_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """Rows, or turns of conversations, that are not trained for one reason.
+    """Rows, turns of conversations, or files, that are not trained for one reason.
 
     Attributes:
         reason: a sentence.
         count: how many.
-        example: file and row of the first.
+        example: the first: its file and row.
     """
 
     reason: str
     count: int
     example: str
+
+    @property
+    def skipped(self) -> str:
+        """What to say of empty files."""
+        return f"{_some(self.count, 'empty file')} skipped (first: {self.example})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +129,7 @@ class DataReport:
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
         sources: the same for each source, in order.
+        empty_files: files that hold nothing; None: there are none.
     """
 
     num_rows: int
@@ -130,6 +143,7 @@ class DataReport:
     untrained_turns: tuple[Dropped, ...] = ()
     first_untrained: str = ""
     sources: tuple[SourceCounts, ...] = ()
+    empty_files: Dropped | None = None
 
     @property
     def num_dropped(self) -> int:
@@ -147,10 +161,12 @@ class DataReport:
         ):
             if count:
                 text += f", {count:,} {what}"
+        if self.empty_files is not None:
+            text += f", {self.empty_files.skipped}"
         for each in self.dropped:
-            text += f"\n  {each.count:,} rows dropped: {each.reason} (first: {each.example})"
+            text += f"\n  {_some(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
         for each in self.untrained_turns:
-            text += f"\n  {each.count:,} turns not trained: {each.reason} (first: {each.example})"
+            text += f"\n  {_some(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -162,7 +178,9 @@ class DataReport:
         """Return the report that :meth:`to_json` wrote."""
         lists = {name: tuple(Dropped(**each) for each in values[name]) for name in ("dropped", "untrained_turns")}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
-        return cls(**{**values, **lists, "sources": sources})
+        empty = values.get("empty_files")
+        empty_files = None if empty is None else Dropped(**empty)
+        return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
@@ -210,11 +228,16 @@ class RowCounts:
     num_tokens_lost: int = 0
     sources: list[SourceCounts] = field(default_factory=list)
     _sources_before: SourceCounts = SourceCounts()
+    _empty_files: Dropped | None = None
     _dropped: dict[str, list[Any]] = field(default_factory=dict)
     _turns: dict[str, list[Any]] = field(default_factory=dict)
 
     def drop(self, error: RowError) -> None:
-        """Count a row that cannot be trained."""
+        """Count a row that cannot be trained, or a file without rows."""
+        if isinstance(error, EmptyFileError):
+            before = self._empty_files or Dropped("the file is empty", 0, error.where)
+            self._empty_files = replace(before, count=before.count + 1)
+            return
         self.num_rows += 1
         self.num_rows_lost += 1
         self.first_error = self.first_error or error
@@ -263,6 +286,7 @@ class RowCounts:
             listed(self._turns),
             self.first_untrained,
             tuple(self.sources),
+            self._empty_files,
         )
 
 

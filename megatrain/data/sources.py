@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
-from megatrain.data.formats import Document, Format, Preference, Row, format_of, preferences, to_row
-from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.formats import (
+    Document,
+    Format,
+    Preference,
+    Row,
+    absent_column,
+    format_of,
+    preferences,
+    row_columns,
+    to_row,
+    with_columns,
+)
+from megatrain.data.rows_report import DataError, EmptyFileError, RowError
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +38,7 @@ class Source:
         columns: our field name -> theirs.
         max_samples: rows that are used, from the start; None: all.
         weight: how often its documents are used in an epoch.
+        json_key: where the list of rows is in a .json file that is one object; None: where there is a single one.
     """
 
     path: str
@@ -34,6 +48,7 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)
     max_samples: int | None = None
     weight: float = 1.0
+    json_key: str | None = None
 
     def files(self) -> list[Path]:
         """Return its files, as :func:`source_files`."""
@@ -41,7 +56,13 @@ class Source:
 
     def rows(self, files: Sequence[Path]) -> Iterator[Row | RowError]:
         """Yield the rows of its files, as :func:`rows_of_files`."""
-        return rows_of_files(files, format=self.format, columns=self.columns, max_samples=self.max_samples)
+        return rows_of_files(
+            files,
+            format=self.format,
+            columns=self.columns,
+            max_samples=self.max_samples,
+            json_key=self.json_key,
+        )
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
@@ -65,6 +86,7 @@ def read_rows(
     max_samples: int | None = None,
     name: str | None = None,
     split: str | None = None,
+    json_key: str | None = None,
     on_bad_row: Callable[[RowError], None] | None = None,
 ) -> Iterator[Row]:
     """Yield the rows of a source in a fixed order, one at a time.
@@ -76,14 +98,16 @@ def read_rows(
         max_samples: stop after this many rows.
         name: configuration of a hub dataset.
         split: which split of a folder or hub dataset.
-        on_bad_row: called for each row that cannot be trained; it is left out but counted as a sample.
+        json_key: as of ``Source``.
+        on_bad_row: called for each row that cannot be trained, which is left out but counted as a sample; and for each
+            empty file.
 
     Raises:
-        DataError: a missing, damaged or empty file, or a row without the fields of its format.
+        DataError: a missing or damaged file, no row at all, or a row without the fields of its format.
         RowError: a row that cannot be trained, and no ``on_bad_row``.
     """
     files = source_files(path, name, split)
-    for row in rows_of_files(files, format=format, columns=columns, max_samples=max_samples):
+    for row in rows_of_files(files, format=format, columns=columns, max_samples=max_samples, json_key=json_key):
         if not isinstance(row, RowError):
             yield row
         elif on_bad_row is not None:
@@ -98,22 +122,59 @@ def rows_of_files(
     format: Format = "auto",
     columns: Mapping[str, str] | None = None,
     max_samples: int | None = None,
+    json_key: str | None = None,
 ) -> Iterator[Row | RowError]:
-    """Yield the rows of files, as :func:`read_rows`, and in their place the errors of those that cannot be trained."""
+    """Yield the rows of files, as :func:`read_rows`, and in their place the errors of those that cannot be trained.
+
+    Of empty files there are errors at the end; if all are empty, or no row has a field that ``columns`` names, a
+    ``DataError`` ends the rows.
+    """
     count = 0
+    empty: list[Path] = []
+    seen = _SeenFields(dict(columns or {}))
     for file in files:
         is_empty = True
-        for row in _rows_of_file(file, format, dict(columns or {})):
+        for row in _rows_of_file(file, format, seen, json_key):
             if max_samples is not None and count >= max_samples:
                 return
             is_empty = False
             count += not isinstance(row, Document) or row.is_end
             yield row
         if is_empty:
-            raise DataError(str(file), "the file is empty", "Remove it or fill it")
+            empty.append(file)
+    if len(empty) == len(files):
+        said = "the file is empty" if len(files) == 1 else f"this file and the {len(files) - 1} others are empty"
+        raise DataError(str(files[0]), said, "Remove it or fill it")
+    yield from (EmptyFileError(str(file)) for file in empty)
+    seen.check(files)
 
 
-def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Iterator[Row | RowError]:
+class _SeenFields:
+    """Whether each field that ``columns`` names is in any row: one that is in none is a mistake in the name.
+
+    Args:
+        columns: our field name -> theirs.
+    """
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = columns
+        self._missing = row_columns(columns)
+        self._fields: dict[str, None] = {}
+
+    def add(self, value: object) -> None:
+        """Note the fields of a row."""
+        if self._missing and isinstance(value, Mapping):
+            self._fields.update(dict.fromkeys(value))
+            named = with_columns(value, self._missing)
+            self._missing = {ours: theirs for ours, theirs in self._missing.items() if theirs not in named}
+
+    def check(self, files: Sequence[Path]) -> None:
+        """Raise ``DataError`` for a name that no row has."""
+        if self._fields and (absent := absent_column(self._fields, self._missing)):
+            raise DataError(str(files[0]), *absent)
+
+
+def _rows_of_file(file: Path, format: Format, seen: _SeenFields, json_key: str | None) -> Iterator[Row | RowError]:
     if suffix_of(file) == ".txt":
         if format == "preference":
             advice = "Name a file of rows with prompt, chosen and rejected, e.g. .jsonl"
@@ -126,19 +187,20 @@ def _rows_of_file(file: Path, format: Format, columns: Mapping[str, str]) -> Ite
                 yield Document(text, str(file), is_start, is_end)
             is_start = False
         return
-    for where, value in read_file(file):
+    for where, value in read_file(file, json_key):
+        seen.add(value)
         try:
-            yield to_row(value, where, format, columns, file.parent)
+            yield to_row(value, where, format, seen.columns, file.parent)
         except RowError as error:
             yield error
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the first row of a source is.
+    """What the first row of a source is that can be used.
 
     Attributes:
-        format: What it is read as; "" where no format fits it, whatever the columns.
+        format: What it is read as; "" where no format fits any, whatever the columns.
         columns: Our field name -> theirs, where theirs are others.
         fields: Its own fields; none of plain text.
         problem: Why it cannot be used as it is, "" where it can.
@@ -170,40 +232,67 @@ _OFTEN: tuple[tuple[Format, Mapping[str, str]], ...] = (
     ("text", {"text": "body"}),
     ("text", {"text": "document"}),
 )
+_ROWS_LOOKED_AT = 100
 
 
 def look_at(path: str, *, is_preference: bool | None = None) -> Look:
-    """Return what the first row of a file, glob or folder is, and which columns it would be read with.
+    """Return what the first rows of a file, glob or folder are, and which columns they would be read with.
+
+    Rows that cannot be used are passed over, where another of the first hundred can.
 
     Args:
         path: of the source.
-        is_preference: whether rows are to be preferences; None: if they are.
+        is_preference: whether rows are to be preferences; None: if any of them is.
 
     Raises:
         DataError: nothing there, or a file that cannot be read.
     """
-    file = source_files(path)[0]
-    if suffix_of(file) == ".txt":
-        return Look("text")
-    found = next(iter(read_file(file)), None)
-    if found is None:
-        raise DataError(str(file), "the file is empty", "Remove it or fill it")
-    where, value = found
-    fields = list(value)
-    looks_preferred = preferences(value) is not None if is_preference is None else is_preference
+    files = source_files(path)
+    for file in files:
+        if suffix_of(file) == ".txt":
+            if next(_rows_of_file(file, "text", _SeenFields({}), None), None) is not None:
+                return Look("text")
+            continue
+        rows = list(itertools.islice(read_file(file), _ROWS_LOOKED_AT))
+        if not rows:
+            continue
+        if is_preference is None:
+            is_preference = any(preferences(_called(value)) is not None for _, value in rows)
+        first = None
+        for where, value in rows:
+            look = _look_at_row(value, where, is_preference=is_preference)
+            if not look.problem:
+                return look
+            first = first or look
+        assert first is not None
+        return first
+    raise DataError(str(files[0]), "the file is empty", "Remove it or fill it")
+
+
+def _called(value: Any) -> dict[str, Any]:
+    """Return the fields of a row in small letters, as names are compared."""
+    return {name.strip().casefold(): field for name, field in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _look_at_row(value: Any, where: str, *, is_preference: bool) -> Look:
+    fields = list(value) if isinstance(value, Mapping) else []
     try:
-        row = to_row(value, where, "preference" if looks_preferred else "auto", {})
+        row = to_row(value, where, "preference" if is_preference else "auto", {})
     except RowError as error:
-        return Look("", {}, fields, str(error))
+        return Look("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
-        if preferences(value) is None and not looks_preferred:
+        if preferences(_called(value)) is None and not is_preference:
+            called = {name.strip().casefold(): name for name in fields}
             for format, columns in _OFTEN:
-                names = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-                try:
-                    to_row({name: value[name] for name in columns.values()}, where, format, names)
-                except (KeyError, DataError, RowError):
-                    continue
-                return Look(format, names, fields)
+                if all(theirs in called for theirs in columns.values()):
+                    names = {ours: called[theirs] for ours, theirs in columns.items() if ours != called[theirs]}
+                    try:
+                        to_row(
+                            {called[theirs]: value[called[theirs]] for theirs in columns.values()}, where, format, names
+                        )
+                    except (DataError, RowError):
+                        continue
+                    return Look(format, names, fields)
         return Look("", {}, fields, str(error))
     return Look(format_of(row, value), {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 

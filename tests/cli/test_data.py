@@ -78,6 +78,31 @@ def test_stats(config: Path) -> None:
     assert not (config.parent / "out").exists()
 
 
+def test_padding_of_a_batch_in_tokens(config: Path) -> None:
+    """The micro-batches are those that the planner cuts, not rows of their own, of which none is padded."""
+    (config.parent / "rows.jsonl").write_text("\n".join(row("Call me Ishmael. " * count) for count in (1, 2, 1, 2)))
+    shares = []
+    for batch in ("train_batch_tokens=256", "per_device_train_batch_size=4"):
+        result = call("stats", config, "--json", "--set", f"training.{batch}", "--set", "data.packing=false")
+        assert result.exit_code == 0, result.output
+        shares.append(json.loads(result.stdout)["padding_share"])
+    assert shares[0] == shares[1] > 0
+
+
+def test_empty_files_and_rows_are_counted(config: Path) -> None:
+    (config.parent / "rows.jsonl").write_text("\n".join([row("Ahab."), "{}", "[]", row("Ahab.")]))
+    (config.parent / "more.jsonl").write_text("")
+    config.write_text(CONFIG.replace("rows.jsonl", "*.jsonl"))
+    found = call("stats", config).stdout
+    assert "1 empty file skipped (first:" in found and "2  dropped: a row must be an object with fields" in found
+    checked = CliRunner().invoke(command_group(), ["check", str(config)])
+    assert "2 rows dropped: a row must be an object" in " ".join(checked.output.split())
+    strict = CliRunner().invoke(command_group(), ["check", str(config), "--json", "--set", "data.bad_rows=error"])
+    findings = json.loads(strict.stdout)["findings"]
+    said = [each["text"] for each in findings if (each["subject"], each["severity"]) == ("data", "problem")]
+    assert len(said) == 2 and said[0].startswith("1 empty file") and said[1].startswith("2 rows dropped"), findings
+
+
 def test_trained_text_is_coloured_on_a_terminal(
     config: Path, cli_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,4 +17,4 @@ def preview_of(config: RunConfig, n: int = 3, row: int | None = None) -> list[Ro
 def stats_of(config: RunConfig) -> DataStats:
     model, batch = resolve_model(config), resolve_batch(config, "cpu")
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
-    return dataset_stats(resolve_data(config), tokenizer, batch.num_rows, batch.given_rows or 1)
+    return dataset_stats(resolve_data(config), tokenizer, batch.num_rows, batch.micro_batch_rows)

@@ -124,7 +124,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "mixed prompt": ("a.jsonl", lines({"prompt": MESSAGES, "completion": "x"}), "`prompt` must be text, this is a list"),
     "latin 1": ("a.jsonl", b'{"text": "\xe9"}\n', "line 1: not UTF-8 text (byte 10 of the line). Convert it to UTF-8"),
     "latin 1 text": ("a.txt", b"t\xe9", "a.txt: the file is not UTF-8 text (byte 1)"),
-    "json object": ("a.json", "{}", "a .json file must hold a list of rows, this is an object. Wrap the rows in [ ]"),
+    "json object": ("a.json", "{}", "a .json file must hold a list of rows, this is an object without one. Wrap the rows in [ ]"),
     "broken json": ("a.json", '[{"text": "x"},]', "a.json line 1: broken JSON at column"),
     "parquet": ("a.parquet", b"PAR1", "a.parquet: this is no .parquet file that can be read"),
     "arrow": ("a.arrow", b"ARROW", "a.arrow: this is no .arrow file that can be read"),

@@ -55,7 +55,8 @@ def test_every_messy_row_is_trained_or_explained(tokenizer: Any) -> None:
     assert report.num_documents == report.num_rows - report.num_dropped == sum(row["trained"] for row in rows)
     for each in report.dropped:
         assert each.example.startswith(str(path))
-        assert f"  {each.count} rows dropped: {each.reason} (first: {each.example})" in str(report)
+        counted = "1 row" if each.count == 1 else f"{each.count} rows"
+        assert f"  {counted} dropped: {each.reason} (first: {each.example})" in str(report)
 
 
 def test_a_lenient_template_trains_more(tokenizer: Any) -> None:

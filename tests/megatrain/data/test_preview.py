@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
+from megatrain.config.resolve import resolve_batch, resolve_data
+from megatrain.config.schema import TrainingConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
@@ -88,6 +89,28 @@ def test_overlong_rows_say_so(tmp_path: Path) -> None:
     assert third.dropped == f"{third.num_tokens_before} tokens are more than data.max_length = 16"
 
 
+@pytest.mark.parametrize("batch", [{}, {"train_batch_tokens": 4 * 32}], ids=["rows", "tokens"])
+def test_padding_is_that_of_real_micro_batches(tmp_path: Path, batch: dict[str, int]) -> None:
+    """Also where the config gives tokens per step, and the planner cuts them. Rows are sorted by length: a trap."""
+    rows = [{"text": "The whale " * count} for count in (1, 1, 1, 1, 2, 2, 6, 6, 6, 9, 9, 9)]
+    config = make_config(tmp_path, rows, packing=False, max_length=32)
+    config = config.model_copy(
+        update={"training": TrainingConfig.model_validate(batch or config.training.model_dump())}
+    )
+    stats, cut = stats_of(config), resolve_batch(config, "cpu")
+    loader = BatchLoader(
+        load_dataset(resolve_data(config), load_tokenizer(str(MODEL))),
+        micro_batch_size=cut.micro_batch_rows,
+        num_micro_batches=cut.num_micro_batches,
+        max_length=32,
+        packing=False,
+        data_seed=config.data_seed,
+    )
+    batches = itertools.islice(loader, loader.steps_per_epoch)
+    tokens = sum(part["input_ids"].numel() for batch in batches for part in batch.micro_batches)
+    assert stats.padding_share == pytest.approx(1 - stats.num_tokens / tokens) and stats.padding_share > 0.1
+
+
 @pytest.mark.parametrize("packing", [True, False])
 def test_figures_are_those_of_the_batches(tmp_path: Path, packing: bool) -> None:
     config = make_config(tmp_path, ROWS, packing=packing)
@@ -100,7 +123,8 @@ def test_figures_are_those_of_the_batches(tmp_path: Path, packing: bool) -> None
     assert (stats.num_rows, stats.num_steps) == (loader.num_rows, loader.steps_per_epoch)
     assert stats.num_tokens == sum(batch.num_real_tokens for batch in batches)
     assert stats.num_trained_tokens == sum(batch.num_trained_tokens for batch in batches)
-    assert 0 <= stats.padding_share < 1
+    tokens = sum(part["input_ids"].numel() for batch in batches for part in batch.micro_batches)
+    assert stats.padding_share == pytest.approx(1 - stats.num_tokens / tokens)
     assert (stats.padding_share < stats.padding_share_other) == packing
     assert stats.percentiles[100] == 16
     assert sum(each.num_documents for each in stats.histogram) == len(dataset)
