@@ -51,8 +51,8 @@ def test_a_column_that_is_not_there_is_named_with_the_one_that_is_meant(tmp_path
 
 def test_a_preference_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines({"prompt": "a", "better": "b", "worse": "c"}))
-    with pytest.raises(DataError, match=r'line 1: no column `bettr`.* Did you mean chosen = "better"'):
-        list(read_rows(path, format="preference", columns={"chosen": "bettr", "rejected": "worse"}))
+    with pytest.raises(DataError, match=r'line 1: no column `bett`.* Did you mean chosen = "better"'):
+        list(read_rows(path, format="preference", columns={"chosen": "bett", "rejected": "worse"}))
 
 
 def test_a_column_that_no_row_has_is_named_even_if_it_may_be_missing(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_the_list_of_rows_of_an_object(tmp_path: Path, content: Any, json_key: s
     ("content", "json_key", "said"),
     [
         ({"train": [ROW], "test": [ROW]}, None, "several lists of rows: `train`, `test`. Write json_key = \"train\""),
-        ({"train": [ROW]}, "trian", "there is no list of rows at `trian`. Lists of rows in it: `train`"),
+        ({"train": [ROW]}, "tra", "there is no list of rows at `tra`. Lists of rows in it: `train`"),
         ({"messages": [{"role": "user", "content": "a"}]}, None, "this is an object without one. Wrap the rows in"),
         ([ROW], "data", "there is no list of rows at `data`. Lists of rows in it: none"),
     ],
