@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -182,11 +181,12 @@ class Leasing:
         movement.mark_used(copy)
         copy.leased_at = movement.now
         copy.drop_when_clean = False
-        access = Access(movement.now, block.spec.key, copy.tier, mode)
-        if self.trace is not None:
-            self.trace.accesses.append(access)
-        if movement.schedule is not None and not copy.is_home and access not in movement.schedule:
-            movement.counters.schedule_misses += 1
+        if self.trace is not None or (movement.schedule is not None and not copy.is_home):
+            access = Access(movement.now, block.spec.key, copy.tier, mode)
+            if self.trace is not None:
+                self.trace.accesses.append(access)
+            if movement.schedule is not None and not copy.is_home and access not in movement.schedule:
+                movement.counters.schedule_misses += 1
         assert copy.slot is not None
         tier = self.movement.tiers[copy.tier]
         if mode == "w" and copy.state is CopyState.STALE:
@@ -216,32 +216,35 @@ class Leasing:
             # of this block or of another that the slot held.
             tier.order_before(copy.slot, stream)
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """End several leases inside: what is fetched in their place is looked for once, not once for each."""
-        with self.movement.changed, self.movement.pumping_once():
-            yield
+    def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
+        """End leases together; see ``Lease.release`` and ``Lease.abandon``.
 
-    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None:
-        """End a lease; see ``Lease.release`` and ``Lease.abandon``."""
-        block, copy = lease._block, lease._copy
-        with self.movement.changed:
-            self.leases.discard(lease)
-            stream_tier = self.movement.stream_tiers.get(copy.tier)
-            if stream_tier is not None and copy.slot is not None:
-                # Before the copy can be evicted: its next user waits for the kernels that are queued now.
-                stream_tier.record_use(copy.slot, stream)
-            if lease.mode == "r":
-                copy.readers -= 1
-            else:
-                block.writer = None
-                if abandoned:
-                    self._invalidate(copy)
-                else:
-                    self._written(block, copy)
-            self.movement.settle(block, copy)
-            self.movement.pump()
-            self.movement.changed.notify_all()
+        Args:
+            leases: that are ended.
+            abandoned: of those to overwrite a block, whether what was written is dropped.
+            stream: as for ``Lease.release``.
+        """
+        movement = self.movement
+        with movement.changed:
+            # Before the copies can be evicted: their next user waits for the kernels that are queued now.
+            for name, tier in movement.stream_tiers.items():
+                copies = (lease._copy for lease in leases if lease.tier == name)
+                if slots := [copy.slot for copy in copies if copy.slot is not None]:
+                    tier.record_use(slots, stream)
+            with movement.pumping_once():
+                for lease in leases:
+                    block, copy = lease._block, lease._copy
+                    self.leases.discard(lease)
+                    if lease.mode == "r":
+                        copy.readers -= 1
+                    else:
+                        block.writer = None
+                        if abandoned and lease.mode == "w":
+                            self._invalidate(copy)
+                        else:
+                            self._written(block, copy)
+                    movement.settle(block, copy)
+            movement.changed.notify_all()
 
     def _written(self, block: Block, copy: Copy) -> None:
         """The copy now holds the newest bytes: every other copy is superseded."""

@@ -446,12 +446,14 @@ class Movement:
         """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
         if self.schedule is None or self._is_pumping:
             return
+        travels = self._travels.among(self.blocks)
+        if not travels.accesses:
+            return
         self._is_pumping = True
         try:
             taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
             room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
             passing = self._passing if len(self.order) > 2 else None
-            travels = self._travels.among(self.blocks)
             buffers = {
                 (tier, size): count - self.pinned_buffers[tier, size] - self._relayed_buffers[tier, size]
                 for tier, counts in self.copy_buffers.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -117,9 +116,7 @@ NO_THREAD = -1
 
 
 class _Returner(Protocol):
-    def return_lease(self, lease: Lease, *, abandoned: bool, stream: Any) -> None: ...
-
-    def together(self) -> AbstractContextManager[None]: ...
+    def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None: ...
 
 
 class Lease:
@@ -161,7 +158,7 @@ class Lease:
         Raises:
             LeaseError: released before.
         """
-        self._return(abandoned=False, stream=stream)
+        _end([self], abandoned=False, stream=stream)
 
     def abandon(self) -> None:
         """Give a ``w`` lease back without contents: what was written is dropped.
@@ -171,14 +168,7 @@ class Lease:
         """
         if self.mode != "w":
             raise LeaseError(f"lease on '{self.key}' has mode '{self.mode}'; only a 'w' lease can be abandoned")
-        self._return(abandoned=True, stream=None)
-
-    def _return(self, *, abandoned: bool, stream: Any) -> None:
-        if self._released:
-            raise LeaseError(f"lease on '{self.key}' in tier '{self.tier}' was released before")
-        self._released = True
-        self._leasing.return_lease(self, abandoned=abandoned, stream=stream)
-        del self.tensor
+        _end([self], abandoned=True, stream=None)
 
     def __enter__(self) -> Lease:
         return self
@@ -186,12 +176,8 @@ class Lease:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._released:
-            return
-        if kind is not None and self.mode == "w":
-            self.abandon()
-        else:
-            self.release()
+        if not self._released:
+            _end([self], abandoned=kind is not None, stream=None)
 
     def __copy__(self) -> Lease:
         raise LeaseError("a lease cannot be copied: acquire the block again")
@@ -220,9 +206,7 @@ class LeaseGroup(Sequence[Lease]):
 
     def release(self, stream: Any = None) -> None:
         """Release every lease of the group."""
-        with self._together():
-            for lease in self._leases:
-                lease.release(stream)
+        _end(self._leases, abandoned=False, stream=stream)
 
     def __enter__(self) -> LeaseGroup:
         return self
@@ -230,9 +214,23 @@ class LeaseGroup(Sequence[Lease]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._together():
-            for lease in self._leases:
-                lease.__exit__(kind, error, trace)
+        left = [lease for lease in self._leases if not lease._released]
+        _end(left, abandoned=kind is not None, stream=None)
 
-    def _together(self) -> AbstractContextManager[None]:
-        return self._leases[0]._leasing.together() if self._leases else nullcontext()
+
+def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
+    """Give leases of one store back together; see ``Lease.release`` and ``Lease.abandon``.
+
+    Raises:
+        LeaseError: one of them was released before; the others are as they were.
+    """
+    for lease in leases:
+        if lease._released:
+            raise LeaseError(f"lease on '{lease.key}' in tier '{lease.tier}' was released before")
+    if not leases:
+        return
+    for lease in leases:
+        lease._released = True
+    leases[0]._leasing.return_leases(leases, abandoned=abandoned, stream=stream)
+    for lease in leases:
+        del lease.tensor

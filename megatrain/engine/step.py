@@ -462,6 +462,25 @@ class PendingUpdate:
         return None if scale is None else replace(self.update, grad_scale=scale)
 
 
+@dataclass(frozen=True, slots=True)
+class _UpdatedPart:
+    """What an update of one part of a layout reads and writes.
+
+    Attributes:
+        states: kinds of state, each with the key of its block.
+        weight: key of the weight's block.
+        within: elements of that block; None: all.
+        gradient: key of the gradient's block.
+        segments: of all parameters in the part, with their names.
+    """
+
+    states: Sequence[tuple[str, str]]
+    weight: str
+    within: range | None
+    gradient: str
+    segments: Sequence[tuple[str, Segment]]
+
+
 class Updater:
     """Updates the block group of a layout in the tier that the tape says.
 
@@ -495,6 +514,7 @@ class Updater:
             if layout.trainable and uses[layout.name]
         }
         self._program, self.optimizers = program, optimizers
+        self._parts: dict[tuple[int, int], _UpdatedPart] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
         self.matrices: HostMatrices | DeviceMatrices | None = None
@@ -528,7 +548,7 @@ class Updater:
             filled: parameters that got a gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
-        if isinstance(optimizer, MatrixOptimizer) and isinstance(self.matrices, DeviceMatrices):
+        if isinstance(self.matrices, DeviceMatrices) and isinstance(optimizer, MatrixOptimizer):
             update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
         else:
             optimizer.update(*own, update)
@@ -540,22 +560,34 @@ class Updater:
         self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
         """Return the blocks by kind, the gradient and the segments of one part of a layout; see ``update``."""
+        own = self._parts.get((index, part))
+        if own is None:
+            own = self._parts[index, part] = self._updated_part(index, part)
+        blocks = {state: tensors[key] for state, key in own.states}
+        weight = tensors[own.weight]
+        blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
+        # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
+        chosen = [segment for parameter, segment in own.segments if parameter in filled]
+        return blocks, tensors[own.gradient], chosen
+
+    def _updated_part(self, index: int, part: int) -> _UpdatedPart:
+        """Return what an update of a part needs."""
         layout, segments = self.trained[index]
         inside = self._program.owned_parts_of(layout)[part]
-        blocks = {state: tensors[self._program.state_keys(layout, state)[part]] for state in self._states}
         weights = self._program.weight_keys(layout)
-        if len(weights) == len(self._program.parts_of(layout)):
-            blocks["weight"] = tensors[weights[part]]
-        else:
-            blocks["weight"] = tensors[weights[0]][inside.start : inside.stop]
-        # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
-        starts = {entry.offset for entry in layout.entries if entry.name in filled}
-        chosen = [
-            segment if len(inside) == layout.num_elements else segment.within(inside)
-            for segment in segments
-            if segment.start in starts and segment.start < inside.stop and segment.stop > inside.start
-        ]
-        return blocks, tensors[self._program.gradient_keys(layout, 0)[part]], chosen
+        is_cut = len(weights) == len(self._program.parts_of(layout))
+        names = {entry.offset: entry.name for entry in layout.entries}
+        return _UpdatedPart(
+            [(state, self._program.state_keys(layout, state)[part]) for state in self._states],
+            weights[part if is_cut else 0],
+            None if is_cut else inside,
+            self._program.gradient_keys(layout, 0)[part],
+            [
+                (names[segment.start], segment if len(inside) == layout.num_elements else segment.within(inside))
+                for segment in segments
+                if segment.start < inside.stop and segment.stop > inside.start
+            ],
+        )
 
 
 class UnpackedWeights:
@@ -759,9 +791,10 @@ class StoreAccess:
         assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
         name = self._updater.trained[op.visit][0].name
         update = self._pending.of_layout(name)
+        parts = self._program.parts_of(self._updater.trained[op.visit][0])
+        # Leased also where the gradient is not used: what moves in a step does not depend on the data.
         with self._leases(self._own_keys(op, op.held)) as held:
-            for part, group in enumerate(op.passing or ((),)):
-                # Leased also where the gradient is not used: what moves in a step does not depend on the data.
+            for part, group in enumerate(op.passing or [()] * len(parts)):
                 with self._leases(self._own_keys(op, group)) as passing:
                     if update is not None:
                         filled = self._pending.with_gradient[name]
@@ -779,17 +812,20 @@ class StoreAccess:
             keys: of blocks; a gradient that shares one goes by its own key, and its tensor is as long as it is.
         """
         assert self._op is not None, "no op has begun, or the step is over"
+        if not keys:
+            yield {}
+            return
         uses, tier, tick = [self._uses[key] for key in keys], self._op.tier, self._op.tick
         with self._store.acquire_many([(use.key, tier, use.mode) for use in uses]) as group:
             self._copies.leased(uses)
             tensors: dict[str, torch.Tensor] = {}
             for lease in group:
-                contents = self._program.contents(tick, lease.key)
-                tensors[contents.key] = lease.tensor.narrow(0, 0, contents.num_elements)
+                contents, tensor = self._program.contents(tick, lease.key), lease.tensor
+                is_whole = len(tensor) == contents.num_elements
+                tensors[contents.key] = tensor if is_whole else tensor.narrow(0, 0, contents.num_elements)
             yield tensors
         # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
-        for use in uses:
-            self._copies.released(use, tier)
+        self._copies.released(uses, tier)
 
     # -- weights -----------------------------------------------------------------------------------------------
 

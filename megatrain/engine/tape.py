@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Op:
         visit: as in ``Tick``.
         tier: of its leases.
         held: leased together for the whole tick.
-        passing: groups leased one after the other within it.
+        passing: groups leased one after the other within it; of an update, none where all parts are at home.
         serves: as in ``Tick``.
     """
 
@@ -199,18 +200,13 @@ def compile_step(
         if last is not None:
             left[key] = last
         uses.update(((access.tick, key), use) for access, use in zip(of_key, found, strict=True))
-    ops = (
-        Op(
-            number,
-            tick.phase,
-            tick.visit,
-            tiers[number],
-            tuple(uses[number, key] for key, _ in tick.held),
-            tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing),
-            tick.serves,
-        )
-        for number, tick in chosen.items()
-    )
+    ops: list[Op] = []
+    for number, tick in chosen.items():
+        held = tuple(uses[number, key] for key, _ in tick.held)
+        passing = tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing)
+        if tick.phase == "update" and all(homes[key] == tiers[number] for key, _ in tick.uses):
+            held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for room
+        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves))
     return Tape(tuple(ops), left)
 
 
@@ -257,29 +253,35 @@ class TapeStore:
         if tier == "gpu" and home not in ("ram", "gpu"):
             self._store.evict(use.key, "ram")
 
-    def released(self, use: Use, tier: str) -> None:
-        """Release a copy as the tape says. Call it after the lease has ended.
+    def released(self, uses: Sequence[Use], tier: str) -> None:
+        """Release copies as the tape says. Call it after their leases have ended.
 
         Args:
-            use: of the copy.
+            uses: of the copies.
             tier: of the op.
         """
+        for release, alike in groupby(uses, lambda use: use.release):
+            if release is Release.DISCARD:
+                self._store.discard(*(use.key for use in alike))
+            elif release is not Release.HOME:
+                for use in alike:
+                    self._keep_or_evict(use, tier)
+
+    def _keep_or_evict(self, use: Use, tier: str) -> None:
+        """Release a copy that is not at home and whose contents live on."""
         key = use.key
-        if use.release is Release.DISCARD:
-            self._store.discard(key)
-        elif use.release is not Release.HOME:
-            home = self._homes[key]
-            passed_ram = tier == "gpu" and home not in ("ram", "gpu") and not self._store.is_linked(home, "gpu")
-            if passed_ram and not use.was_pinned:
-                # The copy in RAM, on the way between drive and GPU, first: while it is there, the prefetcher could
-                # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.
-                self._store.evict(key, "ram")
-            if use.release is Release.PIN:
-                # A pin also keeps the room: the store evicts nothing that is pinned, and counts its bytes as taken.
-                self._store.pin(key, tier)
-                self._pinned[key] = tier
-            else:
-                self._store.evict(key, tier)
+        home = self._homes[key]
+        passed_ram = tier == "gpu" and home not in ("ram", "gpu") and not self._store.is_linked(home, "gpu")
+        if passed_ram and not use.was_pinned:
+            # The copy in RAM, on the way between drive and GPU, first: while it is there, the prefetcher could
+            # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.
+            self._store.evict(key, "ram")
+        if use.release is Release.PIN:
+            # A pin also keeps the room: the store evicts nothing that is pinned, and counts its bytes as taken.
+            self._store.pin(key, tier)
+            self._pinned[key] = tier
+        else:
+            self._store.evict(key, tier)
 
     def evict_pinned(self) -> None:
         """Evict all pinned copies: the uses that they were pinned for will not come."""

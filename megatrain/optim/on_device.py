@@ -73,6 +73,7 @@ class TritonOptimizer:
             )
         self._moments = ("m", "v") if host.kernel_name == "adamw" else ("m",)  # arguments of the kernel
         self._tables: dict[torch.device, list[Tensor | None]] = {}
+        self._known_scalars: tuple[Update | None, dict[tuple[float, float], Sequence[float]]] = (None, {})
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the kinds of the host's optimizer."""
@@ -107,19 +108,18 @@ class TritonOptimizer:
                 if count == 0:
                     continue
                 assert self._host.state_dtype != "int8" or segment.start % MOMENT_BLOCK_ELEMENTS == 0, segment
-                parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
-                own_scales = [
-                    scale
-                    if scale is None
-                    else scale[segment.start // MOMENT_BLOCK_ELEMENTS : -(-segment.stop // MOMENT_BLOCK_ELEMENTS)]
-                    for scale in scales
-                ]
-                first_key, second_key, first = self._host.rounding(segment, update) or (0, 0, 0)
-                key = (_as_int32(first_key), _as_int32(second_key), int(first))
-                scalars = [
-                    scalar if isinstance(scalar, bool) else float(scalar)
-                    for scalar in self._host.scalars(segment, update)
-                ]
+                parts, own_scales = flats, scales
+                if count < num_elements:
+                    parts = [flat if flat is None else flat[segment.start : segment.stop] for flat in flats]
+                    own_scales = [
+                        scale
+                        if scale is None
+                        else scale[segment.start // MOMENT_BLOCK_ELEMENTS : -(-segment.stop // MOMENT_BLOCK_ELEMENTS)]
+                        for scale in scales
+                    ]
+                rounding = self._host.rounding(segment, update)
+                key = (0, 0, 0) if rounding is None else (*map(_as_int32, rounding[:2]), int(rounding[2]))
+                scalars = self._scalars(segment, update)
                 grid = (-(-count // block_elements),)
                 self._kernel[grid](
                     *parts,
@@ -131,6 +131,16 @@ class TritonOptimizer:
                     block_elements=block_elements,
                     **self._kernels.LAUNCH_OPTIONS,
                 )
+
+    def _scalars(self, segment: Segment, update: Update) -> Sequence[float]:
+        """Return the kernel's scalars as Python's numbers, cached for one update: most parameters share them."""
+        if self._known_scalars[0] != update:
+            self._known_scalars = (update, {})
+        known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
+        if settings not in known:
+            found = self._host.scalars(segment, update)
+            known[settings] = [scalar if isinstance(scalar, bool) else float(scalar) for scalar in found]
+        return known[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
         """Return the code of each moment in the device's memory, with its cells; None where it has none."""

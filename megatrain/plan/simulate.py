@@ -226,10 +226,8 @@ class _Replay:
                 with self.store.acquire_many([(use.key, op.tier, use.mode) for use in group]):
                     self._copies.leased(group)
                     self._compute(seconds)
-                for use in group:
-                    self._copies.released(use, op.tier)
-        for use in op.held:
-            self._copies.released(use, op.tier)
+                self._copies.released(group, op.tier)
+        self._copies.released(op.held, op.tier)
         self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:

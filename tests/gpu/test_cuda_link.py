@@ -56,7 +56,7 @@ def test_bytes_go_up_and_come_back() -> None:
     transfer = up.submit(source, device, nbytes)
     transfer.wait_stream(gpu.current_stream())
     gpu.tensor(device, (NUM_ELEMENTS,), torch.float32).mul_(2)
-    gpu.record_use(device)
+    gpu.record_use([device])
     down.submit(device, target, nbytes).wait(60)
     assert torch.equal(ram.tensor(target, (NUM_ELEMENTS,), torch.float32), expected * 2)
     assert up.usage().num_bytes == down.usage().num_bytes == nbytes
@@ -75,7 +75,7 @@ def test_a_copy_waits_for_work_recorded_on_the_slot() -> None:
     busy(stream)
     with torch.cuda.stream(stream):
         tensor.fill_(5)
-    gpu.record_use(device, stream)
+    gpu.record_use([device], stream)
     down.submit(device, target, nbytes).wait(60)
     assert float(ram.tensor(target, (NUM_ELEMENTS,), torch.float32).min()) == 5
 
@@ -83,7 +83,7 @@ def test_a_copy_waits_for_work_recorded_on_the_slot() -> None:
     seen = torch.empty_like(tensor)
     with torch.cuda.stream(stream):
         seen.copy_(tensor)
-    gpu.record_use(device, stream)
+    gpu.record_use([device], stream)
     gpu.free(device)
     again = slot_of(gpu, nbytes)
     ram.tensor(target, (NUM_ELEMENTS,), torch.float32).fill_(9)

@@ -116,7 +116,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel() -> None:
         link.submit(source, slot, NBYTES).wait(60)
     for _ in range(5):
         busy()
-    gpu.record_use(slots[0])
+    gpu.record_use([slots[0]])
     waiting, passing = link.submit(sources[0], slots[0], NBYTES), link.submit(sources[1], slots[1], NBYTES)
     passing.wait(60)
     assert not waiting.done()
@@ -133,7 +133,7 @@ def test_memory_goes_back_after_its_last_kernel_and_new_memory_waits_for_none() 
     busy()
     assert buffer_of(slot_of(gpu)).is_idle()
     seen = tensor.sum()
-    gpu.record_use(slot)
+    gpu.record_use([slot])
     gpu.free(slot)
     assert gpu.allocate(NBYTES + 4096, name="none", home=False) is None
     gpu.close()

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -170,7 +171,7 @@ def test_a_fetch_into_a_free_slot_passes_one_that_waits_for_a_kernel(device: Laz
     link = CudaLink(ram, gpu)
     busy, free, sources = slot_of(gpu), slot_of(gpu), [slot_of(ram), slot_of(ram)]
     gate = device.gate()
-    gpu.record_use(busy)
+    gpu.record_use([busy])
     waiting, passing = link.submit(sources[0], busy, NBYTES), link.submit(sources[1], free, NBYTES)
     passing.wait(30)
     assert not waiting.done()
@@ -213,6 +214,23 @@ def test_the_link_says_when_host_memory_is_not_page_locked(device: LazyDevice) -
     down.close()
 
 
+def test_leases_that_end_together_share_an_event_and_nothing_waits_for_its_own_stream(device: LazyDevice) -> None:
+    gpu, keys = device.gpu_tier(4 * NBYTES), "abc"
+    with TieredStore([gpu]) as store:
+        for key in keys:
+            store.register(key, (NBYTES // 4,), torch.float32, home="gpu")
+        for mode in ("w", "rw", "r"):
+            with store.acquire_many([(key, "gpu", mode) for key in keys]):
+                device.launch(lambda: None)
+        buffers = [buffer_of(store._blocks[key].home.slot) for key in keys]
+        assert len({id(event) for buffer in buffers for event in buffer.pending_events.values()}) == 1
+        other = device.stream()
+        for stream, num_waits in ((device.default, 0), (other, 1)):
+            with mock.patch.object(stream, "wait_event") as wait:
+                store.acquire("a", "gpu", stream=stream).release()
+            assert wait.call_count == num_waits
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -220,7 +238,7 @@ def test_bytes_go_back_to_the_device_after_their_last_kernel(device: LazyDevice)
     gpu = device.gpu_tier(2 * NBYTES)
     slot, ran = slot_of(gpu), []
     device.launch(lambda: ran.append(1))
-    gpu.record_use(slot)
+    gpu.record_use([slot])
     gpu.free(slot)
     assert ran == [], "a slot that goes back to the pool keeps its work for the next one"
     larger = gpu.allocate(2 * NBYTES, name="larger", home=False)

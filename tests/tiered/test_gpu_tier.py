@@ -20,7 +20,7 @@ def test_host_memory_has_no_streams() -> None:
     tier = GpuTier(4096, device="cpu")
     slot = tier.allocate(1000, name="block", home=False)
     assert slot is not None and slot.slot_bytes == 1024
-    tier.record_use(slot)
+    tier.record_use([slot])
     assert tier.current_stream() is None
     tier.free(slot)
     tier.close()

@@ -209,7 +209,7 @@ def test_a_kernel_that_runs_long_holds_up_no_other_read(device: LazyDevice, tmp_
     busy, free = slots
     assert busy is not None and free is not None and homes[0] is not None and homes[1] is not None
     gate = device.gate()
-    tier.record_use(busy)
+    tier.record_use([busy])
     waits = read.submit(homes[0], busy, 4 * N)
     read.submit(homes[1], free, 4 * N).wait(30)
     assert not waits.done()

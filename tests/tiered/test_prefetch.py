@@ -94,10 +94,10 @@ def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> Non
 
 
 def test_leases_that_end_together_are_followed_by_one_walk() -> None:
-    with TieredStore([RamTier(1 << 20)]) as store:
+    with TieredStore([GpuTier(1 << 16, device="cpu"), RamTier(1 << 20)]) as store:
         for key in "abcd":
             store.register(key, (8,), torch.float32, home="ram")
-        store.set_schedule(Schedule([Access(0, "a", "ram")], 1))
+        store.set_schedule(Schedule([Access(0, "a", "gpu")], 1))
         leases = store.acquire_many([(key, "ram", "w") for key in "abcd"])
         with mock.patch.object(movement, "next_fetches", wraps=next_fetches) as walk, leases:
             assert not walk.called

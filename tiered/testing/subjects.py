@@ -134,7 +134,7 @@ class Rig:
         """Put bytes into a slot of the faster tier, as the holder of a lease does."""
         self.fast.tensor(slot, data.shape, data.dtype).copy_(data)
         if isinstance(self.fast, StreamTier):
-            self.fast.record_use(slot)
+            self.fast.record_use([slot])
 
     def read(self, slot: Slot) -> torch.Tensor:
         """Return the bytes of a slot of the faster tier."""

@@ -110,8 +110,8 @@ class StreamTier(Tier, Protocol):
         """Make later work of ``stream`` wait for all recorded uses of the slot's bytes. Does not block the host."""
         ...
 
-    def record_use(self, slot: Slot, stream: Any = None) -> None:
-        """Record the work queued so far on ``stream`` (default: the current one) as a use of the slot."""
+    def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
+        """Record the work queued so far on ``stream`` (default: the current one) as a use of each of the slots."""
         ...
 
 

@@ -40,6 +40,7 @@ class DeviceBuffer:
     def add_event(self, event: Any, stream: Any) -> None:
         """Remember recorded work; forget what the device has finished."""
         with self.lock:
+            self.pending_events.pop(stream, None)  # mostly the only one: the device is not asked about it
             self._forget_what_is_done()
             self.pending_events[stream] = event
 
@@ -50,13 +51,15 @@ class DeviceBuffer:
             return not self.pending_events
 
     def _forget_what_is_done(self) -> None:
-        self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
+        if self.pending_events:
+            self.pending_events = {s: pending for s, pending in self.pending_events.items() if not pending.query()}
 
     def order_before(self, stream: Any) -> None:
-        """Make later work of ``stream`` wait for all remembered work."""
+        """Make later work of ``stream`` wait for all remembered work: what other streams do, its own comes in order."""
         with self.lock:
-            for event in self.pending_events.values():
-                stream.wait_event(event)
+            for other, event in self.pending_events.items():
+                if other != stream:
+                    stream.wait_event(event)
 
     def wait(self) -> None:
         """Wait on the host for the work remembered so far. More can be remembered meanwhile."""
@@ -157,13 +160,16 @@ class GpuTier:
 
     def current_stream(self) -> Any:
         """Return the calling thread's current stream on the tier's device; None for host memory."""
-        return torch.cuda.current_stream(self._device) if self._is_cuda else None
+        # By its number: torch takes longer to find that of a device than to find the stream.
+        return torch.cuda.current_stream(self._device.index) if self._is_cuda else None
 
-    def record_use(self, slot: Slot, stream: Any = None) -> None:
-        """Remember the work queued so far on ``stream`` (default: the current one) as a user of the slot."""
+    def record_use(self, slots: Sequence[Slot], stream: Any = None) -> None:
+        """Remember the work queued so far on ``stream`` (default: the current one) as a user of each of the slots."""
         if self._is_cuda:
             stream = stream if stream is not None else self.current_stream()
-            buffer_of(slot).add_event(self._recorded_event(stream), stream)
+            event = self._recorded_event(stream)
+            for slot in slots:
+                buffer_of(slot).add_event(event, stream)
 
     def order_before(self, slot: Slot, stream: Any) -> None:
         """Make later work of ``stream`` wait for all remembered users of the slot, and of those before it there."""

@@ -69,6 +69,19 @@ def test_what_is_at_home_moves_nothing_and_stays() -> None:
     assert {key for key, _, _ in tape.transfers(homes)} == {"m", "a"}
 
 
+@pytest.mark.parametrize(("away", "num_groups"), [("", 0), ("m", 2), ("g", 2), ("w", 2)])
+def test_parts_of_an_update_are_leased_together_where_none_waits_for_room(away: str, num_groups: int) -> None:
+    parts = [(("m", "rw"), ("g", "r")), (("a", "rw"),)]
+    update = Tick("update", 0, (("w", "rw"),), tuple(parts), frozenset({"g"}))
+    forward = Tick("forward", 0, (("w", "r"),), ((("m", "r"),), (("a", "w"),)))
+    program = StepProgram(BLOCKS, (update, forward), "ram")
+    homes = dict.fromkeys(BLOCKS, "ram") | ({away: "nvme"} if away else {})
+    first, second = compile_step(program, homes, {}).ops
+    assert [use.key for use in first.uses] == ["w", "m", "g", "a"] and len(first.passing) == num_groups
+    assert len(first.held) == (1 if away else 4)
+    assert len(second.passing) == 2, "a model leases its own parts one after the other, wherever they are"
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from(["r", "w", "rw"]), st.sampled_from(["ram", "gpu"]), st.booleans(), st.booleans())
