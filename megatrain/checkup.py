@@ -374,8 +374,7 @@ class _Checkup:
             yield Finding("drive", "ok", str(path))
         if self._device is None:
             return
-        needs = None if self._plan is None else self._plan.totals
-        for each in find_objections(tiers, self._device, needs):
+        for each in find_objections(tiers, self._device) if self._plan is None else self._plan.objections:
             subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
             if each.refuses:
                 yield Finding(subject, "problem", str(each), "fit" if each.kind == "size" else "config")

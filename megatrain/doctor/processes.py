@@ -24,7 +24,7 @@ from megatrain.doctor.processors import measure_gpu, measure_processor
 from megatrain.plan import machine
 from megatrain.ranks.affinity import cores_of_rank
 from megatrain.ranks.collectives import Collectives
-from megatrain.ranks.world import World, WorldError, init_by_file
+from megatrain.ranks.world import World, init_by_file
 from tiered.units import MiB
 
 #: Far more than any of the measurements takes, with a start on a slow file system.
@@ -151,15 +151,14 @@ def main() -> None:
     """Measure as one of the processes, and print what was found as JSON."""
     job = json.loads(sys.argv[1])
     rank, size = int(job["rank"]), int(job["size"])
-    kind = machine.resolve_device("auto")
+    world = World.local(rank, size)
+    world.take_gpu()
+    kind, bus = machine.resolve_device("auto"), ""
     if kind.type == "cuda":
-        num_gpus = machine.take_gpu(rank, size)
-        if num_gpus < size:
-            raise WorldError(f"{size} processes on a machine with {num_gpus} GPUs. Measure one for each GPU at most")
-        kind = torch.device("cuda", 0)
+        kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
     else:
         os.sched_setaffinity(0, job["cores"])
-    init_by_file(World.local(rank, size), kind, Path(job["meeting"]))
+    init_by_file(world, kind, Path(job["meeting"]), bus)
     ranks = Collectives(tier="gpu" if kind.type == "cuda" else "ram")
 
     def at_once(work: Callable[[], Any]) -> Any:

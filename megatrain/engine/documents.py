@@ -73,7 +73,7 @@ class Documents:
         for first in range(0, len(self.lengths), most):
             lengths = self.lengths[first : first + most]
             starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-            if self.device.type == "cuda" and torch.cuda.is_available():
+            if self.device.type == "cuda" and not isinstance(starts, FakeTensor):  # a plan has no memory to pin
                 starts = starts.pin_memory()
             found.append(
                 (slice(at, at + sum(lengths)), max(lengths), starts.to(self.device, non_blocking=True)),

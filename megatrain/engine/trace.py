@@ -407,12 +407,14 @@ class _Tracer:
         forward = bound.forward
 
         def guess(*args: Any, **kwargs: Any) -> Any:
+            num_flops = self.counts.num_flops
             with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
                     raise
                 except Exception as error:
+                    self.counts.num_flops = num_flops  # not those before it failed, as if they were all
                     stream = args[0] if args else kwargs.get("hidden_states")
                     if not bound.unit.is_layer or not isinstance(stream, Tensor):
                         raise

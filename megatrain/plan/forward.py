@@ -27,7 +27,6 @@ from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
 from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.limits import find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
@@ -36,6 +35,7 @@ from megatrain.plan.planner import (
     fastest,
     find_frozen,
     make_graph,
+    objections_to,
     settle_rows,
     tier_budgets,
     trace_run,
@@ -164,7 +164,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     plan = estimated(plan)
     if any(plan.traffic.values()):
         plan = fastest([estimated(other) for other in with_open_room(plan)] or [plan])
-    return replace(plan, objections=find_objections(run.tiers, run.device, plan.totals))
+    return replace(plan, objections=objections_to(plan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     )
     shape = replace(plan.shape, tokens_per_step=batch.num_rows)
     plan = replace(plan, estimate=replace(estimate_step(plan, shape, profile), occasions=()))
-    return GenerationPlan(replace(plan, objections=find_objections(run.tiers, run.device, plan.totals)), first)
+    return GenerationPlan(replace(plan, objections=objections_to(plan)), first)
 
 
 def _generation_programs(

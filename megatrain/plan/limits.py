@@ -41,7 +41,7 @@ class Objection:
         text: what is wrong, as a sentence without a full stop.
         advice: what to do.
         kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
-            that is expected, a run is refused; "note": it works, and is worth knowing.
+            that is expected, or a size that cannot be chosen, a run is refused; "note": it works, and is worth knowing.
     """
 
     key: str
@@ -103,7 +103,7 @@ def refuse(objections: Sequence[Objection]) -> None:
     """Refuse a run.
 
     Raises:
-        ConfigError: a path is no drive, or not the one that is expected.
+        ConfigError: a path is no drive, or not the one that is expected, or a size cannot be chosen.
         BeyondMachineError: this machine has less than the config gives.
     """
     places = [Problem(each.key, each.text, each.advice) for each in objections if each.kind == "place"]

@@ -547,26 +547,6 @@ def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.de
     return torch.device(name)
 
 
-def take_gpu(number: int, num_processes: int) -> int:
-    """Make one GPU the only one that this process sees, before CUDA is used: all its threads then compute there.
-
-    Args:
-        number: of this process on its host.
-        num_processes: on this host, which share the GPUs that are visible now. Where each sees one of its own already,
-            as Slurm may arrange it, that stays.
-
-    Returns:
-        The GPUs that the processes share.
-    """
-    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    visible = visible or [str(index) for index in range(torch.cuda.device_count())]
-    if len(visible) == 1 and "SLURM_GPUS_PER_TASK" in os.environ:
-        return num_processes
-    if len(visible) >= num_processes:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[number]
-    return len(visible)
-
-
 def bus_of_gpu() -> str:
     """Return the PCI address of the current GPU, as sysfs has it; "" where this version of torch does not say."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())

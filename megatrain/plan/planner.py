@@ -46,7 +46,7 @@ from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import GraphKeeper, visits_with_attention, weights_stay
-from megatrain.plan.limits import find_objections
+from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
     FOLDER,
@@ -164,7 +164,32 @@ def plan_run(
         plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated))))
         if run.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
-    return replace(plan, objections=find_objections(run.tiers, device, plan.totals))
+    return replace(plan, objections=objections_to(plan))
+
+
+def objections_to(plan: Plan) -> tuple[Objection, ...]:
+    """Compare a plan with this machine; those that refuse a run come first."""
+    run = plan.run
+    return (*_unseen_layers(plan), *find_objections(run.tiers, run.device, plan.totals))
+
+
+def _unseen_layers(plan: Plan) -> Iterator[Objection]:
+    """Refuse to choose the size of a GPU tier where the trace has not seen what layers take beside it.
+
+    The forward of each failed on tensors without values, and was planned as if it computed nothing.
+    """
+    tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
+    layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
+    if device.type != "cuda" or tiers.machine is not None or not tiers.gpu_size.is_auto:
+        return
+    if trace.exact or not layers or any(visit.forward_flops for visit in layers):
+        return
+    text = (
+        f'tiers.gpu.size = "{tiers.gpu_size.text}": how much memory the layers of this model need beside their '
+        f"blocks is not known, as none of them could be traced ({trace.guesses[0]})"
+    )
+    advice = 'Write a size that leaves room for them, such as "60%"'
+    yield Objection("tiers.gpu.size", text, advice, "place")
 
 
 def check_ranks(run: RunSpec) -> None:

@@ -59,7 +59,7 @@ class RankGroup:
 
     @classmethod
     def of_environment(cls) -> RankGroup:
-        """Return the group that this process was started for; nobody is met yet.
+        """Return the group that this process was started for; nobody is met yet, but its GPU is taken.
 
         Raises:
             WorldError: the environment describes none.
@@ -68,6 +68,7 @@ class RankGroup:
         if not world.is_single:
             # Else torch warns of every connection that breaks as the ranks end one after the other.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            world.take_gpu()
         return cls(world, line)
 
     def meet(self) -> None:
@@ -113,14 +114,14 @@ class RankGroup:
             ) from error
 
     def join(self, device: str, spec: DistributedSpec) -> None:
-        """Take this rank's GPU and cores, and form the group in which tensors travel, with the ranks that have met.
+        """Take this rank's cores, and form the group in which tensors travel, with the ranks that have met.
 
         Args:
             device: as the config names it.
             spec: of the run.
 
         Raises:
-            WorldError: there are other numbers of processes, or fewer GPUs than processes.
+            WorldError: there are other numbers of processes, or the ranks have not each a GPU of their own.
             ConfigError: the config asks for a GPU and there is none.
         """
         import torch
@@ -138,21 +139,16 @@ class RankGroup:
             )
         if spec.num_threads is not None:
             torch.set_num_threads(spec.num_threads)
-        kind = machine.resolve_device(device)
+        kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""  # other ranks may find one
         if kind.type == "cuda":
-            num_gpus = machine.take_gpu(self.world.local_rank, self.world.local_size)
-            if num_gpus < self.world.local_size:
-                raise WorldError(
-                    f"{self.world.local_size} processes on {self.world.host}, which has {num_gpus} GPUs. Start one for "
-                    'each GPU at most, or write device = "cpu"'
-                )
-            kind = torch.device("cuda", 0)
+            kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
         pins = spec.pins and self._line is not None  # torchrun has an option of its own for it
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
-        init(self.world, kind, self._store)
+        init(self.world, kind, self._store, bus)
+        machine.resolve_device(device)
         if pins and kind.type == "cuda":
-            self._settle_near(machine.bus_of_gpu())
+            self._settle_near(bus)
 
     def _settle_near(self, bus_id: str) -> None:
         """Compute on cores near the GPU, divided among the ranks whose GPUs are on the same node."""

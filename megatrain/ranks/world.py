@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -36,6 +36,8 @@ _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 #: Set by srun inside a job step; a batch script has those of the job alone, and is no rank.
 _SLURM_NAMES = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+#: The GPUs that a process sees, by number or name.
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: A rank may pause for hours for a full drive: silence is the watcher's business, not the group's.
 _GROUP_TIMEOUT = timedelta(days=1)
 #: Until all ranks have started; those of other hosts import from slow file systems.
@@ -119,6 +121,26 @@ class World:
         """The number of this host, from 0."""
         return self.rank // self.local_size
 
+    def take_gpu(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        """Make one GPU the only one that this process sees, so that all of its threads compute there.
+
+        To be called before anything asks for GPUs, even whether there are any: CUDA reads the variable when it is first
+        asked, and never again. So the GPUs are not counted; a rank beyond the last one sees none. Where every process
+        sees one of its own already, as Slurm may arrange it, that stays.
+
+        Args:
+            environment: of this process.
+        """
+        if self.is_single:
+            return
+        visible = environment.get(_VISIBLE)
+        if visible is None:
+            environment[_VISIBLE] = str(self.local_rank)
+            return
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        if len(names) > 1:
+            environment[_VISIBLE] = names[self.local_rank] if self.local_rank < len(names) else ""
+
     def folder_in(self, folder: Path) -> Path:
         """Return where in a folder of the run this rank has its own files: the folder itself, if it is alone."""
         return folder if self.is_single else folder / f"rank{self.rank:05d}"
@@ -189,21 +211,26 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
     )
 
 
-def init(world: World, device: torch.device, store: Store) -> None:
+def init(world: World, device: torch.device, store: Store, bus: str = "") -> None:
     """Join the default group of torch.distributed: gloo for host memory, NCCL for that of GPUs.
 
     Waits for all ranks. The group adds nothing up, so the order of sums is never the library's.
 
     Args:
         world: of this rank; alone, it joins nothing.
-        device: of the computation.
+        device: of the computation; a GPU is the only one that this process sees.
         store: at which the ranks meet; each run has its own keys in it.
+        bus: address of the GPU; "" where it is not known.
+
+    Raises:
+        WorldError: some ranks have a GPU and others none, or two of a host compute on the same one.
     """
     import torch.distributed as dist
 
     if world.is_single:
         return
     on_gpu = device.type == "cuda"
+    _check_gpus(world, store, bus if on_gpu else None)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
         store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
@@ -214,17 +241,48 @@ def init(world: World, device: torch.device, store: Store) -> None:
     )
 
 
-def init_by_file(world: World, device: torch.device, path: Path) -> None:
+def _check_gpus(world: World, store: Store, bus: str | None) -> None:
+    """Make sure that each rank has a GPU of its own, or none has one. All ranks call it.
+
+    NCCL would say no more than "invalid usage"; and where one rank has no GPU, the others would wait for it for ever.
+
+    Args:
+        world: of this rank.
+        store: at which the ranks meet.
+        bus: address of this rank's GPU, "" where it is not known; None: it has none.
+    """
+    store.set(f"gpu/{world.rank}", f"{world.host} {'none' if bus is None else bus}")
+    found = [store.get(f"gpu/{rank}").decode().rpartition(" ")[::2] for rank in range(world.size)]
+    if all(bus == "none" for _, bus in found):
+        return
+    for rank, (host, bus) in enumerate(found):
+        on_host = [each for each in range(world.size) if each // world.local_size == rank // world.local_size]
+        if bus == "none":
+            count = sum(found[each][1] != "none" for each in on_host)
+            raise WorldError(
+                f"{world.local_size} processes on {host}, of which {count} found a GPU. Start one for each GPU at "
+                'most, or write device = "cpu"'
+            )
+        same = next((each for each in on_host if each < rank and found[each][1] == bus != ""), None)
+        if same is not None:
+            raise WorldError(
+                f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process for "
+                "each GPU, and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES)"
+            )
+
+
+def init_by_file(world: World, device: torch.device, path: Path, bus: str = "") -> None:
     """Join the default group with other processes of this machine.
 
     Args:
         world: of this rank.
         device: of the computation.
         path: of a new file, the same for all.
+        bus: address of the GPU; "" where it is not known.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-    init(world, device, FileStore(str(path), world.size))
+    init(world, device, FileStore(str(path), world.size), bus)
 
 
 @cache

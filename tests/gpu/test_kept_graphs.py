@@ -72,6 +72,8 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_saved_attention_on_a_device(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
+    if virtual is None and dtype == torch.float32:
+        pytest.skip("a GPU has no fused kernel for heads that share keys in fp32: nothing could be saved")
     config = tiny_config(family, tied=False, max_position_embeddings=512)
     loss, gradients, _ = step(config, dtype, ())
     num_calls: list[int] = []

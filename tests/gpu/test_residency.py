@@ -193,11 +193,12 @@ def test_rows_keep_to_a_tier_that_has_no_room_for_a_mask(
 ) -> None:
     """Packed documents and single rows: neither makes a mask of [S, S]."""
     model = write_tiny_model(tmp_path / "model")
-    text = config_text(tmp_path, model, nvme=0, device="cuda", gpu="19MiB", data=f"packing = {packing}")
+    size = "30MiB" if virtual is None else "19MiB"  # a GPU's attention takes workspace
+    text = config_text(tmp_path, model, nvme=0, device="cuda", gpu=size, data=f"packing = {packing}")
     text = text.replace("max_length = 64", "max_length = 1024").replace("batch_size = 2", "batch_size = 1")
     if virtual is not None:
         virtual.peak_bytes = virtual.allocated_bytes
     result = run_config(text, tmp_path / "run", num_steps=2)
     if virtual is not None:
-        assert virtual.peak_bytes <= parse_size("19MiB")
+        assert virtual.peak_bytes <= parse_size(size)
     result.assert_as_planned()

@@ -24,9 +24,9 @@ ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer
 #: Placement, and what the GPU tier may take: "" for all that there is.
 SIZES = {
     "all that there is": ("", ""),
-    "a part streams": ("", "3MiB"),
-    "state on a drive": ('optimizer = ["nvme"]', "3MiB"),
-    "all on a drive": (ALL_ON_DRIVE, "3MiB"),
+    "a part streams": ("", "4MiB"),
+    "state on a drive": ('optimizer = ["nvme"]', "4MiB"),
+    "all on a drive": (ALL_ON_DRIVE, "4MiB"),
 }
 
 pytestmark = pytest.mark.usefixtures("virtual")

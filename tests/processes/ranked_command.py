@@ -6,6 +6,7 @@
   stopped (SIGSTOP), with ``raise`` an error is raised there.
 - ``RANK:full:FILE``: its drives have no room while that file exists.
 - ``RANK:flip:FILE``: what is read from its drives has one wrong bit while that file exists.
+- ``RANK:asks:FILE``: whenever it asks torch for GPUs, the file gets a line: those that it may see by then.
 
 In ``RANK_PIDS`` every rank leaves its number. Nothing else differs from the command.
 """
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from megatrain.checkpoint import ranks
 from megatrain.checkpoint.ranks import RankSaves
@@ -93,6 +96,22 @@ def spoil_drives(what: str, file: Path) -> None:
     FileEngine.__init__ = make  # type: ignore[method-assign]
 
 
+def note_asking(file: Path) -> None:
+    """Note which GPUs this process may see whenever it asks torch for some."""
+
+    def noting(real: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(real)
+        def asked(*arguments: Any, **named: Any) -> Any:
+            with file.open("a") as lines:
+                lines.write(os.environ.get("CUDA_VISIBLE_DEVICES", "all") + "\n")
+            return real(*arguments, **named)
+
+        return asked
+
+    for name in ("is_available", "device_count", "init", "_lazy_init"):
+        setattr(torch.cuda, name, noting(getattr(torch.cuda, name)))
+
+
 def main() -> None:
     """Be one rank."""
     own = os.environ["RANK"]
@@ -102,6 +121,8 @@ def main() -> None:
         rank, what, *how = each.split(":")
         if rank == own and what in ("kill", "stop", "raise"):
             happens_at(what, how[0], int(how[1]))
+        elif rank == own and what == "asks":
+            note_asking(Path(how[0]))
         elif rank == own:
             spoil_drives(what, Path(how[0]))
     command_group()()

@@ -294,8 +294,12 @@ def test_documents_are_cut_into_calls_that_take_bounded_workspace() -> None:
     assert found[-1][1] == 512
 
 
-def test_a_plan_for_a_gpu_counts_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """7B: rows of 64k packed tokens take what one document of that length takes, and no mask of 64k x 64k."""
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_plan_for_a_gpu_counts_the_kernel(is_there: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """7B: rows of 64k packed tokens take what one document of that length takes, and no mask of 64k x 64k.
+
+    Where the plan is made, a GPU may be there: what asks torch for one gets another answer then.
+    """
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     config = tiny_config(
         "qwen2", tied=False, hidden_size=3584, intermediate_size=18944, num_hidden_layers=1, num_attention_heads=28,
@@ -303,6 +307,10 @@ def test_a_plan_for_a_gpu_counts_the_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     )  # fmt: skip
     length, peaks = 65536, {}
     with fake_cuda():
+        if is_there and not torch.cuda.is_available():
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+            monkeypatch.setattr(torch.version, "cuda", "13.0")
         for padded in (False, True):
             graph = build_graph(config, dtype=torch.bfloat16)
             trace = trace_visits(graph, 1, length, torch.bfloat16, device="cuda", padded=padded)

@@ -248,15 +248,21 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
         trace_of()
 
 
-@pytest.mark.parametrize("is_exact", [True, False])
-def test_the_command_says_whether_the_plan_is_exact(
-    is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch find a GPU."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GiB, GiB))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
+
+
+@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_command_says_whether_the_plan_is_exact(
+    is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu="256MiB", nvme=0)
     (tmp_path / "run.toml").write_text(text)
     if not is_exact:
@@ -279,6 +285,41 @@ def test_the_command_says_whether_the_plan_is_exact(
         assert room in found["messages"] and room in plain.stdout.replace("\n", " ")
     assert found["workspace_is_exact"] is is_exact and len(found["guesses"]) == (0 if is_exact else 1)
     assert next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] > MiB
+
+
+@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.parametrize(
+    ("num_failing", "size", "refuses"), [(4, "", True), (4, "60%", False), (3, "", False)], ids=["all", "sized", "some"]
+)
+def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
+    num_failing: int, size: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that fail are planned as if they computed nothing: so no room would be left for any of them."""
+    text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu=size, nvme=0)
+    (tmp_path / "run.toml").write_text(text)
+    inside, silu = CountingMode.inside, torch.nn.functional.silu
+    names: list[str] = []
+
+    def noting(counts: CountingMode, name: str) -> Any:
+        names.append(name)
+        return inside(counts, name)
+
+    def failing(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if names and names[-1] in [f"model.layers.{number}" for number in range(num_failing)]:
+            raise RuntimeError("no such kernel for fake tensors")
+        return silu(hidden, *args, **options)
+
+    monkeypatch.setattr(CountingMode, "inside", noting)
+    monkeypatch.setattr(torch.nn.functional, "silu", failing)
+    done = CliRunner().invoke(command_group, ["plan", str(tmp_path / "run.toml"), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    objections = [each for each in found["objections"] if each["key"] == "tiers.gpu.size"]
+    assert bool(objections) is refuses and found["fits_this_machine"] is not refuses
+    assert len(found["guesses"]) == 1 and f" and {num_failing - 1} more" in found["guesses"][0]
+    if refuses:
+        assert objections[0]["kind"] == "place" and "none of them could be traced" in objections[0]["text"]
+        assert "no such kernel for fake tensors" in objections[0]["text"] and '"60%"' in objections[0]["advice"]
 
 
 @pytest.mark.parametrize("padded", [False, True])

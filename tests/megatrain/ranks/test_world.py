@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import re
+from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from megatrain.ranks import world as world_module
 from megatrain.ranks.world import World, WorldError, meeting_point
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -59,3 +65,64 @@ def test_an_environment_that_cannot_be(environment: dict[str, str], says: str) -
 def test_where_to_meet_is_not_guessed() -> None:
     with pytest.raises(WorldError, match="MASTER_PORT"):
         meeting_point({**TORCHRUN, "MASTER_ADDR": "h"})
+
+
+@pytest.mark.parametrize(
+    ("visible", "taken"),
+    [
+        (None, ["0", "1", "2"]),
+        ("4,5,6,7", ["4", "5", "6"]),
+        ("GPU-a,GPU-b", ["GPU-a", "GPU-b", ""]),  # the third sees none, and the ranks say so when they meet
+        ("3", ["3", "3", "3"]),  # which may be another one for each process
+        ("", ["", "", ""]),
+    ],
+)
+def test_each_rank_takes_a_gpu(visible: str | None, taken: list[str]) -> None:
+    for rank, name in enumerate(taken):
+        environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+        World.local(rank, len(taken)).take_gpu(environment)
+        assert environment == {"CUDA_VISIBLE_DEVICES": name}
+    alone: dict[str, str] = {}
+    World.single().take_gpu(alone)
+    assert not alone
+
+
+BUSES = {
+    "each its own": (["0000:01:00.0", "0000:02:00.0", "0000:01:00.0", "0000:02:00.0"], ""),
+    "no GPUs": ([None] * 4, ""),
+    "not known": ([""] * 4, ""),
+    "the same": (
+        ["0000:01:00.0", "0000:02:00.0", "0000:02:00.0", "0000:02:00.0"],
+        "rank 2 and rank 3 would compute on the same GPU of .*, 0000:02:00.0",
+    ),
+    "one has none": (
+        ["0000:01:00.0", None, "0000:01:00.0", "0000:02:00.0"],
+        "2 processes on .*, of which 1 found a GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BUSES)
+def test_the_ranks_of_a_host_have_a_gpu_each(case: str) -> None:
+    """Two hosts of two ranks; buses of different hosts may be alike."""
+    buses, says = BUSES[case]
+    store, worlds = HashStore(), [World.local(rank, 4, num_hosts=2) for rank in range(4)]
+
+    def check(rank: int) -> str:
+        try:
+            world_module._check_gpus(worlds[rank], store, buses[rank])
+        except WorldError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(4) as threads:
+        said = list(threads.map(check, range(4)))
+    assert len(set(said)) == 1, "all ranks say the same"
+    assert re.match(says, said[0]) and bool(said[0]) == bool(says)
+
+
+def test_joining_a_group_compares_gpus() -> None:
+    store = HashStore()
+    store.set("gpu/1", "here 0000:01:00.0")
+    with pytest.raises(WorldError, match="the same GPU"):
+        world_module.init(World.local(0, 2), torch.device("cuda", 0), store, "0000:01:00.0")
