@@ -76,7 +76,7 @@ RESTRICTED = {
     "numba": ("megatrain/optim/kernels.py",),
     "peft": ("megatrain/models/adapters.py",),
     "greenlet": ("megatrain/engine/",),
-    "triton": ("megatrain/optim/triton_kernels.py",),
+    "triton": ("megatrain/engine/triton_kernels.py", "megatrain/optim/triton_kernels.py"),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
     "transformers": (
         "megatrain/chat.py",

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from megatrain.engine import device_kernels
 from megatrain.engine.lanes import Lanes, Subtree
 from megatrain.models.layout import InPieces
 
@@ -127,17 +129,11 @@ class GradientAccumulator:
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
         """Accumulate ``rows`` [K, N], in order, in the rows ``indexes`` [K] of a matrix; none in row ``ignored``."""
         self._begin(name)
-        step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
         for place, held, columns in _places(self._targets[name]):
-            for start in range(0, len(rows), step):
-                at = indexes[start : start + step]
-                # Masked, not chosen, so that the host need not know which: adding zero changes nothing.
-                is_elsewhere = (at < held.start) | (at >= held.stop)
-                if ignored is not None:
-                    is_elsewhere |= at == ignored
-                values = rows[start : start + step, columns].to(place.dtype)
-                values = values.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
-                place.index_add_(0, (at - held.start).clamp_(0, len(held) - 1), values)
+            if device_kernels.are_for(place):
+                device_kernels.add_rows(place, held, rows[:, columns], _groups_of(indexes), ignored)
+            else:
+                _add_rows_in_ranges(place, held, indexes, rows[:, columns], ignored)
 
     def _begin(self, name: str) -> None:
         """Zero an accumulator that has no gradient yet."""
@@ -253,6 +249,34 @@ def _places(target: Tensor | InPieces) -> Iterator[tuple[Tensor, range, slice]]:
         yield place.view(len(piece.rows), -1), piece.rows, columns
 
 
+def _groups_of(indexes: Tensor) -> Tensor:
+    """Return the groups of rows with one index; they are found once for all parts of a matrix."""
+    groups: Tensor | None = getattr(indexes, _GROUPS, None)
+    if groups is None:
+        groups = device_kernels.row_groups(indexes)
+        setattr(indexes, _GROUPS, groups)
+    return groups
+
+
+def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tensor, ignored: int | None) -> None:
+    """Add those of some rows, in order, whose place is here: a range of them at a time."""
+    step = max(1, _TEMPORARY_NBYTES // (4 * rows.shape[-1]))
+    for start in range(0, len(rows), step):
+        at, values = indexes[start : start + step], rows[start : start + step]
+        is_here = (at >= held.start) & (at < held.stop)
+        if ignored is not None:
+            is_here &= at != ignored
+        if at.device.type == "cpu" and not isinstance(at, FakeTensor):
+            chosen = is_here.nonzero().squeeze(1)
+            place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
+            continue
+        # Masked, not chosen: the host does not know which. Adding zero changes nothing, and as a GPU adds to one place
+        # after the other, not to the same one all the time.
+        anywhere = torch.arange(len(at), device=at.device).remainder_(len(held))
+        values = values.to(place.dtype).masked_fill(is_here.logical_not().unsqueeze(-1), 0.0)
+        place.index_add_(0, torch.where(is_here, at - held.start, anywhere), values)
+
+
 def _multiply_in_ranges(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
     """Multiply matrices of another dtype than the sum's, where no GEMM does both: a range of rows at a time."""
     step = max(1, _TEMPORARY_NBYTES // (right.shape[-1] * right.element_size()))
@@ -300,6 +324,7 @@ class GradientTarget:
 
 
 _TARGET = "_megatrain_gradient_target"
+_GROUPS = "_megatrain_row_groups"
 
 
 def weight_leaf(values: Tensor, target: GradientTarget) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from megatrain.engine import device_kernels
 from megatrain.engine.lanes import Lanes
 from megatrain.engine.program import (
     StepProgram,
@@ -480,6 +481,7 @@ class Plan:
             self.device_optimizer.warm_up(formats)
         clip.warm_up()
         warm_up_norm(self.device)
+        device_kernels.warm_up(self.device, self.graph.dtype)
 
     def num_updated(self, *, on_gpu: bool) -> int:
         """Return the elements of weights that a step updates on a GPU, or on the host, which may take its place."""

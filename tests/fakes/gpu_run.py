@@ -15,7 +15,7 @@ from torch import Tensor
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
-from megatrain.engine import visit
+from megatrain.engine import device_kernels, visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_generation, trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
@@ -47,6 +47,7 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
+        mock.patch.object(device_kernels, "are_for", return_value=False),
     ]
     with device.in_place(), ExitStack() as stack:
         for patch in patches:

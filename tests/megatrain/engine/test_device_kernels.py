@@ -1,0 +1,210 @@
+"""What can be said of a step's GPU kernels without a GPU: Triton's interpreter runs them, its compiler takes them."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatrain.engine import device_kernels
+from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.models.layout import build_layout, views_of_parts
+
+KERNELS = "megatrain.engine.triton_kernels"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def import_kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import the kernels anew, and again after the test."""
+    monkeypatch.delitem(sys.modules, KERNELS, raising=False)
+    monkeypatch.delattr(sys.modules["megatrain.engine"], KERNELS.rsplit(".", 1)[1], raising=False)
+    return importlib.import_module(KERNELS)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let kernels run in Triton's interpreter, on tensors of the host."""
+    pytest.importorskip("triton")  # before the variable is set, which would change its own functions for good
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = import_kernels(monkeypatch)
+    monkeypatch.setattr(device_kernels, "_kernels", lambda: kernels)
+    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    yield
+    sys.modules.pop(KERNELS)
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[ModuleType]:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    yield import_kernels(monkeypatch)
+    sys.modules.pop(KERNELS)
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers of every magnitude, so that another order of a sum shows."""
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=generator) * torch.rand(*shape, generator=generator).pow(8)).to(dtype)
+
+
+# -- rows that are added to a matrix --------------------------------------------------------------------------------
+
+WORDS, WIDTH = 50, 12
+#: Parts that end between rows, and within them.
+BORDERS = [(), (17 * WIDTH, 34 * WIDTH), (100, 205, 333)]
+
+
+def matrix_in_parts(borders: tuple[int, ...]) -> tuple[GradientAccumulator, list[Tensor]]:
+    layout = build_layout("unit", [("w", torch.Size((WORDS, WIDTH)))], True)
+    ends = [0, *borders, layout.num_elements]
+    parts = [range(start, stop) for start, stop in itertools.pairwise(ends)]
+    blocks = [torch.full((len(part),), torch.nan) for part in parts]
+    return GradientAccumulator(views_of_parts(blocks, parts, layout), set()), blocks
+
+
+def sum_of(borders: tuple[int, ...], dtype: torch.dtype, ignored: int | None, index_dtype: torch.dtype) -> Tensor:
+    """Return the sum of two micro-batches, as a model looks words up: some again and again."""
+    sink, blocks = matrix_in_parts(borders)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        indexes = torch.randint(0, WORDS, (40,), generator=generator).clamp_(max=30).to(index_dtype)
+        rows = random(WIDTH, 40, seed=seed, dtype=dtype).t()  # rows whose columns are apart
+        sink.add_rows("w", indexes[::2], rows[::2], ignored)
+        sink.add_rows("w", indexes[1::2], rows[1::2].contiguous(), ignored)
+    return torch.cat(blocks)[: WORDS * WIDTH].view(WORDS, WIDTH)
+
+
+def index_add(dtype: torch.dtype, ignored: int | None) -> Tensor:
+    """Return the same sum by one operator of torch, row after row."""
+    total = torch.zeros(WORDS, WIDTH)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        indexes = torch.randint(0, WORDS, (40,), generator=generator).clamp_(max=30)
+        rows = random(WIDTH, 40, seed=seed, dtype=dtype).t().float()
+        for first in (0, 1):
+            own, at = rows[first::2], indexes[first::2]
+            keep = torch.ones_like(at, dtype=torch.bool) if ignored is None else at != ignored
+            total.index_add_(0, at[keep], own[keep])
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ignored", [None, 30])
+def test_rows_added_on_the_host_have_the_bits_of_one_index_add(dtype: torch.dtype, ignored: int | None) -> None:
+    for borders in BORDERS:
+        assert torch.equal(sum_of(borders, dtype, ignored, torch.long), index_add(dtype, ignored)), borders
+
+
+class AddedRows(TorchDispatchMode):
+    """Counts the rows that `index_add_` is given."""
+
+    num_rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.index_add_.default:
+            self.num_rows += len(args[3])
+        return func(*args, **(kwargs or {}))
+
+
+def test_each_row_is_added_to_its_own_part_alone() -> None:
+    sink, _ = matrix_in_parts(BORDERS[1])
+    indexes = torch.arange(WORDS).flip(0)
+    with AddedRows() as added:
+        sink.add_rows("w", indexes, random(WORDS, WIDTH), 4)
+    assert added.num_rows == WORDS - 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ignored", "borders", "index_dtype"),
+    [
+        (torch.bfloat16, None, BORDERS[2], torch.long),
+        (torch.float32, 30, BORDERS[1], torch.int32),
+        (torch.float16, 0, BORDERS[0], torch.long),
+    ],
+)
+def test_interpreted_kernels_add_rows_with_the_host_s_bits(
+    interpreter: None,
+    dtype: torch.dtype,
+    ignored: int | None,
+    borders: tuple[int, ...],
+    index_dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_kernels, "_BLOCK_COLUMNS", 8)  # several programs of a row, the last one not full
+    assert torch.equal(sum_of(borders, dtype, ignored, index_dtype), index_add(dtype, ignored))
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 200])
+def test_interpreted_groups_are_a_stable_sort(interpreter: None, num_rows: int) -> None:
+    indexes = torch.randint(0, 40, (num_rows,), generator=torch.Generator().manual_seed(num_rows))
+    order, index, count = device_kernels.row_groups(indexes)
+    values, expected = indexes.sort(stable=True)
+    assert torch.equal(order.long(), expected) and torch.equal(index.long(), values)
+    is_first = torch.cat([torch.ones(1, dtype=torch.bool), values[1:] != values[:-1]])
+    assert torch.equal(count[is_first].long(), values.unique_consecutive(return_counts=True)[1])
+    assert not count[~is_first].any()
+
+
+def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    row_groups = device_kernels.row_groups
+    monkeypatch.setattr(device_kernels, "row_groups", lambda given: calls.append(len(given)) or row_groups(given))
+    sink, _ = matrix_in_parts(BORDERS[1])
+    indexes = torch.tensor([3, 20, 3])
+    for _ in range(2):
+        sink.add_rows("w", indexes, random(3, WIDTH))
+    assert calls == [3]
+
+
+def test_a_plan_counts_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a trace have no contents: nothing is launched, and Triton need not be there."""
+    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    monkeypatch.setattr(device_kernels, "_kernels", None)
+    with FakeTensorMode():
+        groups = device_kernels.row_groups(torch.zeros(9, dtype=torch.long))
+        assert groups.shape == (3, 9) and groups.dtype == torch.int32
+        device_kernels.add_rows(torch.zeros(4, 2), range(4), torch.zeros(9, 2), groups, None)
+
+
+# -- machine code ---------------------------------------------------------------------------------------------------
+
+
+def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dict[str, Any]) -> str:
+    """Return the code for a device of compute capability 9.0. Numbers are i32 where nothing else is said."""
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
+    kernel = getattr(kernels, name)
+    signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    compiled = triton.compile(source, target=target, options=kernels.LAUNCH_OPTIONS)
+    assert compiled.asm["cubin"], "ptxas takes it"
+    return str(compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("bits", ["*i32", "*i64"])
+def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
+    blocks = {"block_rows": device_kernels._BLOCK_ROWS, "block_others": device_kernels._BLOCK_OTHERS}
+    ptx_of(kernels, "group_rows", {"indexes": bits, "groups": "*i32"}, blocks)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> None:
+    """Each sum is of one number and one row: none of several rows, no product, nothing flushed to zero."""
+    types = {"place": "*fp32", "rows": f"*{dtype}", "groups": "*i32"}
+    ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
+    found = re.findall(r"^\s+(?:@\S+ )?((?:add|sub|mul|fma|mad)\S*\.f32)\b", ptx, re.MULTILINE)
+    elements = device_kernels._BLOCK_COLUMNS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
+    assert found and set(found) <= {"add.f32", "add.rn.f32"} and len(found) % elements == 0
+    assert "ftz" not in ptx and "atom" not in ptx and "red." not in ptx
