@@ -175,8 +175,11 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
         return [("starting", owner.text)]
     from megatrain.run.metrics import format_rank
 
-    lines = [(status.state, _progress(status)), *_evaluations(status)]
-    if status.metrics is not None and status.metrics.tier_used_bytes:
+    lines = [(status.state, _progress(status))]
+    if silence := _silence(status):
+        lines.append(("silent", silence))
+    lines += _evaluations(status)
+    if status.metrics is not None and any(status.metrics.tier_used_bytes.values()):
         lines.append(("memory", _memory(status)))
         lines += [(f"rank {number}", format_rank(each)) for number, each in enumerate(status.metrics.ranks)]
     if seen.saved_step is not None:
@@ -187,6 +190,22 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
     if status.message:
         lines.append(("message", status.message))
     return lines
+
+
+def _silence(status: RunStatus) -> str:
+    """Return what it may mean that a living run has written nothing for some time; "" for a run that writes."""
+    from megatrain.run.status import SILENT_S
+
+    seconds = _seconds_since(status.updated_at)
+    if seconds is None or seconds < SILENT_S:
+        return ""
+    pace = ""
+    if status.metrics is not None:
+        pace = f", {max(status.metrics.mean_step_s, status.metrics.step_s):.3g} s a step is usual"
+    return (
+        f"nothing written for {duration(seconds)}, which it does every second{pace}. A drive may be full, or the "
+        "process suspended: see its own output"
+    )
 
 
 def _places(seen: _Seen) -> list[tuple[str, str]]:
@@ -222,12 +241,12 @@ def _progress(status: RunStatus) -> str:
     parts = [f"step {status.step}/{status.max_steps} {100.0 * status.step / status.max_steps:.1f}%"]
     if (metrics := status.metrics) is not None:
         parts += [
-            f"loss {metrics.loss:.4f}",
+            f"loss {metrics.loss:z.4f}",
             f"gnorm {metrics.grad_norm:.2f}",
             f"lr {metrics.lr:.1e}",
             f"{metrics.real_tokens_per_s:,.0f} tok/s",
-            f"eta {duration(metrics.eta_s)}",
         ]
+        parts += [f"eta {duration(metrics.eta_s)}"] if status.state != "paused" else []
     return " | ".join(parts)
 
 
@@ -237,7 +256,8 @@ def _memory(status: RunStatus) -> str:
 
     metrics = status.metrics
     assert metrics is not None
-    tiers = [format_tiers({tier: used}, metrics.tier_capacity_bytes) for tier, used in metrics.tier_used_bytes.items()]
+    used = {tier: nbytes for tier, nbytes in metrics.tier_used_bytes.items() if nbytes}
+    tiers = [format_tiers({tier: nbytes}, metrics.tier_capacity_bytes) for tier, nbytes in used.items()]
     return "  ".join([*tiers, f"process {format_size(metrics.rss_bytes)}"])
 
 
@@ -603,11 +623,16 @@ def _lost(run: Path) -> str:
 
 def _age(moment: str) -> str:
     """Return how long ago a date and time was: "40 s", "3 min", "2 h 5 min"."""
+    seconds = _seconds_since(moment)
+    return "some time" if seconds is None else duration(seconds)
+
+
+def _seconds_since(moment: str) -> float | None:
+    """Return the seconds since a date and time; None where that is none."""
     try:
-        seconds = max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
+        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
     except (ValueError, TypeError):
-        return "some time"
-    return duration(seconds)
+        return None
 
 
 def duration(seconds: float) -> str:

@@ -58,8 +58,17 @@ def print_plan(
     as_json: bool = False,
     simulated: SimulatedStep | None = None,
     console: Console | None = None,
+    problem: str = "",
 ) -> None:
-    """Print a plan on stdout, as a table or as one JSON object."""
+    """Print a plan on stdout, as a table or as one JSON object.
+
+    Args:
+        plan: that is shown.
+        as_json: as JSON.
+        simulated: a replay of its step.
+        console: default: stdout.
+        problem: why a run would be refused although its blocks fit the tiers; "": it would not be.
+    """
     from megatrain.plan import show
 
     console = console or Console()
@@ -69,14 +78,15 @@ def print_plan(
         values = plan_to_json(plan)
         if simulated is not None:
             values["simulated"] = dataclasses.asdict(simulated)
+        if problem:
+            values["problem"] = problem
         console.out(json.dumps(values), highlight=False)
         return
     console.print(Text(show.headline(plan), style="bold"))
     console.print(plan_table(plan))
     print_line(console, show.process_line(plan, _own_bytes()), indent=16)
-    if plan.traffic:
-        moved = "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items())
-        print_line(console, f"moved per step  {moved}")
+    if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items() if nbytes):
+        print_line(console, f"moved per step  {moved}", indent=16)
     for line in show.estimate_lines(plan.estimate) if plan.estimate is not None else ():
         print_line(console, line, indent=16)
     if simulated is not None:
@@ -86,8 +96,12 @@ def print_plan(
     for each in plan.objections:
         name, style = ("problem", "red") if each.refuses else ("warning", "yellow")
         print_line(console, f"{name:<7} {each}", indent=8, style=style)
+    if problem:
+        print_line(console, f"problem {problem}", indent=8, style="red")
     if not plan.fits:
         console.print(Text("does not fit.", style="red"))
+    elif problem:
+        console.print(Text("fits the tiers, but `run` would refuse it here.", style="red"))
     elif any(each.refuses for each in plan.objections):
         machine = plan.run.tiers.machine
         there = "this machine: `run` would refuse it here." if machine is None else f"{machine.name}."
@@ -147,7 +161,7 @@ def _own_bytes() -> int:
 
 
 def plan_table(plan: Plan) -> Table:
-    """Return kinds x tiers with totals and budgets, in GiB, or in MiB where everything is small."""
+    """Return kinds x tiers with totals and budgets, in GiB, or in MiB where everything is small; without what is 0."""
     from megatrain.plan.show import table_rows
 
     largest = max([*plan.totals.values(), *plan.budgets.values()], default=0)
@@ -157,17 +171,19 @@ def plan_table(plan: Plan) -> Table:
         nbytes = sizes.get(tier, 0)
         return "-" if nbytes == 0 else f"{nbytes / unit:,.1f}" if nbytes >= unit / 20 else "<0.1"
 
+    used = [tier for tier in plan.tiers if plan.totals.get(tier)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
-    for tier in plan.tiers:
+    for tier in used:
         table.add_column(tier.upper(), justify="right", no_wrap=True)
     table.add_column("note", overflow="fold")
     for kind, sizes, note in table_rows(plan):
-        table.add_row(kind, *(cell(sizes, tier) for tier in plan.tiers), note)
-    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in plan.tiers), "", style="bold")
+        if any(sizes.values()):
+            table.add_row(kind, *(cell(sizes, tier) for tier in used), note)
+    table.add_row(f"total {unit_name}", *(cell(plan.totals, tier) for tier in used), "", style="bold")
     over = [tier for tier in plan.tiers if tier in plan.budgets and plan.totals.get(tier, 0) > plan.budgets[tier]]
     budget_style = "red" if over else ""
-    table.add_row("budget", *(cell(plan.budgets, tier) for tier in plan.tiers), "", style=budget_style)
+    table.add_row("budget", *(cell(plan.budgets, tier) for tier in used), "", style=budget_style)
     return table
 
 
@@ -185,6 +201,49 @@ class ConsoleObserver(RunObserver):
     def close(self) -> None:
         """Restore the terminal. Safe to call twice."""
 
+    def show_plan(self, plan: Plan) -> None:
+        """Print a plan."""
+        print_plan(plan)
+
+
+class PlanObserver(RunObserver):
+    """Shows the plan of a run that begins, once all that can be looked at before is right; a line of one that goes on.
+
+    Args:
+        console: where it goes.
+    """
+
+    def __init__(self, console: ConsoleObserver) -> None:
+        self._console = console
+        self._plan: Plan | None = None
+        self._config, self._note = "", ""
+
+    def will_show(self, plan: Plan, config: str, note: str = "") -> None:
+        """Set what is shown.
+
+        Args:
+            plan: of the run.
+            config: its file, for a command line.
+            note: what to know besides at the start, or "".
+        """
+        self._plan, self._config, self._note = plan, config, note
+
+    def on_ready(self, step: int | None) -> None:
+        if self._plan is None:
+            return
+        if step is None:
+            self._console.show_plan(self._plan)
+        else:
+            sizes = format_tiers(_used(self._plan.totals), self._plan.budgets)
+            self._console.on_message(f"plan   as `megatrain-tier plan {self._config}` shows: {sizes}")
+        if self._note:
+            self._console.on_message(self._note)
+
+
+def _used(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return those that are not 0."""
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}
+
 
 class PlainObserver(ConsoleObserver):
     """One line per ``logging_steps`` steps, without control characters."""
@@ -192,6 +251,9 @@ class PlainObserver(ConsoleObserver):
     def __init__(self, *, logging_steps: int = 1, console: Console | None = None) -> None:
         self._logging_steps = logging_steps
         self._console = console or Console(highlight=False)
+
+    def show_plan(self, plan: Plan) -> None:
+        print_plan(plan, console=self._console)
 
     def on_start(self, info: RunInfo) -> None:
         self._line(
@@ -265,14 +327,14 @@ class LiveView:
         self, console: Console, picture: Callable[[], RenderableType], is_lost: Callable[[], bool] = lambda: False
     ) -> None:
         self._console, self._picture, self._is_lost = console, picture, is_lost
-        self._messages: deque[str] = deque()
+        self._messages: deque[str | Text] = deque()
         self._news = threading.Event()
         self._over, self._stays = False, True
         self._thread = threading.Thread(target=self._run, name="view", daemon=True)
         self._thread.start()
 
-    def say(self, text: str) -> None:
-        """Print a message above the view."""
+    def say(self, text: str | Text) -> None:
+        """Print a message above the view: text is wrapped, a ``Text`` is laid out already."""
         self._messages.append(text)
         self._news.set()
 
@@ -303,6 +365,8 @@ class LiveView:
                 text = self._messages.popleft()
                 if self._is_lost():
                     print(text, flush=True)
+                elif isinstance(text, Text):
+                    self._console.print(text, soft_wrap=True)
                 else:
                     print_line(self._console, text)
             if is_drawn:
@@ -342,6 +406,19 @@ class LiveObserver(PlainObserver):
     def __enter__(self) -> Self:
         self._open()
         return self
+
+    def show_plan(self, plan: Plan) -> None:
+        if self._view is None:
+            super().show_plan(plan)
+            return
+        mine = self._console  # which the view's thread writes to
+        other = Console(
+            file=io.StringIO(), width=mine.width, force_terminal=mine.is_terminal, color_system="standard",
+            no_color=mine.no_color, highlight=False,
+        )  # fmt: skip
+        print_plan(plan, console=other)
+        assert isinstance(other.file, io.StringIO)
+        self._view.say(Text.from_ansi(other.file.getvalue().rstrip("\n")))
 
     def on_start(self, info: RunInfo) -> None:
         self._open()
@@ -435,7 +512,8 @@ def live_view(
     """
     bars = Table.grid(padding=(0, 2, 0, 0))
     saving = ["save"] if moment.checkpoint_bytes else []
-    names = ["run", "now", *saving, *(metrics.tier_used_bytes if metrics is not None else ())]
+    used = _used(metrics.tier_used_bytes) if metrics is not None else {}
+    names = ["run", "now", *saving, *used]
     room = width - max(len(name) for name in names) - 2 * 2
     # Independent of the texts: bars must not change their length from picture to picture.
     texts = min(max(_SHORTEST_TEXTS, width // 2), _LONGEST_TEXTS, room - _SHORTEST_BAR)
@@ -445,7 +523,7 @@ def live_view(
         step, max_steps = metrics.step, metrics.max_steps
         figures = Text.assemble(
             ("step ", "dim"), (f"{step}/{max_steps}", "bold"),
-            ("  loss ", "dim"), (f"{metrics.loss:.4f}", "bold green"),
+            ("  loss ", "dim"), (f"{metrics.loss:z.4f}", "bold green"),
             ("  gnorm ", "dim"), f"{metrics.grad_norm:.2f}",
             ("  lr ", "dim"), format_lr(metrics),
             ("  eta ", "dim"), format_eta(metrics.eta_s),
@@ -461,17 +539,18 @@ def live_view(
         done, total = moment.saved_bytes, moment.checkpoint_bytes
         text = f"checkpoint, {format_size(done)} of {format_size(total)}"
         bars.add_row("save", _bar(done, total, bar), _cut(text, texts))
-    for tier, used in (metrics.tier_used_bytes if metrics is not None else {}).items():
+    for tier, nbytes in used.items():
         assert metrics is not None
-        text = format_tiers({tier: used}, metrics.tier_capacity_bytes).removeprefix(f"{tier} ")
-        bars.add_row(tier, _bar(used, metrics.tier_capacity_bytes.get(tier, 0), bar), _cut(text, texts))
+        text = format_tiers({tier: nbytes}, metrics.tier_capacity_bytes).removeprefix(f"{tier} ")
+        bars.add_row(tier, _bar(nbytes, metrics.tier_capacity_bytes.get(tier, 0), bar), _cut(text, texts))
     lines.append(bars)
     last = []
     if metrics is not None:
         speed = f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})"
-        last.append(f"{speed}  {format_stalls(metrics.stall_s)}  process {format_size(metrics.rss_bytes)}")
+        parts = (speed, format_stalls(metrics.stall_s), f"process {format_size(metrics.rss_bytes)}")
+        last.append("  ".join(part for part in parts if part))
     if evaluations:
-        shown = (f"{name} loss {each.loss:.4f} at step {each.step}" for name, each in evaluations.items())
+        shown = (f"{name} loss {each.loss:z.4f} at step {each.step}" for name, each in evaluations.items())
         last.append(f"eval  {'  '.join(shown)}")
     lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in last]
     if moment.notice:
@@ -516,9 +595,9 @@ def _loss_lines(summary: RunSummary) -> list[str]:
     count = summary.num_averaged
     if summary.mean_losses is not None and count > 1:
         first, last = summary.mean_losses
-        return [f"loss   {first:.4f} -> {last:.4f}, means of the first and the last {count} steps"]
+        return [f"loss   {first:z.4f} -> {last:z.4f}, means of the first and the last {count} steps"]
     if summary.first_loss is not None and summary.last_loss is not None:
-        return [f"loss   {summary.first_loss:.4f} -> {summary.last_loss:.4f}, of the first and the last step alone"]
+        return [f"loss   {summary.first_loss:z.4f} -> {summary.last_loss:z.4f}, in the first and the last step"]
     return []
 
 
@@ -526,27 +605,28 @@ def summary_lines(summary: RunSummary) -> list[str]:
     """Return the lines at the end of a run."""
     rate = summary.num_real_tokens / summary.seconds if summary.seconds > 0 else 0.0
     verdict = "stopped" if summary.interrupted else "done"
-    first = f"{verdict}   {summary.num_steps} steps in {format_duration(summary.seconds)}"
+    steps = f"{summary.num_steps} step{'s' if summary.num_steps != 1 else ''}"
+    first = f"{verdict}   {steps} in {format_duration(summary.seconds)} of training"
     if summary.num_steps:
         first += f"   {rate:,.0f} tok/s"
     first += f"   {summary.num_real_tokens:,} tokens, {summary.num_trained_tokens:,} trained"
     lines = [first, *_loss_lines(summary)]
     lines += [
-        f"eval   {name}: loss {each.loss:.4f}, {each.quality} at step {each.step}"
+        f"eval   {name}: loss {each.loss:z.4f}, {each.quality} at step {each.step}"
         for name, each in summary.evaluations.items()
     ]
     if summary.num_processes > 1:
-        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are what the first of them did")
+        lines.append(f"ranks  {summary.num_processes} processes; peak, moved and wrote are those of the first one")
     if summary.tier_peak_bytes:
-        peaks, limits = summary.tier_peak_bytes, summary.tier_capacity_bytes
+        peaks, limits = _used(summary.tier_peak_bytes), summary.tier_capacity_bytes
         tiers = "   ".join(format_tiers({tier: nbytes}, limits) for tier, nbytes in peaks.items())
         lines.append(f"peak   {tiers}   process {format_size(summary.peak_rss_bytes)}")
-    if summary.link_bytes:
+    if any(summary.link_bytes.values()):
         paths = {link: f" ({path})" for link, path in summary.link_paths.items() if path}
-        moved = [f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in summary.link_bytes.items()]
+        moved = [f"{link} {format_size(n)}{paths.get(link, '')}" for link, n in _used(summary.link_bytes).items()]
         lines.append("moved  " + "  ".join(moved))
-    if summary.written_bytes:
-        lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in summary.written_bytes.items()))
+    if written := _used(summary.written_bytes):
+        lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written.items()))
     if summary.export_dir is not None:
         lines += [f"model  {summary.export_dir}", f"next   megatrain-tier chat {shlex.quote(str(summary.export_dir))}"]
     return lines

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import click
 
 from .main import (
     DEBUG_VARIABLE,
+    EXIT_CONFIG,
     EXIT_DOES_NOT_FIT,
     EXIT_DONE,
     EXIT_FAILED,
@@ -139,6 +141,7 @@ def _run(
         spinner.stop()
     spinner.say("importing torch")
     with without_collector():
+        from megatrain.checkup import look_first
         from megatrain.config.resolve import resolve_distributed
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
@@ -146,7 +149,7 @@ def _run(
         from megatrain.run.metrics import Observers, RunObserver
         from megatrain.trainer import Trainer
 
-        from .render import make_observer, print_plan
+        from .render import PlanObserver, make_observer, print_plan
 
         activity = Activity()
         console = make_observer(
@@ -156,19 +159,23 @@ def _run(
             is_lost=lambda: output.is_lost,
         )
 
+        shown = PlanObserver(console)
+
         class Starting(RunObserver):
             """Called first when training starts: from then on output_dir belongs to the run."""
 
             def on_start(self, info: RunInfo) -> None:
                 _report_start(output, info.output_dir, group)
 
+        if is_first:
+            look_first(loaded.config, allow_config_change=allow_config_change)
         if not group.world.is_single:
             group.join(loaded.config.device, resolve_distributed(loaded.config))
         spinner.say("reading the model and planning")
         trainer = Trainer(
             loaded.config,
             plan=_plan_of_one(loaded) if dry_run and group.world.is_single else None,
-            observer=Observers([Starting(), console]) if is_first else RunObserver(),
+            observer=Observers([Starting(), shown, console]) if is_first else RunObserver(),
             activity=activity,
             allow_config_change=allow_config_change,
             exit_code_of=_exit_code_of,
@@ -176,16 +183,18 @@ def _run(
         )
     spinner.stop()
     plan = trainer.plan
-    if is_first:
+    if dry_run:
+        return _print_dry_run(plan, as_json=as_json)
+    if is_first and (as_json or not plan.fits):
         print_plan(plan, as_json=as_json)
-        max_steps = loaded.config.training.max_steps
-        if f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length:
-            click.echo(_describe_schedule(trainer.run.schedule.name, max_steps), err=True)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
-    if dry_run:
-        return 0
+    max_steps = loaded.config.training.max_steps
+    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length
+    note = _describe_schedule(trainer.run.schedule.name, max_steps) if is_short else ""
+    if not as_json:
+        shown.will_show(plan, shlex.quote(str(loaded.source)), note)
     model = trainer.run.model
     if model.hub is not None and not model.from_scratch:
         hub = model.hub
@@ -204,6 +213,24 @@ def _run(
     if code:
         raise RunFailedError("interrupted; nothing saved", code)
     return code
+
+
+def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
+    """Print a plan; return what a run of it would end with before its first step."""
+    from megatrain.plan.placement import DoesNotFitError
+    from megatrain.tiers import check_drives
+
+    from .render import print_plan
+
+    problem = ""
+    try:
+        check_drives(plan)
+    except DoesNotFitError as error:
+        problem = describe(error)
+    print_plan(plan, as_json=as_json, problem=problem)
+    refused = problem or not plan.fits or any(each.kind == "size" for each in plan.objections)
+    misplaced = any(each.kind == "place" for each in plan.objections)
+    return EXIT_CONFIG if misplaced else EXIT_DOES_NOT_FIT if refused else EXIT_DONE
 
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
@@ -330,9 +357,8 @@ def _report_start(output: RunOutput, output_dir: Path, group: RankGroup) -> None
 def _describe_schedule(name: str, max_steps: int) -> str:
     """Return what --max-steps does to the learning rate: a trial of N steps is no beginning of the whole run."""
     return (
-        f"note: --max-steps {max_steps}: the learning rate runs through its whole schedule ({name}) in {max_steps} "
-        "steps, so these are not the first steps of a longer run, and raising the number later changes it again. To "
-        "see the first steps of the whole run, start it without --max-steps and end it with megatrain-tier stop"
+        f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
+        "the first ones of a longer run"
     )
 
 

@@ -36,13 +36,15 @@ from megatrain.config.resolve import (
     resolve_optimizer,
     resolve_preference,
     resolve_tiers,
+    with_commit,
     with_lanes,
     with_packing,
 )
-from megatrain.config.resolved import to_toml
+from megatrain.config.resolved import config_from_toml, to_toml
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.sources import is_hub_name, source_files
 from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
@@ -161,6 +163,36 @@ def check_run(
     yield from _Checkup(loaded.config, on_progress, is_whole=True, reads_weights=reads_weights).look()
 
 
+def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
+    """Refuse what needs no model to be known. Planning a large one takes time, so this is told before.
+
+    Raises:
+        DataError: there is no such file of rows.
+        CheckpointError: there is no checkpoint where the config names one, or there is one and it wants none.
+        ConfigChangedError: the config would continue a checkpoint with other results.
+    """
+    for source in (*config.data.train, *config.data.eval):
+        if not is_hub_name(source.path):
+            source_files(source.path, source.subset, source.split)
+    try:
+        candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
+    except LostCheckpointsError:
+        return  # a run that is done needs none
+    if not candidates or allow_config_change:
+        return
+    state = candidates[0].state
+    before = config_from_toml(state.config_toml)
+    now, lanes = config, before.training.gradient_lanes
+    # What the config leaves to the model is compared once there is one.
+    if "packing" not in config.data.model_fields_set:
+        now = with_packing(now, before.data.packing)
+    if config.model.revision is None:
+        model = now.model.model_copy(update={"revision": before.model.revision})
+        now = now.model_copy(update={"model": model})
+    text = to_toml(now if lanes == "auto" else with_lanes(now, lanes))
+    check_changes(text, candidates[0], {}, state.data_fingerprint, allow=False, on_notice=lambda text: None)
+
+
 class _Checkup:
     """Looks at the parts of one config, keeping what later parts need.
 
@@ -173,7 +205,7 @@ class _Checkup:
         self, config: RunConfig, on_progress: Callable[[str], None], *, is_whole: bool, reads_weights: bool
     ) -> None:
         data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
-        self._bad_rows = config.data.bad_rows
+        self._bad_rows, self._cache_dir = config.data.bad_rows, config.data.cache_dir
         self._config = config.model_copy(update={"data": data})
         self._on_progress = on_progress
         self._is_whole = is_whole
@@ -445,8 +477,10 @@ class _Checkup:
             yield Finding("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
             return
         changes: list[str] = []
+        own = {"bad_rows": self._bad_rows, "cache_dir": self._cache_dir}  # those of the checkup are not the user's
+        data = self._config.data.model_copy(update=own)
         check_changes(
-            to_toml(self._config),
+            to_toml(with_commit(self._config.model_copy(update={"data": data}), self._plan.run.model.hub)),
             candidates[0],
             describe_model(self._plan),
             self._fingerprint or self._dataset.fingerprint(),

@@ -261,16 +261,21 @@ def check_drives(plan: Plan) -> None:
         need = sum(needs[path] for path in paths)
         if need > have:
             tier = "output_dir" if paths == [checkpoints] else "nvme"
-            advice = f"That is the free space of the drive of {paths[0]}. Free some, or name another drive."
             on_drives = any(path != checkpoints for path in paths)
+            place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
+            message = f"does not fit: the drive of {place} has {format_size(have)} free"
+            message += f", this run needs at least {format_size(need)} there"
+            reserve = spec.min_free_bytes if checkpoints in paths else 0
+            if reserve:
+                message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
+                message += " (checkpoint.min_free_disk)"
+            advice = "Free some, or name another drive."
             if spec.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
                 advice += f" {spec.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
             if checkpoints in paths and spec.num_copies and plan.checkpoint_bytes_on_drives:
                 size = format_size(spec.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
                 advice += f" {size} of it are for whole copies: checkpoint.save_copy."
-            if checkpoints in paths and spec.min_free_bytes:
-                advice += f" {format_size(spec.min_free_bytes)} of it stay free: checkpoint.min_free_disk."
-            raise DoesNotFitError(tier, need, have, advice)
+            raise DoesNotFitError(tier, need, have, advice, message=message)
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:

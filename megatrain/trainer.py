@@ -209,6 +209,7 @@ class Trainer:
         self._saver: Saver | None = None
         self._agreed = Agreed()
         self._moved_before = MovedByLink()  # beside blocks, up to the last step
+        self._told_at_start: list[str] = []
         check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
     # -- the run -------------------------------------------------------------------------------------------------
@@ -245,6 +246,7 @@ class Trainer:
             found = self._find_checkpoints() if self.group.world.is_first else ((), None)
             candidates, summary = self.group.broadcast(found)
             if summary is None:
+                self._tell_of_start(candidates)
                 with self.open(), self._resumed(candidates):
                     summary = self._run()
                     if self.group.world.is_first:
@@ -346,7 +348,8 @@ class Trainer:
         run, plan = self.run, self.plan
         self.activity.begin("reading the data")
         # The first rank of a host tokenizes into the cache; the others find it there.
-        self.loader = self.group.one_after_the_other(self.make_loader)
+        told = self._told_at_start
+        self.loader = self.group.one_after_the_other(lambda: self.make_loader(told.append))
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
         self.group.check_same("data", fingerprint, "Give all ranks the same files in [[data.train]]")
         self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
@@ -356,9 +359,9 @@ class Trainer:
                 self._evaluation,
                 plan,
                 tokenizer_of(run.model),
-                self.observer.on_message,
+                told.append,
                 self.loader.dataset,
-                self._warn,
+                lambda text: told.append(f"warning: {text}"),
             )
         )
         self._samplers = make_samplers(
@@ -378,10 +381,13 @@ class Trainer:
             *model_warnings(run.model, run.batch.max_length, run.optimizer, plan.graph),
             *schedule_warnings(run.schedule, self._num_steps),
         ):
-            self._warn(text)
+            told.append(f"warning: {text}")
 
-    def make_loader(self) -> BatchLoader:
+    def make_loader(self, tell: Callable[[str], None] | None = None) -> BatchLoader:
         """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
+
+        Args:
+            tell: called with what became of the rows; None: the observer is.
 
         Raises:
             DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
@@ -389,9 +395,10 @@ class Trainer:
         data, tokenizer = self.run.data, tokenizer_of(self.run.model)
         dataset = load_dataset(data, tokenizer, self.observer.on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
-        self.observer.on_message(str(dataset.report))
+        tell = tell or self.observer.on_message
+        tell(str(dataset.report))
         for text in check_losses(dataset.report, data.source_names, data.max_dropped):
-            self._warn(text)
+            tell(f"warning: {text}")
         return make_loader(self.plan, dataset, tokenizer)
 
     def tell(self, text: str) -> None:
@@ -430,6 +437,15 @@ class Trainer:
             finally:
                 self.observer = given
 
+    def _tell_of_start(self, candidates: Sequence[Checkpoint]) -> None:
+        """Say what is trained, and what of the data is seldom meant: a run that goes on has said so at its start."""
+        continued = candidates[0].state if candidates else None
+        if self.group.world.is_first:
+            self.observer.on_ready(None if continued is None else continued.step)
+        if continued is None or continued.data_fingerprint != self.loader.fingerprint():
+            for text in self._told_at_start:
+                self.observer.on_message(text)
+
     def _find_checkpoints(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
         """Return the checkpoints to start from, best first, and the summary of a run that has nothing left to do."""
         run, are_lost = self.run, False
@@ -448,9 +464,16 @@ class Trainer:
             summary = already_done(candidates[0], self._num_steps, run.output_dir, run.export.dtype, self._best)
         if summary is None:
             return candidates, None
+        schedule = run.schedule
+        changes = ""
+        if schedule.depends_on_length:
+            changes = (
+                f": its learning rate ({schedule.name}) depends on the length, so it differs from one run of N steps"
+            )
         self.observer.on_message(
-            f"nothing to do: this run is done, {summary.num_steps} of {self._num_steps} steps. To train longer raise "
-            "training.max_steps or num_train_epochs; to start anew name another output_dir"
+            f"nothing to do: this run is done, {summary.num_steps} of {self._num_steps} steps. To train on, start it "
+            f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start anew, name "
+            "another output_dir"
         )
         if not are_lost:
             self._copy_last(candidates[0])
@@ -843,7 +866,7 @@ class Trainer:
             return
         first = self._learning_rate(0)
         text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
-        text += f"{self._warmup_steps} steps"
+        text += f"{self._warmup_steps} step{'s' if self._warmup_steps != 1 else ''}"
         if first == 0.0 and step == 0:
             text += "; the first one changes no weights, as in transformers"
         self._observers.on_message(text)

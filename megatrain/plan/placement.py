@@ -623,17 +623,27 @@ class DoesNotFitError(Exception):
         have_bytes: its capacity.
         advice: what to do, in sentences.
         ways_out: changes of the config after which the tier needs less.
+
+    Args:
+        message: in place of one that names the tier and its bytes.
     """
 
     def __init__(
-        self, tier: str, need_bytes: int, have_bytes: int, advice: str, ways_out: Sequence[WayOut] = ()
+        self,
+        tier: str,
+        need_bytes: int,
+        have_bytes: int,
+        advice: str,
+        ways_out: Sequence[WayOut] = (),
+        message: str | None = None,
     ) -> None:
         self.tier, self.need_bytes, self.have_bytes, self.advice = tier, need_bytes, have_bytes, advice
         self.ways_out = ways_out
-        super().__init__(
+        message = message or (
             f"does not fit: tier '{tier}' has {have_bytes} bytes ({format_size(have_bytes)}), "
-            f"this run needs at least {need_bytes} ({format_size(need_bytes)}). {advice}"
+            f"this run needs at least {need_bytes} ({format_size(need_bytes)})"
         )
+        super().__init__(f"{message}. {advice}")
 
 
 @dataclass(frozen=True, slots=True)

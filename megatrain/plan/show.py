@@ -32,6 +32,8 @@ def headline(plan: Plan) -> str:
     if not run.model.is_trained:
         task = "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
+    if plan.num_micro_batches > 1:
+        tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows)"
     return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
 
 
@@ -45,7 +47,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
         (
             "working set",
             plan.placement.working_bytes,
-            "prefetch room, the least: what one tick needs of streamed blocks at once",
+            "the least room for blocks on their way: what one part of a step needs at once",
         )
     )
     precision = "exact" if plan.trace.exact else "estimated"
@@ -58,7 +60,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
         tier = plan.program.compute_tier
         workspace[tier] -= plan.kept_bytes
         kept, layers = num_layers_kept(plan.graph, plan.trace, plan.program)
-        note = f"{kept} of {layers} layers are not recomputed: their graphs wait for the backward"
+        note = f"{kept} of {layers} layers keep their results for the backward, which need not compute them again"
         rows.append(("kept graphs", {name: plan.kept_bytes * (name == tier) for name in plan.tiers}, note))
     rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
     return rows
@@ -171,7 +173,6 @@ def _notes(plan: Plan) -> dict[Kind, str]:
         notes["gradients"] += f"; {num_gradients} layers' take turns in {len(shared)} of them"
     if saved := num_layers_saving_attention(plan.graph, plan.trace, plan.program):
         notes["activations"] += f"; attention of {saved} layers is not computed again"
-    notes["activations"] += f"; micro-batches {plan.num_micro_batches} x {plan.micro_batch_size} rows"
     return notes
 
 
@@ -203,7 +204,10 @@ def _occasion(occasion: Occasion) -> str:
             f"writes {written} to output_dir" if occasion.written_bytes else "",
             f"links {format_size(occasion.linked_bytes)} on drives" if occasion.linked_bytes else "",
         ],
-        "export": [f"writes {written}", f"reads {read}, with what it checks"],
+        "export": [
+            f"writes {written}",
+            "reads it back to check it" if read == written else f"reads {read}, to check it too",
+        ],
     }[occasion.name]
     text = ", ".join(part for part in parts if part)
     if text and occasion.seconds is not None:

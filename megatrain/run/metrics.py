@@ -323,6 +323,9 @@ class RunObserver:
     Called by the thread that trains, ``on_message`` by any thread. Methods return quickly and do not raise.
     """
 
+    def on_ready(self, step: int | None) -> None:
+        """Everything that can be looked at before a run is right. ``step``: of its checkpoint; None: it begins."""
+
     def on_start(self, info: RunInfo) -> None:
         """Training is about to start."""
 
@@ -347,6 +350,10 @@ class Observers(RunObserver):
 
     def __init__(self, observers: Iterable[RunObserver]) -> None:
         self._observers = tuple(observers)
+
+    def on_ready(self, step: int | None) -> None:
+        for observer in self._observers:
+            observer.on_ready(step)
 
     def on_start(self, info: RunInfo) -> None:
         for observer in self._observers:
@@ -375,17 +382,17 @@ class Observers(RunObserver):
 
 def format_checkpoint(metrics: CheckpointMetrics) -> str:
     """Return the console line of a checkpoint."""
-    return (
-        f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)} "
-        f"({format_size(metrics.written_bytes)} written, {format_size(metrics.linked_bytes)} linked) "
-        f"in {metrics.seconds:.1f} s, training stood still for {metrics.stall_s:.1f} s"
-    )
+    parts = {"written": metrics.written_bytes, "linked": metrics.linked_bytes}
+    how = ", ".join(f"{format_size(nbytes)} {name}" for name, nbytes in parts.items() if nbytes)
+    how = f" ({how})" if metrics.linked_bytes else ""
+    line = f"saved  checkpoint at step {metrics.step}: {format_size(metrics.nbytes)}{how} in {metrics.seconds:.1f} s"
+    return line + (f", training waited {metrics.stall_s:.1f} s" if metrics.stall_s >= _LEAST_SHOWN_S else "")
 
 
 def format_evaluation(metrics: EvaluationMetrics) -> str:
     """Return the console line of an evaluation."""
     return (
-        f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:.4f}, {metrics.quality} "
+        f"eval  {metrics.name} at step {metrics.step}: loss {metrics.loss:z.4f}, {metrics.quality} "
         f"({metrics.num_tokens:,} tokens in {metrics.seconds:.1f} s)"
     )
 
@@ -401,6 +408,7 @@ def format_samples(samples: Sequence[Sample]) -> list[str]:
 
 #: Characters of a text in a line.
 _SHOWN = 60
+_LEAST_SHOWN_S = 0.05
 
 
 def _one_line(text: str) -> str:
@@ -412,15 +420,16 @@ def format_step(metrics: StepMetrics) -> str:
     width = len(str(metrics.max_steps))
     parts = [
         f"step {metrics.step:>{width}}/{metrics.max_steps} {100.0 * metrics.step / metrics.max_steps:.1f}%",
-        f"loss {metrics.loss:.4f}",
+        f"loss {metrics.loss:z.4f}",
         *([format_preferences(metrics.preferences)] if metrics.preferences else []),
         f"gnorm {metrics.grad_norm:.2f}",
         f"lr {format_lr(metrics)}",
         f"{metrics.real_tokens_per_s:,.0f} tok/s (trained {metrics.trained_tokens_per_s:,.0f})",
     ]
-    if metrics.tier_used_bytes:
-        parts.append(format_tiers(metrics.tier_used_bytes, metrics.tier_capacity_bytes))
-    parts.append(format_stalls(metrics.stall_s))
+    used = {tier: nbytes for tier, nbytes in metrics.tier_used_bytes.items() if nbytes}
+    parts += [
+        part for part in (format_tiers(used, metrics.tier_capacity_bytes), format_stalls(metrics.stall_s)) if part
+    ]
     parts.append(f"eta {format_eta(metrics.eta_s)}")
     return " | ".join(parts)
 
@@ -472,6 +481,6 @@ def format_rank(figures: Mapping[str, Any]) -> str:
 
 
 def format_stalls(stall_s: Mapping[str, float]) -> str:
-    """Return the seconds waited per cause; those below 50 ms are left out."""
-    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= 0.05]
-    return "wait " + (" ".join(seen) if seen else "0.0s")
+    """Return the seconds waited per cause; those below 50 ms are left out, and "" where there is no other."""
+    seen = [f"{cause} {seconds:.1f}s" for cause, seconds in stall_s.items() if seconds >= _LEAST_SHOWN_S]
+    return f"wait {' '.join(seen)}" if seen else ""

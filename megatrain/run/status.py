@@ -6,6 +6,7 @@ A courtesy: nothing that a run computes depends on it. Reading it imports neithe
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -26,10 +27,22 @@ if TYPE_CHECKING:
 
     from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary
 
-__all__ = ["FINAL_STATES", "STATUS_NAME", "RunStatus", "State", "StatusWriter", "read_status", "write_status"]
+__all__ = [
+    "FINAL_STATES",
+    "SILENT_S",
+    "STATUS_NAME",
+    "RunStatus",
+    "State",
+    "StatusWriter",
+    "read_status",
+    "write_status",
+]
 
 STATUS_NAME = "status.json"
 _INTERVAL_S = 1.0
+_READ_ATTEMPTS, _READ_RETRY_S = 3, 0.02
+#: Seconds without a word from a living run that writes every second, after which something is wrong.
+SILENT_S = 15.0
 
 State = Literal["starting", "training", "paused", "exporting", "done", "stopped", "failed"]
 FINAL_STATES: tuple[State, ...] = ("done", "stopped", "failed")
@@ -94,22 +107,44 @@ class RunStatus:
 
 def read_status(path: Path | str) -> RunStatus | None:
     """Return what a run last wrote into its folder, or None if nothing can be read."""
-    try:
-        return RunStatus.from_json(json.loads(Path(path, STATUS_NAME).read_bytes()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
+    for attempt in range(_READ_ATTEMPTS):
+        try:
+            return RunStatus.from_json(json.loads(Path(path, STATUS_NAME).read_bytes()))
+        except ValueError:  # half written, on a full drive
+            if attempt + 1 < _READ_ATTEMPTS:
+                time.sleep(_READ_RETRY_S)
+        except (OSError, TypeError, KeyError, AttributeError):
+            return None
+    return None
 
 
 def write_status(path: Path | str, status: RunStatus) -> None:
-    """Replace the ``status.json`` of a folder at once or not at all. Never raises for a full or broken drive."""
+    """Replace the ``status.json`` of a folder at once or not at all. Never raises for a full or broken drive.
+
+    On a full drive it is written over the one that is there, which takes no new room: that the run waits for room is
+    what people look for then. A reader may meet it half written, and reads it again.
+    """
     temporary = Path(path, f".{STATUS_NAME}.tmp")
+    text = json.dumps(replace(status, updated_at=now_text()).to_json(), allow_nan=False) + "\n"
     try:
-        values = replace(status, updated_at=now_text()).to_json()
-        temporary.write_text(json.dumps(values, allow_nan=False) + "\n", encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, Path(path, STATUS_NAME))
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with contextlib.suppress(OSError):
+                _write_over(Path(path, STATUS_NAME), text.encode())
+
+
+def _write_over(path: Path, data: bytes) -> None:
+    """Write into the blocks that a file has already; what is longer than they are is left out as a whole."""
+    with path.open("r+b") as file:
+        known = os.fstat(file.fileno())
+        room = max(known.st_size, known.st_blocks * 512)
+        if len(data) <= room:
+            file.write(data.ljust(known.st_size))  # spaces after JSON: a shorter file would be another length
+            file.flush()
 
 
 class StatusWriter(RunObserver):
@@ -147,6 +182,8 @@ class StatusWriter(RunObserver):
         self._is_entered = False
         self._written_s: float | None = None
         self._status = _continued(path, run_name)
+        before = read_status(path)
+        self._was_done = before is not None and before.state == "done"  # until training starts that is what is true
 
     def __enter__(self) -> Self:
         self._is_entered = True
@@ -175,6 +212,7 @@ class StatusWriter(RunObserver):
             self._write(True, state="failed", message=message, exit_code=exit_code, activity={})
 
     def on_start(self, info: RunInfo) -> None:
+        self._was_done = False
         self._write(True, state="training", run_name=info.run_name, max_steps=info.max_steps)
         if self._is_entered and self._thread is None:
             self._thread = threading.Thread(target=self._keep_writing, name="status", daemon=True)
@@ -195,7 +233,7 @@ class StatusWriter(RunObserver):
         """Write a message: it may be that the run waits for space, or goes on."""
         state = self._status.state
         if self._is_paused():
-            state = "paused"
+            state, self._was_done = "paused", False
         elif state == "paused":
             state = "training"
         self._write(True, state=state, message=text)
@@ -226,6 +264,8 @@ class StatusWriter(RunObserver):
     def _write(self, force: bool, **changes: Any) -> None:
         """Change the status and write it, at most once a second unless ``force``."""
         with self._changing:
+            if self._was_done:  # a start that found nothing to do, or has not begun
+                return
             if self._over.is_set() and "exit_code" not in changes and self._status.exit_code is not None:
                 return
             self._status = replace(self._status, **changes)

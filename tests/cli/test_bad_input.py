@@ -256,7 +256,7 @@ def test_drive_with_less_free_space_than_the_plan_needs(work: Work, monkeypatch:
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=real(path).total, used=0, free=8192))
     result = work.run()
-    check_failure(result, 3, "does not fit: tier 'nvme' has 8192 bytes", "free space of the drive of", "scratch")
+    check_failure(result, 3, "does not fit: the drive of", "has 8.00 KiB free", "scratch")
     assert work.tree() == before
 
 

@@ -99,6 +99,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         def train(self) -> RunSummary:
             asked["trained"] = True
+            self.observer.on_ready(None)
             if asked["error"] is not None:
                 raise asked["error"]
             self.observer.on_start(RunInfo("out", "sft", "cpu", Path("out"), 2, 128))
@@ -109,8 +110,10 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             self.observer.on_end(asked["summary"])
             return asked["summary"]  # type: ignore[no-any-return]
 
+    monkeypatch.setattr("megatrain.checkup.look_first", lambda config, **options: None)  # imports the real trainer
     module = ModuleType("megatrain.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
+    monkeypatch.setattr("megatrain.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
     monkeypatch.setattr("megatrain.plan.machine.carried_tensors", lambda config, graph: "")
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):
@@ -122,6 +125,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def config(tmp_path: Path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(CONFIG)
+    (tmp_path / "chat.jsonl").touch()
     return path
 
 
@@ -144,13 +148,13 @@ def test_run_prints_the_plan_then_lines(call: Callable[..., Result], config: Pat
     assert lines[6].startswith("process         about ") and "3.00 MiB in the tier + " in lines[6]
     assert lines[7] == "moved per step  nvme->ram 6.00 MiB"
     assert "fits." in lines
-    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | wait 0.0s | eta 0 s"  # fmt: skip
+    step = "step 1/2 50.0% | loss 1.2500 | gnorm 0.50 | lr 1.0e-05 | 200 tok/s (trained 100) | ram 1.0/4.0 MiB | eta 0 s"  # fmt: skip
     assert step in lines
     assert any(
         line.startswith("saved  checkpoint at step 2: 3.00 MiB (1.00 MiB written, 2.00 MiB linked)") for line in lines
     )
-    assert "done   2 steps in 1.00 s   200 tok/s   200 tokens, 100 trained" in lines
-    assert "loss   1.2500 -> 1.0000, of the first and the last step alone" in lines
+    assert "done   2 steps in 1.00 s of training   200 tok/s   200 tokens, 100 trained" in lines
+    assert "loss   1.2500 -> 1.0000, in the first and the last step" in lines
     assert "\x1b" not in result.output
 
 

@@ -60,8 +60,8 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["1/10", "4/10", "8/10", "10/10"]
     assert "hello [bold]x[/bold]" in lines
     assert lines[-6:] == [
-        "done   10 steps in 5.00 s   200 tok/s   1,000 tokens, 500 trained",
-        "loss   2.0000 -> 1.0000, of the first and the last step alone",
+        "done   10 steps in 5.00 s of training   200 tok/s   1,000 tokens, 500 trained",
+        "loss   2.0000 -> 1.0000, in the first and the last step",
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
@@ -197,7 +197,7 @@ def test_the_loss_at_the_end_is_a_mean(cli_module: CliModule) -> None:
 
 def test_figures_of_one_of_several_processes_are_named_so(cli_module: CliModule) -> None:
     lines = cli_module("render").summary_lines(dataclasses.replace(SUMMARY, num_processes=2))
-    assert "ranks  2 processes; peak, moved and wrote are what the first of them did" in lines
+    assert "ranks  2 processes; peak, moved and wrote are those of the first one" in lines
     assert not any(line.startswith("ranks") for line in cli_module("render").summary_lines(SUMMARY))
 
 

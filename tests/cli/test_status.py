@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -12,13 +13,14 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from megatrain.run.folder import RunFolder
-from megatrain.run.metrics import StepMetrics
-from megatrain.run.status import RunStatus, write_status
+from megatrain.run.metrics import RunInfo, RunSummary, StepMetrics
+from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
 from tiered.durable.manifest import Manifest, write_manifest
 
 CliModule = Callable[[str], ModuleType]
@@ -70,6 +72,53 @@ def test_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert seen[0]["status"]["step"] == 412 and seen[0]["owner"].startswith(f"process {os.getpid()} on")
 
 
+def test_a_run_that_waits_for_room_says_so_on_a_full_drive(
+    tmp_path: Path, call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new file finds no room; the one that is there is written over, also with less than it holds."""
+    with RunFolder(tmp_path / "out") as folder:
+        write_status(folder.path, STATUS)
+        real = Path.write_text
+
+        def full(self: Path, *arguments: Any, **options: Any) -> int:
+            if self.name.endswith(".tmp"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return real(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "write_text", full)
+        write_status(folder.path, replace(STATUS, state="paused", message="the drive is full"))
+        lines = call(tmp_path / "out").stdout.splitlines()
+        assert lines[1].startswith("  paused   step 412/1000") and "eta" not in lines[1]
+        assert "  message  the drive is full" in lines
+        write_status(folder.path, replace(STATUS, metrics=None))
+        found = read_status(folder.path)
+    assert found is not None and (found.state, found.message) == ("training", "")
+
+
+def test_a_living_run_that_says_nothing(tmp_path: Path, call: Callable[..., Result]) -> None:
+    with RunFolder(tmp_path / "out") as folder:
+        write_status(folder.path, STATUS)
+        values = json.loads((folder.path / "status.json").read_text())
+        values["updated_at"] = (datetime.now(UTC) - timedelta(seconds=90)).isoformat(timespec="seconds")
+        (folder.path / "status.json").write_text(json.dumps(values))
+        lines = call(tmp_path / "out").stdout.splitlines()
+    assert lines[2].startswith("  silent   nothing written for 1 min, which it does every second, 2 s a step is usual.")
+
+
+def test_a_start_with_nothing_to_do_leaves_the_status(tmp_path: Path) -> None:
+    done = replace(STATUS, state="done", step=1000, exit_code=0)
+    leave(tmp_path, done, saved_step=1000, ago=timedelta(hours=3))
+    before = (tmp_path / "status.json").read_bytes()
+    with RunFolder(tmp_path) as folder, StatusWriter(folder.path) as status:
+        status.on_message("nothing to do: this run is done")
+        status.on_end(RunSummary(1000, 2.0, 1.0, 5.0, 10, 10))
+    assert (tmp_path / "status.json").read_bytes() == before
+    with RunFolder(tmp_path) as folder, StatusWriter(folder.path) as status:
+        status.on_start(RunInfo("r", "sft", "cpu", tmp_path, 2000, 10))
+        found = read_status(folder.path)
+    assert found is not None and found.state == "training"
+
+
 def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) -> None:
     assert STATUS.metrics is not None
     ranks = [{"tier_used_bytes": {"ram": 1 << 20}, "link_bytes": {"ram->ranks": 2 << 20}, "rss_bytes": 3 << 20}]
@@ -78,7 +127,7 @@ def test_each_rank_of_a_living_run(tmp_path: Path, call: Callable[..., Result]) 
         write_status(folder.path, replace(STATUS, metrics=metrics))
         lines = call(tmp_path / "out").stdout.splitlines()
     said = "ram 1.00 MiB  moved 2.00 MiB, 2.00 MiB of it to other ranks"
-    assert f"  rank 0   {said}  wait 0.0s  process 3.00 MiB" in lines
+    assert f"  rank 0   {said}  process 3.00 MiB" in lines
     assert f"  rank 1   {said}  wait fill 1.5s  process 3.00 MiB  waits for room on a drive" in lines
 
 

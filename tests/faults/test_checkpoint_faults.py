@@ -219,7 +219,10 @@ def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: 
     """Without it the run would train to its first save and wait there for ever."""
     result = work.run(**{"checkpoint.min_free_disk": "900TiB"})
     check_failure(
-        result, "does not fit: tier 'output_dir'", "900.00 TiB of it stay free: checkpoint.min_free_disk", exit_code=3
+        result,
+        "does not fit: the drive of output_dir",
+        "900.00 TiB that stay free (checkpoint.min_free_disk)",
+        exit_code=3,
     )
     assert "step 1/4" not in result.stdout and not (work.folder / "out").exists()
     result = CliRunner().invoke(

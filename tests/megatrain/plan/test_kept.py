@@ -94,7 +94,9 @@ def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path
 
 def test_the_table_says_so(tmp_path: Path) -> None:
     rows = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 3"))}
-    assert rows["kept graphs"][1] == "3 of 4 layers are not recomputed: their graphs wait for the backward"
+    assert (
+        rows["kept graphs"][1] == "3 of 4 layers keep their results for the backward, which need not compute them again"
+    )
     without = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 0"))}
     assert "kept graphs" not in without and rows["workspace"] == without["workspace"]
     everything = make_plan(tmp_path)
