@@ -54,8 +54,14 @@ LONG_MATRICES = (
     "tests/examples/test_popular_examples.py::test_an_example_is_planned",
 )
 SHARE, FEWEST = 17, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
-#: But not these: their cases take milliseconds, and each is another one.
-SHORT = ("tests/megatrain/engine/test_mirror.py", "tests/parity/test_parts.py")
+#: But not these: their cases take milliseconds, and each is another one; or they are the only ones of their kind.
+SHORT = (
+    "tests/megatrain/engine/test_mirror.py",
+    "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",
+    "tests/megatrain/models/test_quantized.py::test_any_part_of_a_weight_is_what_it_stands_for",
+    "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
+    "tests/parity/test_parts.py",
+)
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = (
     "plan_accuracy",
@@ -94,11 +100,12 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if item.nodeid.startswith(LONG_MATRICES) and not item.nodeid.startswith(SHORT):
+        is_slow = item.get_closest_marker("slow") is not None  # as it says itself: another one must stay
+        if item.nodeid.startswith(LONG_MATRICES) and not is_slow:
             cases.setdefault(name, []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
     for group in cases.values():
         for number, item in enumerate(group if len(group) >= FEWEST else ()):
-            if number % SHARE:
+            if number % SHARE and not item.nodeid.startswith(SHORT):
                 item.add_marker(pytest.mark.slow)

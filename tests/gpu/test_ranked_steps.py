@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +9,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch import Tensor
 
 from fakes.gpu_run import gpu_config_text, no_waits_allowed
+from fakes.twins import Twins
 from megatrain import trainer as trainers
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
@@ -26,32 +24,7 @@ from megatrain.trainer import Trainer
 from oracles.tiered_run import make_loader, parts_passing
 
 NUM_STEPS = 4
-
-
-class Twin:
-    """Stands for the collectives of two ranks with the same micro-batches: what the other one sends is one's own.
-
-    As NCCL's they are queued on the current stream. What is tested is on this side of them.
-    """
-
-    rank, size = 0, 2
-    on_host = across_hosts = None
-
-    def __init__(self, *, tier: str, num_hosts: int) -> None:
-        self.moved_bytes = Counter[str]()
-
-    def gather(self, full: Tensor, share: Tensor, *, beside: Tensor, is_async: bool = False) -> None:
-        for row in full.view(self.size, -1)[1:]:
-            row.copy_(share)
-
-    def exchange(
-        self, received: Tensor, sent: Tensor, received_lengths: Sequence[int], sent_lengths: Sequence[int]
-    ) -> None:
-        for row in received.view(self.size, -1):
-            row.copy_(sent.view(self.size, -1)[self.rank])
-
-    def gather_objects(self, item: Any) -> list[Any]:
-        return [item, item]
+WORLD = World.local(0, 2)
 
 
 def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tables: str) -> tuple[Any, ...]:
@@ -69,10 +42,10 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
     with parts_passing(passes):
-        plan = plan_run(replace(resolve(config), world=World.local(0, 2)))
+        plan = plan_run(replace(resolve(config), world=WORLD))
     assert bool(plan.program.by_part) == passes
     loader, found = make_loader(config, plan), []
-    with mock.patch.object(trainers, "Collectives", Twin), Trainer(config, plan=plan).open() as trainer:
+    with mock.patch.object(trainers, "Collectives", Twins.of(WORLD)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         trainer.store.wait_idle()
         engine = trainer.make_engine(NUM_STEPS)

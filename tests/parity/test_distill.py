@@ -21,6 +21,8 @@ from megatrain.engine.objective import TEACHER_KEYS, Distillation, Objective, Te
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
 from megatrain.models.graph import build_graph
+from megatrain.plan import planner
+from megatrain.plan.planner import plan_run, teacher_bytes
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.scoring import Scorer
 from megatrain.trainer import Trainer
@@ -28,6 +30,7 @@ from oracles.families import VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import EXAMPLES, config_text, run_config
+from tiered.units import PAGE_BYTES, round_up
 
 Rest = Literal["bucket", "ignore", "renormalize"]
 RESTS: tuple[Rest, ...] = ("bucket", "ignore", "renormalize")
@@ -195,6 +198,21 @@ def test_bits_do_not_depend_on_the_placement(tiny_model: Path, scores: Path, tmp
         run = run_config(text, tmp_path / name, num_steps=2)
         run.assert_as_planned()
         run.assert_same(first)
+
+
+def test_the_plan_has_room_for_what_the_teacher_says(
+    tiny_model: Path, scores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(distill_text(tmp_path, tiny_model, scores))
+    trainer = Trainer(load_config(path).config)
+    plan, batch = trainer.plan, next(trainer.make_loader()).micro_batches
+    nbytes = sum(micro_batch[key].nbytes for micro_batch in batch for key in TEACHER_KEYS)
+    assert teacher_bytes(plan.run) == nbytes > 0
+    monkeypatch.setattr(planner, "teacher_bytes", lambda run: 0)
+    without = plan_run(plan.run)
+    room = plan.placement.workspace_bytes["ram"] - without.placement.workspace_bytes["ram"]
+    assert room == round_up(nbytes, PAGE_BYTES)
 
 
 class Losses(RunObserver):

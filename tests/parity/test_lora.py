@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import build_graph
 from oracles.families import padded_batches, tiny_config
-from oracles.huggingface import Reference, train_step
+from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, peft_model, plain_name
 
@@ -98,8 +99,31 @@ def test_rslora_and_own_ranks() -> None:
     compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, use_rslora=True, rank_pattern={"q_proj": 2}))
 
 
-def test_dora() -> None:
-    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, use_dora=True))
+@pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
+def test_dora(family: str, modules: tuple[str, ...]) -> None:
+    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
+@pytest.mark.parametrize(("family", "modules"), [("gpt2", ("c_attn", "c_fc")), ("llama", ("q_proj", "down_proj"))])
+def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[str, ...]) -> None:
+    """Conv1D has its weight the other way round; every norm is that of a row of the output, for peft and here."""
+    config = tiny_config(family)
+    plain = build_model(config)
+    for name, weight in plain.named_parameters():  # no two rows or columns have the same norm
+        with torch.no_grad():
+            weight.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(len(name))))
+    base = {name.removesuffix(".weight"): weight.detach().clone() for name, weight in plain.named_parameters()}
+    model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(modules), use_dora=True))
+    expected = {
+        plain_name(name): weight for name, weight in model.named_parameters() if "lora_magnitude_vector" in name
+    }
+    adapters = build_graph(config, lora=LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True)).adapters
+    assert adapters is not None and expected
+    found = {name: torch.full_like(weight, torch.nan) for name, weight in expected.items()}
+    adapters.initialize(found, {path: base[path] for path in adapters.dora_modules(list(found))}, 7)
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight.detach(), rtol=1e-6, atol=0)
 
 
 def test_bfloat16() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tiered import (
     TieredStore,
     TransferError,
     UninitializedBlockError,
+    by_name,
 )
 from tiered.tiers.nvme import Verify
 
@@ -102,6 +104,39 @@ def test_rows_are_read_from_files_alone(shape: tuple[int, ...], verify: Verify, 
         store.put("number", torch.tensor(1.0))
         with pytest.raises(ValueError, match="no rows"):
             store.read_rows("number", 0, 1)
+
+
+def test_who_writes_while_rows_are_read_waits_for_the_end_of_the_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read_range, reads, may_read = by_name.read_range, threading.Event(), threading.Event()
+
+    def read_later(*arguments: Any) -> int:
+        reads.set()
+        assert may_read.wait(60)
+        return read_range(*arguments)
+
+    monkeypatch.setattr(by_name, "read_range", read_later)
+    wanted, found = numbers(200, 33), []
+    with make_store(tmp_path) as store:
+        store.put("a", wanted)
+        store.evict("a", "ram").wait(10)
+        reader = threading.Thread(target=lambda: found.append(store.read_rows("a", 3, 9)))
+        reader.start()
+        assert reads.wait(60)
+        waits, wait = threading.Event(), store._movement.changed.wait
+
+        def wait_for_the_read(timeout: float | None = None) -> bool:
+            waits.set()  # under the lock: the reader cannot end before this thread waits
+            assert wait(10), "nobody said that the read has ended"
+            return True
+
+        monkeypatch.setattr(store._movement.changed, "wait", wait_for_the_read)
+        threading.Thread(target=lambda: waits.wait(60) and may_read.set()).start()
+        with store.acquire("a", "ram", "w") as lease:
+            lease.tensor.zero_()
+        reader.join(60)
+        assert torch.equal(found[0], wanted[3:9]) and not store["a"].any()
 
 
 def test_a_block_larger_than_memory_can_be_read(tmp_path: Path) -> None:

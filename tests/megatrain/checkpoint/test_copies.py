@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
-from tiered import GenerationReader, format_size
+from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
 from tiered.durable.manifest import list_generations
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
@@ -82,6 +85,37 @@ def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) ->
     result = run.call("run", path)
     assert result.exit_code == 0, result.output
     assert copied_steps(run) == [6] and len(list_generations(run.out / "checkpoints")) == 1
+
+
+def test_numbers_that_begin_anew_are_copied(tmp_path: Path) -> None:
+    """A copy of generation 5 is there and its checkpoints were removed: the next one has number 1, and is copied."""
+    values: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(CheckpointSpec)), None)
+    spec = CheckpointSpec(
+        **values
+        | {"output_dir": tmp_path, "drives": (tmp_path / "drive",), "keep": 1, "num_copies": 1}
+        | {"save_copy": True, "min_free_bytes": 0}
+    )
+
+    def save(steps: list[int]) -> None:
+        store = TieredStore(
+            [RamTier(MiB, pin_memory=False), NvmeTier([tmp_path / "drive"], MiB)], path=str(tmp_path / "checkpoints")
+        )
+        with store, CheckpointCopier(spec, 4000, lambda text: None) as copies:
+            for step in steps:
+                store.put("a", torch.full((1000,), float(step)))
+                commit = store.commit({"step": step})
+                commit.wait(60)
+                copies.offer(commit.generation, step)
+                copies.finish()
+
+    save([1, 2, 3, 4, 5])
+    for name in ("checkpoints", "drive"):
+        shutil.rmtree(tmp_path / name)
+    save([6])
+    assert list_generations(tmp_path / "checkpoints") == [1]
+    (newest,) = list_generations(tmp_path / "copies")
+    copy = GenerationReader(tmp_path / "copies", newest)
+    assert newest == 6 and copy.manifest.meta["step"] == 6 and list(copy.problems()) == []
 
 
 def test_without_drives_there_is_nothing_to_copy(run: SavedRun) -> None:

@@ -191,8 +191,12 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
 
 def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
     """Not the older one that could: a crash during the save would leave none. And all know the same room and stop."""
-    write(tmp_path, 2, [1, 2])
-    gatherer, found = Gatherer(2), {}
+    one, two = write(tmp_path, 2, [1, 2])
+    gatherer, found, files = Gatherer(2), {}, []
+    for each in two.ranks:  # a copy of the checkpoint on the same file system has links to files of it
+        numbered = sorted((tmp_path / "checkpoints" / each.path / "snap" / f"{each.generation:08d}").rglob("c/*"))
+        os.link(numbered[0], tmp_path / f"copy of {each.path}")
+        files += [os.open(path, os.O_RDONLY) for path in numbered]
 
     def run(rank: int) -> None:
         with rank_store(tmp_path, rank, 2) as store:
@@ -221,7 +225,12 @@ def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
         thread.join(PATIENCE_S)
     assert found[0] == found[1]
     left, free, stops = found[0]
-    assert left == [1] and stops and free > 10  # the files that go with step 2
+    sizes = [(status.st_nlink, status.st_blocks * 512) for status in map(os.fstat, files)]
+    for file in files:
+        os.close(file)
+    assert {links for links, _ in sizes} == {0, 1}, "all files of step 2 went; copies keep theirs"
+    assert left == [1] and stops and free == 10 + sum(nbytes for links, nbytes in sizes if not links) > 10
+    assert read_checkpoints(tmp_path / "checkpoints")[0] == one
     one, three = read_checkpoints(tmp_path / "checkpoints")
     assert_is(tmp_path, one)
     assert_is(tmp_path, three)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ConfigError, config_from_toml, load_config, to_toml
+from megatrain.config.resolve import resolve_evaluation
 from megatrain.config.resolved import compare
 
 HEAD = 'task = "sft"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "model"\n[[data.train]]\npath = "chat.jsonl"\n'
@@ -26,6 +27,17 @@ def test_the_strategy_is_no_without_sets_and_steps_with_them(tmp_path: Path) -> 
     assert (table.per_device_eval_batch_size, table.eval_max_samples) == (None, None)
     epoch = load_config(write(tmp_path, SETS + '[evaluation]\neval_strategy = "epoch"\n'))
     assert epoch.config.evaluation.eval_strategy == "epoch" and not epoch.warnings
+
+
+@pytest.mark.parametrize(("task", "rows_of_one"), [("sft", 1), ("dpo", 2)])
+def test_a_batch_of_evaluations_counts_examples(task: str, rows_of_one: int, tmp_path: Path) -> None:
+    path = write(tmp_path, SETS + "[evaluation]\nper_device_eval_batch_size = 1\n")
+    path.write_text(path.read_text().replace('task = "sft"', f'task = "{task}"'))
+    config = load_config(path).config
+    assert resolve_evaluation(config).rows == rows_of_one
+    assert resolve_evaluation(load_config(path, (), ["per_device_eval_batch_size=3"]).config).rows == 3 * rows_of_one
+    path.write_text(path.read_text().replace("per_device_eval_batch_size = 1\n", ""))
+    assert resolve_evaluation(load_config(path).config).rows is None, "as many as in training"
 
 
 def test_sets_are_sources_with_a_name(tmp_path: Path) -> None:

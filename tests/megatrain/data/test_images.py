@@ -114,6 +114,16 @@ def test_every_way_to_name_an_image_gives_the_same_batch(model: Path, tmp_path: 
     assert tokenizer.decode(trained).strip() == "a whale<|im_end|>"
 
 
+def test_the_address_of_a_file_may_have_blanks_and_other_letters(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "Moby Dick, 100% \u00e4"
+    plain = batch_of(spec(write(folder, WAYS["image_url"]), model), model)
+    address = (folder / "a.png").as_uri()
+    assert "%20" in address and "%25" in address
+    row = {"messages": chat("look: ", {"type": "image_url", "image_url": {"url": address}}, "what?")}
+    batch = batch_of(spec(write(tmp_path / "elsewhere", row), model), model)
+    assert all(torch.equal(batch[key], plain[key]) for key in plain)
+
+
 def test_images_of_parquet_as_datasets_writes_them(model: Path, tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"

@@ -152,6 +152,17 @@ def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
     assert sorted(seen) == [-8.0, -6.0, -4.0, -2.0, 0.0]
 
 
+@pytest.mark.parametrize(("rows", "preferences"), [(PAIRS, "pairs"), (ANSWERS, "answers")])
+def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str, Any]], preferences: str) -> None:
+    dataset = encoded(rows, preferences)
+    loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
+    batches = [next(loader) for _ in range(loader.steps_per_epoch)]
+    for batch in batches:
+        filled = [each["attention_mask"][each["labels"].ne(-100).any(-1)] for each in batch.micro_batches]
+        assert batch.num_real_tokens == sum(int(mask.sum()) for mask in filled)
+    assert sum(batch.num_real_tokens for batch in batches) == len(dataset.tokens) > 0
+
+
 def test_rows_that_are_dropped_are_dropped_whole(tmp_path: Path) -> None:
     longer = {"prompt": "x", "chosen": " the same start and then a", "rejected": " the same start and then b"}
     dataset = encoded([*PAIRS, longer], max_length=7)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatrain.models import experts
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder, ModelFolderError
@@ -178,6 +179,41 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "quantization_config"}))
     with pytest.raises(ModelFolderError, match=r"dtype F8_E4M3, .* does not say how it is quantized"):
         ModelFolder(quantized)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)
+def test_parts_of_experts_are_those_of_the_plain_folder(
+    tmp_path: Path, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut, with plain biases between packed weights, in the compute dtype or in another one."""
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 1)
+    quantized, plain = quantized_pair(tmp_path, "mxfp4")
+    tensors = load_file(quantized / "model.safetensors")
+    is_stored = {name: tensor.to(stored) for name, tensor in tensors.items() if tensor.is_floating_point()}
+    save_file({**tensors, **is_stored}, quantized / "model.safetensors", metadata={"format": "pt"})
+    values = load_file(plain / "model.safetensors")
+    rounded = {name: tensor.to(stored).float() for name, tensor in values.items() if name in is_stored}
+    save_file({**values, **rounded}, plain / "model.safetensors", metadata={"format": "pt"})
+    lora = LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",))
+    graph = build_graph(quantized, lora=lora, cuts_experts=True)
+    layouts = [each for each in graph.layouts.values() if any(entry.part_of for entry in each.entries)]
+    blocks = frozen_blocks(open_loader(quantized, graph), layouts, torch.float32)
+    source, loader = FolderSource(blocks, torch.float32), open_loader(plain, graph)
+    num_packed = 0
+    for layout in layouts:
+        filled = torch.zeros(layout.num_elements)
+        with graph.plain_model():
+            loader.fill(layout, views(filled, layout))
+        block = blocks[layout.name]
+        packed = torch.full((block.nbytes,), 7, dtype=torch.uint8)
+        for part in source.parts(layout.name):
+            part(packed)
+        read = packed.view(torch.float32) if block.packing is None else torch.zeros(layout.num_elements)
+        if block.packing is not None:
+            block.packing.unpack(packed, read)
+            num_packed += 1
+        assert torch.equal(read, filled) and filled.any(), layout.name
+    assert num_packed > 2
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts"])

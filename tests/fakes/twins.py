@@ -1,0 +1,51 @@
+"""Collectives of ranks that all have the same micro-batches, in one process: what the others send is one's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatrain.ranks.world import World
+
+
+class Twins:
+    """Stands for the collectives of rank 0. As NCCL's they are queued on the current stream, where there is one.
+
+    What is tested is on this side of them.
+
+    Args:
+        size: number of ranks.
+        num_hosts: that they are on.
+    """
+
+    rank = 0
+
+    def __init__(self, size: int, num_hosts: int = 1) -> None:
+        self.size, self.moved_bytes = size, Counter[str]()
+        has_two_levels = 1 < num_hosts < size
+        self.on_host = Twins(size // num_hosts) if has_two_levels else None
+        self.across_hosts = Twins(num_hosts) if has_two_levels else None
+
+    @classmethod
+    def of(cls, world: World) -> Any:
+        """Return what stands for the class ``Collectives`` in a world."""
+        return lambda tier, num_hosts: cls(world.size, num_hosts)
+
+    def gather(self, full: Tensor, share: Tensor, *, beside: Tensor, is_async: bool = False) -> None:
+        for row in full.view(self.size, -1)[1:]:
+            row.copy_(share)
+
+    def exchange(
+        self, received: Tensor, sent: Tensor, received_lengths: Sequence[int], sent_lengths: Sequence[int]
+    ) -> None:
+        for part in received.split(list(received_lengths)):
+            if len(part) == sent_lengths[self.rank]:
+                part.copy_(sent[: len(part)])
+            else:
+                part.zero_()  # a member with more sums than this one
+
+    def gather_objects(self, item: Any) -> list[Any]:
+        return [item] * self.size

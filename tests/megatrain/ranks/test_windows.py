@@ -1,0 +1,56 @@
+"""What a rank holds beside its blocks is planned to the byte, however many hosts there are and ranks on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from fakes.twins import Twins
+from megatrain import trainer as trainers
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.plan.planner import plan_run
+from megatrain.ranks.world import World
+from megatrain.trainer import Trainer
+from oracles.tiered_run import config_text, make_loader, parts_passing, write_tiny_model
+
+
+@pytest.mark.parametrize(("num_hosts", "per_host"), [(2, 2), (3, 2), (4, 2), (2, 3), (3, 1)])
+def test_an_exchange_holds_what_was_planned(
+    num_hosts: int, per_host: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    world = World.local(0, num_hosts * per_host, num_hosts)
+    text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), nvme=0)
+    text = text.replace("gradient_accumulation_steps = 3", f"gradient_accumulation_steps = {world.size}")
+    (tmp_path / "run.toml").write_text(text.replace("max_length = 64", "max_length = 8"))
+    config = load_config(tmp_path / "run.toml").config
+    with parts_passing(True):
+        plan = plan_run(replace(resolve(config), world=world))
+    with mock.patch.object(trainers, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        engine = trainer.make_engine(1)
+        assert isinstance(engine, RankedStepEngine)
+        access, lanes, held_at_once = engine._access, plan.program.lanes, set()
+        added = access._added
+
+        def measured(sums: Sequence[Tensor]) -> Tensor:
+            before, most, access.window_bytes = access._held_bytes, access.window_bytes, 0
+            found = added(sums)
+            held_at_once.add((access.window_bytes - before) * world.size // (4 * sums[0].numel()))
+            access.window_bytes = max(most, access.window_bytes)
+            return found
+
+        monkeypatch.setattr(access, "_added", measured)
+        engine.step(next(make_loader(config, plan)).micro_batches, number=0, lr=1e-3)
+        engine.finish_updates()
+        assert held_at_once == {lanes.shares_exchanged_at_once(world.rank)}
+        assert engine.window_bytes == ranked_workspace_bytes(plan.graph, plan.program) > 0
