@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from megatrain.config.starter import DataFacts
 
 _NAME = "run.toml"
+#: What rows are -> how they are trained; all others by sft.
+_TASKS = {"preference": "dpo", "text": "pretrain"}
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
@@ -25,8 +29,14 @@ _EXAMPLE_FOLDER = "megatrain-example"
 @click.argument("path", required=False, type=click.Path(path_type=Path), metavar="[PATH]")
 @click.option(
     "--task",
-    type=click.Choice(["sft", "pretrain", "dpo"]),
-    help="What to train. Default: dpo where the data is preferences, else sft.",
+    type=click.Choice(["sft", "pretrain", "distill", "dpo"]),
+    help="What to train on. Default: dpo where the data is preferences, pretrain where it is plain text, else sft.",
+)
+@click.option(
+    "--lora",
+    "has_lora",
+    is_flag=True,
+    help="Train small adapters in place of the whole model. The model may be quantized then (QLoRA).",
 )
 @click.option("--model", metavar="FOLDER_OR_ID", help="A Hugging Face folder, or the name of a model on the hub.")
 @click.option("--data", metavar="PATH", help="File, glob or folder of training data, or the hub name of a data set.")
@@ -38,17 +48,23 @@ _EXAMPLE_FOLDER = "megatrain-example"
 )
 @json_option
 def command(
-    path: Path | None, task: str | None, model: str | None, data: str | None, is_example: bool, as_json: bool
+    path: Path | None,
+    task: str | None,
+    has_lora: bool,
+    model: str | None,
+    data: str | None,
+    is_example: bool,
+    as_json: bool,
 ) -> int:
     """Write a commented starter config for this machine.
 
     PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
-    which editors complete and check the file. Of data on this machine the first row is looked at, and what its columns
-    are is written.
+    which editors complete and check the file. Of data on this machine the first rows are looked at, and what their
+    columns are is written.
     """
     if is_example:
-        if model is not None or data is not None:
-            raise click.UsageError("--example has a model and data of its own")
+        if task is not None or has_lora or model is not None or data is not None:
+            raise click.UsageError("--example has a task, a model and data of its own")
         return _write_example(path or Path(_EXAMPLE_FOLDER), as_json=as_json)
     path = path or Path(_NAME)
     path = path / _NAME if path.is_dir() else path
@@ -60,20 +76,23 @@ def command(
     from megatrain.config.resolve import default_tiers
     from megatrain.config.starter import starter_toml
     from megatrain.plan.machine import machine_facts, model_facts
+    from megatrain.translate.templates import own_template
 
     folder = path.absolute().parent
     rows = None if data is None else _data_facts(data, folder, task)
-    task = task or ("dpo" if rows is not None and rows.format == "preference" else "sft")
+    task = task or _TASKS.get("" if rows is None else rows.format, "sft")
     facts = None
     if model is not None:
-        facts = model_facts(
-            _as_written(model, folder), Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
-        )
+        place = Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
+        facts = model_facts(_as_written(model, folder), place)
+        if rows is not None and place is not None and place.is_dir() and not own_template(place):
+            rows = _without_template(rows)
     text = starter_toml(
         machine_facts(folder, default_tiers()),
         task,
         facts,
         rows,
+        has_lora=has_lora,
     )
     schema = _write_schema(folder)
     with path.open("x", encoding="utf-8") as file:
@@ -88,6 +107,8 @@ def command(
     elif rows is not None and rows.format:
         columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
         click.echo(f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""))
+    if has_lora and find_spec("peft") is None:
+        click.secho("needs  pip install 'megatrain-tier[lora]'", fg="yellow")
     if to_fill_in:
         click.echo(f"fill   {', '.join(to_fill_in)}")
     elif rows is not None and rows.format:
@@ -115,7 +136,7 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
 
 
 def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
-    """Look at the first row of the data, where it is on this machine."""
+    """Look at the first rows of the data, where they are on this machine."""
     from megatrain.config.starter import DataFacts
     from megatrain.data.rows_report import DataError
     from megatrain.data.sources import is_hub_name, look_at
@@ -128,6 +149,14 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     except DataError as error:
         return DataFacts(written, problem=str(error))
     return DataFacts(written, look.format, look.columns, look.fields, look.problem, look.is_judged)
+
+
+def _without_template(rows: DataFacts) -> DataFacts:
+    """Return questions and answers as prompts and completions: the model has no chat template to write them with."""
+    if rows.format != "alpaca" or not rows.columns or "input" in rows.fields:
+        return rows
+    question, answer = (rows.columns.get(name, name) for name in ("instruction", "output"))
+    return replace(rows, format="prompt_completion", columns={"prompt": question, "completion": answer})
 
 
 def _is_path(text: str) -> bool:

@@ -360,7 +360,7 @@ class LoraConfig(Table, json_schema_extra=_all_alter("yes")):
         '["mlp.experts.gate_up_proj"]. Not with lora_dropout.',
         (),
     )
-    exclude_modules: Listed[str] = key("Of those the ones without.", ())
+    exclude_modules: Listed[str] = key("Modules among target_modules that get no adapter.", ())
     modules_to_save: Listed[str] = key(
         'Modules that are trained as a whole beside the adapters, and saved with them, e.g. ["lm_head"].', ()
     )

@@ -9,13 +9,22 @@ from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
 from tiered.units import GiB, format_size
 
 _EXAMPLE_MODEL = "path/to/model"
-_EXAMPLE_DATA = {"sft": "data/chat.jsonl", "pretrain": "data/*.txt", "dpo": "data/preferences.jsonl"}
+_EXAMPLE_SCORES = "path/to/scores"
+_EXAMPLE_DATA = {
+    "sft": "data/chat.jsonl",
+    "pretrain": "data/*.txt",
+    "distill": "data/chat.jsonl",
+    "dpo": "data/preferences.jsonl",
+}
 _TASKS = {
     "sft": "chats and prompts: loss on the answers",
     "pretrain": "plain text: loss on every token",
+    "distill": "chats and prompts: loss against the scores of a teacher",
     "dpo": "preferences: which of two answers is better",
 }
-_RATES = {"sft": 1e-5, "pretrain": 1e-4, "dpo": 1e-6}
+_RATES = {"sft": 1e-5, "pretrain": 1e-4, "distill": 1e-5, "dpo": 1e-6}
+_LORA_RATES = {"sft": 1e-4, "pretrain": 2e-4, "distill": 1e-4, "dpo": 1e-5}
+_LORA = [("r", 16, "rank: 8 to 64 are usual"), ("lora_alpha", 32, "adapters are scaled by lora_alpha / r")]
 _LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
 _COLUMN = 40
@@ -69,7 +78,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """Where the training data is, and what its first row is.
+    """Where the training data is, and what its first rows are.
 
     Attributes:
         path: as it is written, or a name on the hub.
@@ -88,13 +97,16 @@ class DataFacts:
     is_judged: bool = False
 
 
-def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> str:
+def starter_toml(
+    machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None, *, has_lora: bool = False
+) -> str:
     """Return the text of a config that loads.
 
     Args:
-        task: "sft", "pretrain" or "dpo".
+        task: a value of ``task``.
         model: None: an example that has to be replaced.
         data: None: an example that has to be replaced.
+        has_lora: adapters are trained in place of the model.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",
@@ -109,19 +121,22 @@ def starter_toml(machine: MachineFacts, task: str, model: ModelFacts | None, dat
         "",
         *_model(model),
         "",
+        *_lora(task, has_lora=has_lora),
+        "",
         *_data(machine, task, model, data),
         "",
         *_training(machine, task, model),
         "",
         *_preference(task, data),
-        *_optimizer(task),
+        *_distill(task),
+        *_optimizer(task, has_lora=has_lora),
         "",
         "[checkpoint]",
         _line("save_steps", 200, "and at the end, on SIGTERM and on Ctrl-C"),
         _line("save_total_limit", 2, "the newest ones are kept"),
         _line("save_copy", False, "true: whole copies in output_dir, beside what lies on drives"),
         "",
-        *_tiers(machine, model),
+        *_tiers(machine, model, has_lora=has_lora),
     ]
     return "\n".join(parts) + "\n"
 
@@ -134,6 +149,20 @@ def _model(model: ModelFacts | None) -> list[str]:
         ]
     size = _parameters(model.num_parameters)
     return ["[model]", _line("model_name_or_path", model.path, size)]
+
+
+def _lora(task: str, *, has_lora: bool) -> list[str]:
+    lines = [_line(name, value, comment) for name, value, comment in _LORA]
+    if has_lora:
+        return [
+            "[lora]",
+            *lines,
+            _line("target_modules", "all-linear", 'or ["q_proj", "v_proj"]; auto: peft\'s choice'),
+        ]
+    about = (
+        f"# Small adapters in place of the whole model: take the # away, and write learning_rate = {_LORA_RATES[task]}."
+    )
+    return [about, "# [lora]", *(f"# {line}" for line in lines)]
 
 
 def _parameters(count: int) -> str:
@@ -154,7 +183,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
         lines.append(
             f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
         )
-    if task == "sft":
+    if task in ("sft", "distill"):
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     lines += ["", "[[data.train]]"]
     if data is None:
@@ -186,8 +215,7 @@ def _training(machine: MachineFacts, task: str, model: ModelFacts | None) -> lis
     return [
         "[training]",
         _line("train_batch_tokens", rows * length, f"{rows} rows of max_length per step; micro-batches follow from it"),
-        _line("num_train_epochs", 1.0),
-        f"{'# max_steps = 100':<{_COLUMN}}  # instead of whole epochs",
+        _line("num_train_epochs", 1.0, "or, in its place, a number of steps: max_steps = 100"),
     ]
 
 
@@ -199,20 +227,31 @@ def _preference(task: str, data: DataFacts | None) -> list[str]:
     return ["[preference]", _line("loss_type", loss, about), _line("beta", 0.1), ""]
 
 
-def _optimizer(task: str) -> list[str]:
-    rate = _RATES[task]
+def _distill(task: str) -> list[str]:
+    if task != "distill":
+        return []
+    about = "FILL IN: folder that `megatrain-tier score` wrote for these rows"
+    return ["[distill]", _line("scores", _EXAMPLE_SCORES, about), ""]
+
+
+def _optimizer(task: str, *, has_lora: bool) -> list[str]:
+    state = "16 bytes of state per parameter; lion 12, adafactor 8"
     return [
         "[optimizer]",
-        _line("optim", "adamw", "16 bytes of state per parameter; lion 12, adafactor 8"),
-        _line("learning_rate", rate),
+        _line("optim", "adamw", "its state is that of the adapters alone" if has_lora else state),
+        _line("learning_rate", (_LORA_RATES if has_lora else _RATES)[task]),
         _line("lr_scheduler_type", "cosine"),
         _line("warmup_steps", 0.03, "below 1: a share of all steps"),
     ]
 
 
-def _tiers(machine: MachineFacts, model: ModelFacts | None) -> list[str]:
+def _tiers(machine: MachineFacts, model: ModelFacts | None, *, has_lora: bool) -> list[str]:
     lines = []
-    if model is not None and model.num_parameters:
+    if has_lora:
+        lines.append(
+            "# The model stays in its folder: what has no room in RAM is read from there when a layer needs it."
+        )
+    elif model is not None and model.num_parameters:
         need = 16 * model.num_parameters
         lines.append(
             f"# Weights, gradients and optimizer state of this model: about {format_size(need)} with adamw in fp32."
@@ -221,13 +260,18 @@ def _tiers(machine: MachineFacts, model: ModelFacts | None) -> list[str]:
     if machine.gpu_bytes is not None:
         lines += ["[tiers.gpu]", _line("size", "auto", f"now {format_size(machine.gpu_bytes)}"), ""]
     free, total = format_size(machine.free_ram_bytes), format_size(machine.ram_bytes)
-    lines += ["[tiers.ram]", _line("size", "auto", f"now {free} of {total}: what does not fit goes to the drive")]
-    is_used = False
+    about = f"now {free} of {total}" + ("" if has_lora else ": what does not fit goes to the drive")
+    lines += ["[tiers.ram]", _line("size", "auto", about)]
+    is_used = has_lora
     for drive in machine.drives:
         about = f"{drive.kind}, {format_size(drive.free_bytes)} free"
         lines.append("")
         if drive.objection or is_used:
-            why = drive.objection or "another drive: both together are striped"
+            why = drive.objection or (
+                "for what has no room in RAM, such as activations of long rows"
+                if has_lora
+                else "another drive: both together are striped"
+            )
             lines += [
                 f"# {why}",
                 "# [[tiers.nvme]]",

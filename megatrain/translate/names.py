@@ -99,7 +99,10 @@ RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
-_OWN_TEMPLATE = "the model's own chat template is used: look at it with `megatrain-tier data preview`"
+OWN_TEMPLATE = (
+    "the chat template in the model's folder is used, which changes every text where it is another: look at it with "
+    "`megatrain-tier data preview`"
+)
 _NOT_UPLOADED = "a run uploads nothing: `megatrain-tier export OUTPUT_DIR --push-to-hub ID` does"
 _NO_REMOTE_CODE = "code in a model folder is never run"
 _GROUPS = "see [[optimizer.groups]]"
@@ -236,7 +239,7 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "dataset_info.num_samples": _rule("data.train.0.max_samples"),
     "max_samples": _rule("data.train.0.max_samples"),
     "media_dir": _rule(),
-    "template": _unneeded(_OWN_TEMPLATE, "model.chat_template", ""),
+    "template": _lost(OWN_TEMPLATE, "model.chat_template", ""),
     "cutoff_len": _same("data.max_length"),
     "packing": _rule("data.packing"),
     "neat_packing": _rule("data.packing"),

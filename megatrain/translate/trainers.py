@@ -23,6 +23,7 @@ from megatrain.translate.draft import (
     read_mapping,
 )
 from megatrain.translate.names import PLANNER
+from megatrain.translate.templates import compared
 
 _OPTIMIZERS = {
     "adamw": ("adamw", "paged_adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
@@ -315,7 +316,7 @@ _OUR_TASKS = 'There are "sft", "pretrain" and "dpo"'
 
 # Preferences, whose losses have nearly the same names everywhere.
 
-_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
+LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
 _PREFERENCE_DEFAULTS: dict[str, Any] = {"preference.beta": 0.1}
 
 
@@ -329,13 +330,13 @@ def _put_preference(draft: Draft, loss: Any, theirs: str, names: Mapping[str, st
         names: Their key -> ours in ``[preference]``; the first of several that is there counts.
     """
     values = draft.source.values
-    if loss not in _LOSSES:
-        raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(_LOSSES)}")
+    if loss not in LOSSES:
+        raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(LOSSES)}")
     draft.put("task", "dpo", theirs)
     draft.put("preference.loss_type", loss, theirs)
     for name, ours in names.items():
         if values.get(name) is not None and f"preference.{ours}" not in draft.entries:
-            used = _LOSSES_WITH.get(ours, _LOSSES)
+            used = _LOSSES_WITH.get(ours, LOSSES)
             if loss in used:
                 draft.put(f"preference.{ours}", values[name], name)
             else:
@@ -381,8 +382,19 @@ _ALPACA = {
 }
 _CHAT = {"system": "system", "tools": "tools", "images": "images", **_PREFERRED}
 
+
+def named_template(draft: Draft, theirs: str, value: Any) -> None:
+    """List a chat template that is named: the one of the model's folder is used in its place."""
+    if draft.source.values.get("stage") == "pt":
+        draft.drop(theirs, "plain text has no chat template", value)
+        return
+    why, is_same = compared(str(value), draft.base / str(draft.source.values.get("model_name_or_path", "")))
+    (draft.drop if is_same else draft.lose)(theirs, why, value)
+
+
 _LLAMA_FACTORY_RULES: dict[str, Rule] = {
     **_SHARED_RULES,
+    "template": named_template,
     "flash_attn": attention,
     "attn": attention,
     "val_size": held_out_rows,

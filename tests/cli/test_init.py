@@ -80,7 +80,8 @@ def test_a_hub_name_stays_a_name(here: Path) -> None:
     assert (config.model.model_name_or_path, config.data.train[0].path) == ("org/model", "org/chats")
 
 
-@pytest.mark.parametrize("task", ["sft", "pretrain"])
+@pytest.mark.parametrize("task", ["sft", "pretrain", "distill", "dpo"])
+@pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("gpu", [None, 24 * GiB])
 @pytest.mark.parametrize(
     "drives",
@@ -96,14 +97,16 @@ def test_a_hub_name_stays_a_name(here: Path) -> None:
 )
 @pytest.mark.parametrize("model", [None, ModelFacts("m"), ModelFacts("m", 8_000_000_000, 256)])
 def test_every_starter_loads_without_a_warning(
-    tmp_path: Path, task: str, gpu: int | None, drives: tuple[Drive, ...], model: ModelFacts | None
+    tmp_path: Path, task: str, has_lora: bool, gpu: int | None, drives: tuple[Drive, ...], model: ModelFacts | None
 ) -> None:
     path = tmp_path / "run.toml"
-    path.write_text(starter_toml(MachineFacts(64 * GiB, 50 * GiB, gpu, drives), task, model, None))
+    machine = MachineFacts(64 * GiB, 50 * GiB, gpu, drives)
+    path.write_text(starter_toml(machine, task, model, None, has_lora=has_lora))
     loaded = load_config(path)
     assert loaded.warnings == ()
     config = loaded.config
-    assert len(config.tiers.nvme) == any(not drive.objection for drive in drives)
+    assert len(config.tiers.nvme) == (not has_lora and any(not drive.objection for drive in drives))
+    assert config.lora.is_on == has_lora and config.task == task
     assert ("[tiers.gpu]" in path.read_text()) == (gpu is not None)
     if model is not None and model.max_positions:
         assert config.data.max_length == 256
@@ -171,6 +174,80 @@ def test_preferences_are_seen(here: Path, row: dict[str, object], loss: str) -> 
     assert result.exit_code == 0 and "data   rows are read as preference" in result.stdout
     config = load_config("run.toml").config
     assert config.task == "dpo" and config.preference.loss_type == loss
+
+
+def test_plain_text_is_pretrained_on(here: Path) -> None:
+    (here / "texts").mkdir()
+    (here / "texts/a.txt").write_text("")
+    (here / "texts/b.txt").write_text("Call me Ishmael.")
+    Path("rows.jsonl").write_text('{"text": "Call me Ishmael."}\n')
+    for number, data in enumerate(("texts", "texts/b.txt", "rows.jsonl")):
+        assert call("init", f"{number}.toml", "--data", data).exit_code == 0
+        assert load_config(f"{number}.toml").config.task == "pretrain"
+    assert call("init", "own.toml", "--data", "texts", "--task", "sft").exit_code == 0
+    assert load_config("own.toml").config.task == "sft", "what is asked for counts more"
+
+
+def test_a_first_row_that_cannot_be_used_decides_nothing(here: Path) -> None:
+    same, pair = ({"prompt": "a", "chosen": "b", "rejected": answer} for answer in "bc")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (same, pair)))
+    result = call("init", "--data", "rows.jsonl")
+    assert result.exit_code == 0 and "rows are read as preference" in result.stdout
+    assert load_config("run.toml").config.task == "dpo" and "FILL IN: FILL" not in Path("run.toml").read_text()
+    assert "path" not in next((line for line in result.stdout.splitlines() if line.startswith("fill")), "").split(", ")
+
+
+def test_adapters(here: Path) -> None:
+    assert call("init", "--lora").exit_code == 0
+    config = load_config("run.toml").config
+    assert (config.lora.r, config.lora.lora_alpha, config.optimizer.learning_rate) == (16, 32, 1e-4)
+    assert not config.tiers.nvme, "the model is read from its folder"
+    assert call("init", "full.toml").exit_code == 0
+    text = Path("full.toml").read_text()
+    assert not load_config("full.toml").config.lora.is_on and "\n# [lora]\n# r = 16 " in text
+    for line in ("[lora]", "r = 16 ", "lora_alpha = 32 "):  # as the comment says
+        text = text.replace(f"\n# {line}", f"\n{line}")
+    Path("full.toml").write_text(text.replace("learning_rate = 1e-05", "learning_rate = 0.0001"))
+    loaded = load_config("full.toml")
+    assert loaded.config.lora.r == 16 and not loaded.warnings
+    assert call("init", "x", "--example", "--lora").exit_code == 2
+
+
+def test_a_model_without_a_chat_template_gets_prompts_and_completions(here: Path) -> None:
+    make_run(here)
+    Path("rows.jsonl").write_text('{"question": "Who?", "answer": "Ishmael."}\n')
+    assert call("init", "plain.toml", "--model", "model", "--data", "rows.jsonl").exit_code == 0
+    (here / "model/chat_template.jinja").write_text("{{ messages }}")
+    assert call("init", "chats.toml", "--model", "model", "--data", "rows.jsonl").exit_code == 0
+    tables = [load_config(f"{name}.toml").config.data.train[0] for name in ("plain", "chats")]
+    assert [(table.format, dict(table.columns)) for table in tables] == [
+        ("prompt_completion", {"prompt": "question", "completion": "answer"}),
+        ("alpaca", {"instruction": "question", "output": "answer"}),
+    ]
+
+
+@pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
+def test_what_is_written_runs_as_it_is(here: Path, task: str) -> None:
+    """From `init` to generated text, and with two processes, without an edit of the file."""
+    make_run(here)
+    Path("rows.jsonl").write_text('{"prompt": "Who?", "completion": " Ishmael."}\n' * 9)
+    words = ["run.toml", "--model", "model", "--data", "data.txt" if task == "pretrain" else "rows.jsonl"]
+    for command in (
+        ["init", *words],
+        ["check", "run.toml"],
+        ["plan", "run.toml"],
+        ["plan", "run.toml", "--processes", "2"],
+        ["run", "run.toml"],
+        ["generate", "run.toml", "-p", "Call me", "--max-new-tokens", "2"],
+        ["generate", "outputs/first", "-p", "Call me", "--max-new-tokens", "2"],
+    ):
+        result = call(*command)
+        assert result.exit_code == 0, (command, result.output)
+        assert "no effect" not in result.output, (command, result.output)
+    if task == "sft":
+        ranks = call("run", "run.toml", "--processes", "2", "--set", "output_dir=outputs/ranks")
+        assert ranks.exit_code == 0, ranks.output
+    assert load_config("run.toml").config.task == task
 
 
 def test_home_in_the_paths_of_init(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

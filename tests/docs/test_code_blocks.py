@@ -28,6 +28,7 @@ NOT_EXECUTED = {
     "docs/distributed.md": 2,
     "docs/embedding.md": 2,
     "docs/gpu.md": 3,
+    "docs/lora_in_ten_minutes.md": 2,
     "docs/quickstart.md": 1,
 }
 
@@ -199,6 +200,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
     shared = {"model_name_or_path": "a/b", "learning_rate": 1e-5, "bf16": True, "output_dir": "o"}  # JSON is YAML, too
     (folder / "sft.yaml").write_text(json.dumps({**shared, "dataset_name": "c/d", "max_length": 128}))
     (folder / "my_sft.yaml").write_text(json.dumps({**shared, "stage": "sft", "dataset": "e", "cutoff_len": 128}))
+    make_chats(folder)
     (folder / "examples/quickstart/smollm2-135m").mkdir(parents=True)
     for path in (ROOT / "examples").glob("*.toml"):
         shutil.copy(path, folder / "examples")
@@ -209,6 +211,18 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
             (folder / "examples/quickstart" / path.name).symlink_to(path)
     (folder / "examples/quickstart/smollm2-135m/config.json").write_text(json.dumps(SMOLLM2))
     return run
+
+
+def make_chats(folder: Path) -> None:
+    """Make chats, and a model with a chat template that stands for the one that a page names."""
+    asked, said = {"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "Ishmael."}
+    (folder / "chats.jsonl").write_text((json.dumps({"messages": [asked, said]}) + "\n") * 9)
+    model = folder / "models/Qwen3-8B"
+    shutil.copytree(folder / "model", model)
+    (model / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
 
 
 @pytest.fixture(scope="module")

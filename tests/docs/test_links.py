@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatrain.translate.trainers import LOSSES
 from oracles.code_blocks import NAMES, ROOT
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
@@ -104,3 +105,14 @@ def test_every_page_is_on_the_site() -> None:
     assert shown.index("config.md") > shown.index("embedding.md") and shown.index("cli.md") > shown.index(
         "quickstart.md"
     )
+
+
+def test_pages_deny_nothing_that_import_translates() -> None:
+    """What `import` makes of preferences is on the page that somebody who comes from that tool reads first."""
+    for tool in ("llamafactory", "trl"):
+        text = (ROOT / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
+        assert 'task = "dpo"' in text and "preferences.md" in text
+        missing = [line for line in text.splitlines() if re.search(r"Not here:|not in `run`", line)]
+        assert missing, "the lists of what is not here are gone"
+        for loss in ("dpo", *LOSSES, "distillation"):
+            assert not any(re.search(rf"\b{loss}", line, re.IGNORECASE) for line in missing), (tool, loss)

@@ -198,7 +198,8 @@ def test_llama_factory(tmp_path: Path) -> None:
     assert optimizer.weight_decay_exclude == ("*.bias", "*norm*"), "embeddings decay there"
     assert config.tiers.nvme[0].path == tmp_path / "drive"
     assert {"trust_remote_code"} <= lost(translation)
-    assert {"deepspeed", "template", "ddp_timeout", "plot_loss"} <= unneeded(translation)
+    assert {"deepspeed", "ddp_timeout", "plot_loss"} <= unneeded(translation)
+    assert "template" in lost(translation), "it changes every text"
     assert config.model.use_liger_kernel
 
 
@@ -639,3 +640,28 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
         "base_model: m\noutput_dir: out\nprocessor_type: AutoProcessor\ndatasets:\n  - path: data/whales.json\n",
     )
     assert config.model.images == "trained"
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "said", "is_lost"),
+    [
+        ("llama3", "<|start_header_id|>{{ role }}", "which writes <|start_header_id|> as well", False),
+        ("qwen3_nothink", "<|im_start|>{{ role }}", "which writes <|im_start|> as well", False),
+        ("alpaca", "<|im_start|>{{ role }}", "it is another (no ### Instruction in it)", True),
+        ("llama3", "", "no chat template, which rows of chats need: write that template into a .jinja file", True),
+        ("a_template_of_mine", "<|im_start|>{{ role }}", "which changes every text where it is another", True),
+    ],
+)
+def test_a_template_is_compared_with_that_of_the_model(
+    tmp_path: Path, name: str, own: str, said: str, is_lost: bool
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/tokenizer_config.json").write_text(json.dumps({"chat_template": own} if own else {}))
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}')
+    text = f"model_name_or_path: model\ntemplate: {name}\nstage: %s\ndataset: chats\nfinetuning_type: full\n"
+    (tmp_path / "their.yaml").write_text(text % "sft")
+    translation = translate_file(tmp_path / "their.yaml", base=tmp_path)
+    (left,) = [left for left in (translation.lost if is_lost else translation.unneeded) if left.theirs == "template"]
+    assert said in left.why and left.value == name
+    (tmp_path / "their.yaml").write_text(text % "pt")
+    assert "template" in unneeded(translate_file(tmp_path / "their.yaml", base=tmp_path)), "plain text has none"
