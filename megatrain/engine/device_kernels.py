@@ -1,6 +1,6 @@
 """What Triton's kernels compute of a step on a GPU, where Triton is installed.
 
-Without it torch's operators compute the same, with more memory and many more launches. A kernel that is given fake
+Without it torch's operators compute it, with more memory and many more launches. A kernel that is given fake
 tensors makes what it would return, and nothing else: a plan counts the memory.
 """
 
@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["add_rows", "are_for", "row_groups", "warm_up"]
+__all__ = ["add_rows", "are_for", "gradient_of_logits", "row_groups", "take_in_logits", "warm_up"]
 
 _BLOCK_COLUMNS = 1024
+#: Logits of a row whose exponentials are summed at once, by 8 warps.
+_BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
 #: Rows of a program of `group_rows`, and with how many others it compares them at once.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 128
 
@@ -91,9 +93,109 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
             )
 
 
+def take_in_logits(
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    *,
+    largest: Tensor,
+    exponentials: Tensor,
+    of_label: Tensor,
+    totals: Tensor | None,
+) -> None:
+    """Go on with cross entropy by the logits of some words, see `triton_kernels.take_in_logits`.
+
+    Args:
+        logits: [rows, columns], any float dtype.
+        labels: [rows] int64, each a word.
+        start: First word.
+        largest: [rows] fp32; -inf before the first word.
+        exponentials: [rows] fp32; 0.
+        of_label: [rows] fp32.
+        totals: [rows] fp32; 0.
+    """
+    logits = _with_rows(logits)
+    num_rows, num_columns = logits.shape
+    if num_rows and not isinstance(logits, FakeTensor):
+        with torch.accelerator.device_index(logits.device.index):
+            _kernels().take_in_logits[(num_rows,)](
+                logits,
+                logits.stride(0),
+                labels.contiguous(),
+                start,
+                num_columns,
+                largest,
+                exponentials,
+                of_label,
+                totals,
+                block_columns=_BLOCK_LOGITS,
+                **{**_kernels().LAUNCH_OPTIONS, "num_warps": _LOGIT_WARPS},
+            )
+
+
+def gradient_of_logits(
+    logits: Tensor,
+    labels: Tensor,
+    start: int,
+    log_sums: Tensor,
+    *,
+    weights: Tensor | None,
+    num_items: int,
+    z_loss: float,
+    share: float,
+    at_label: float,
+) -> Tensor:
+    """Return the gradient of cross entropy by the logits of some words, in their dtype.
+
+    Args:
+        logits: [rows, columns], any float dtype.
+        labels: [rows] int64, each a word.
+        start: First word.
+        log_sums: [rows] fp32, log of the sum of the exponentials of all logits.
+        weights: [rows] fp32, of the rows; None: 1 / num_items each.
+        num_items: What the loss is divided by.
+        z_loss: Factor of the square of ``log_sums`` in the loss.
+        share: Of the target, for every word.
+        at_label: Of the target, for the label beside that.
+    """
+    logits = _with_rows(logits)
+    num_rows, num_columns = logits.shape
+    gradient = torch.empty(num_rows, num_columns, dtype=logits.dtype, device=logits.device)
+    if num_rows and not isinstance(logits, FakeTensor):
+        with torch.accelerator.device_index(logits.device.index):
+            _kernels().gradient_of_logits[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+                gradient,
+                logits,
+                logits.stride(0),
+                labels.contiguous(),
+                start,
+                num_columns,
+                log_sums,
+                None if weights is None else weights.contiguous(),
+                float(num_items),
+                2 * z_loss,
+                share,
+                at_label,
+                block_columns=_BLOCK_COLUMNS,
+                **_kernels().LAUNCH_OPTIONS,
+            )
+    return gradient
+
+
+def _with_rows(logits: Tensor) -> Tensor:
+    """Return logits whose columns follow each other."""
+    return logits if logits.stride(1) == 1 else logits.contiguous()
+
+
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
-    """Compile the kernels for a CUDA device and gradients of a dtype: some seconds, once on a machine."""
-    place = torch.zeros(1, 1, device=device)
-    if are_for(place):
-        indexes = torch.zeros(1, dtype=torch.long, device=device)
-        add_rows(place, range(1), torch.zeros(1, 1, dtype=dtype, device=device), row_groups(indexes), None)
+    """Compile the kernels for a CUDA device, and weights and logits of a dtype: some seconds, once on a machine."""
+    zeros = torch.zeros(1, device=device)
+    if not are_for(zeros):
+        return
+    rows, indexes = torch.zeros(1, 1, dtype=dtype, device=device), torch.zeros(1, dtype=torch.long, device=device)
+    add_rows(zeros.view(1, 1), range(1), rows, row_groups(indexes), None)
+    for totals in (None, zeros):
+        take_in_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
+    for weights in (None, zeros):
+        terms = {"z_loss": 0.0, "share": 0.0, "at_label": 1.0}
+        gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)

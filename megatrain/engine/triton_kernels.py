@@ -1,4 +1,4 @@
-"""The Triton kernels of a step's gradients. Importing this file imports triton.
+"""The Triton kernels of a step: rows that are added to a matrix, and cross entropy. Importing this file imports triton.
 
 Kernels are compiled at their first launch, once for each dtype. No address and no size is compiled into the code: in
 another placement a launch must not meet other code, and with it another order of a sum.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LAUNCH_OPTIONS", "add_rows", "group_rows"]
+__all__ = ["LAUNCH_OPTIONS", "add_rows", "gradient_of_logits", "group_rows", "take_in_logits"]
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
@@ -98,3 +98,103 @@ def add_rows(
             row = tl.load(groups + at + number).to(tl.int64)
             total += tl.load(rows + row * row_stride + column * column_stride, mask=inside).to(tl.float32)
         tl.store(target, total, mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "logits",
+        "row_stride",
+        "labels",
+        "start",
+        "num_columns",
+        "largest",
+        "exponentials",
+        "of_label",
+        "totals",
+    ]
+)
+def take_in_logits(
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    labels: tl.tensor,
+    start: tl.tensor,
+    num_columns: tl.tensor,
+    largest: tl.tensor,
+    exponentials: tl.tensor,
+    of_label: tl.tensor,
+    totals: tl.tensor,
+    block_columns: tl.constexpr,
+) -> None:
+    """Take in the logits of the words from `start` on, for cross entropy: a program has a row.
+
+    Of each row, in fp32, go on with: `largest`, the largest logit so far; `exponentials`, the sum of
+    exp(logit - largest); `of_label`, the logit of the row's label, once it came; `totals`, the sum of all, or None.
+    """
+    row = tl.program_id(0)
+    own = logits + row.to(tl.int64) * row_stride
+    most = tl.load(largest + row)
+    found = tl.load(exponentials + row)
+    total = 0.0
+    for first in range(0, num_columns, block_columns):
+        column = first + tl.arange(0, block_columns)
+        inside = column < num_columns
+        value = tl.load(own + column, mask=inside, other=float("-inf")).to(tl.float32)
+        more = tl.maximum(most, tl.reduce(value, 0, _MAX))
+        shift = tl.where(more == float("-inf"), 0.0, more)  # as long as all words are masked: no sum, rather than NaN
+        found = found * tl.exp(most - shift) + tl.reduce(tl.exp(value - shift), 0, _SUM)
+        most = more
+        if totals is not None:
+            total += tl.reduce(tl.where(inside, value, 0.0), 0, _SUM)
+    tl.store(largest + row, most)
+    tl.store(exponentials + row, found)
+    if totals is not None:
+        tl.store(totals + row, tl.load(totals + row) + total)
+    label = tl.load(labels + row) - start
+    if (label >= 0) & (label < num_columns):
+        tl.store(of_label + row, tl.load(own + label).to(tl.float32))
+
+
+@triton.jit(
+    do_not_specialize=[
+        "gradient",
+        "logits",
+        "row_stride",
+        "labels",
+        "start",
+        "num_columns",
+        "log_sums",
+        "weights",
+    ]
+)
+def gradient_of_logits(
+    gradient: tl.tensor,
+    logits: tl.tensor,
+    row_stride: tl.tensor,
+    labels: tl.tensor,
+    start: tl.tensor,
+    num_columns: tl.tensor,
+    log_sums: tl.tensor,
+    weights: tl.tensor,
+    divisor: tl.tensor,
+    z_factor: tl.tensor,
+    share: tl.tensor,
+    at_label: tl.tensor,
+    block_columns: tl.constexpr,
+) -> None:
+    """Write the gradient of the loss by a part of the logits, `gradient` [rows, num_columns] in any float dtype.
+
+    Of the word's probability, times 1 + `z_factor` x log_sum, less `share`, and less `at_label` for the label; times
+    the row's weight, or where there are none divided by `divisor`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    inside = column < num_columns
+    log_sum = tl.load(log_sums + row)
+    value = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    found = tl.exp(value - log_sum) * (1.0 + z_factor * log_sum) - share
+    found = tl.where(column == tl.load(labels + row) - start, found - at_label, found)
+    if weights is not None:
+        found = found * tl.load(weights + row)
+    else:
+        found = tl.math.div_rn(found, divisor)
+    tl.store(gradient + row * num_columns + column, found.to(gradient.dtype.element_ty), mask=inside)

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatrain.engine import device_kernels
 from megatrain.engine.objective import Distillation, TeacherRows
 from megatrain.engine.visit import METADATA_QUERIES, AbsentWeight
 from megatrain.engine.weight_gradients import linear
@@ -83,9 +84,22 @@ class RunningSoftmax:
         self._of_label = torch.zeros_like(zeros)
         self._total = torch.zeros_like(zeros) if smoothing else None  # of the logits
         self._weights: Tensor | None = None
+        self._log_sums: Tensor | None = None  # of all logits that were taken in; kept, as each part asks for it
 
     def add(self, logits: Tensor, start: int) -> None:
         """Take in the logits [rows, columns] of the words from ``start`` on."""
+        self._log_sums = None
+        if device_kernels.are_for(logits):
+            device_kernels.take_in_logits(
+                logits,
+                self._labels,
+                start,
+                largest=self._largest,
+                exponentials=self._sum,
+                of_label=self._of_label,
+                totals=self._total,
+            )
+            return
         values = logits.float()
         at, is_here = _column_of(self._labels, start, values.shape[1])
         self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
@@ -117,6 +131,18 @@ class RunningSoftmax:
 
     def gradient(self, logits: Tensor, start: int) -> Tensor:
         """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        if device_kernels.are_for(logits):
+            return device_kernels.gradient_of_logits(
+                logits,
+                self._labels,
+                start,
+                self._log_sum(),
+                weights=self._weights,
+                num_items=self._num_items,
+                z_loss=self._z_loss,
+                share=self._smoothing / self._vocab_size,
+                at_label=1 - self._smoothing,
+            )
         log_sum = self._log_sum().unsqueeze(1)
         found = (logits.float() - log_sum).exp_()
         if self._z_loss:
@@ -131,7 +157,9 @@ class RunningSoftmax:
         return found.div_(self._num_items).to(logits.dtype)
 
     def _log_sum(self) -> Tensor:
-        return self._largest + self._sum.log()
+        if self._log_sums is None:
+            self._log_sums = self._largest + self._sum.log()
+        return self._log_sums
 
 
 def _column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatrain.engine import device_kernels
+from megatrain.engine.vocabulary import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.layout import build_layout, views_of_parts
 
@@ -43,3 +44,35 @@ def test_rows_are_added_with_the_host_s_bits(
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(*sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("smoothing", "z_loss", "is_weighed"), [(0.0, 0.0, False), (0.1, 1e-3, False), (0.0, 0.0, True)]
+)
+def test_loss_and_gradient_of_parts_of_logits(
+    dtype: torch.dtype, smoothing: float, z_loss: float, is_weighed: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (5 * torch.randn(70, 9001, generator=generator)).to(dtype)
+    labels = torch.randint(0, 9001, (70,), generator=generator)
+    weights = torch.linspace(-1, 2, 70, device="cuda")
+    whole = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
+    losses = losses + z_loss * whole.logsumexp(1).square()
+    loss = losses.sum() / 64
+    (expected,) = torch.autograd.grad((losses * weights.cpu()).sum() if is_weighed else loss, whole)
+
+    def in_parts(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        softmax = RunningSoftmax(labels[rows].to("cuda"), 9001, 64, smoothing, z_loss)
+        parts = [(part.to("cuda"), start) for part, start in zip(logits[rows].split(4501, 1), (0, 4501), strict=True)]
+        for part, start in parts:
+            softmax.add(part, start)
+        if is_weighed:
+            softmax.weigh(weights[rows])
+        return softmax.loss().cpu(), torch.cat([softmax.gradient(part, start) for part, start in parts], 1).cpu()
+
+    found_loss, found = in_parts(slice(None))
+    torch.testing.assert_close(found_loss.double(), loss.detach(), rtol=2e-6, atol=0)
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-8 if dtype == torch.bfloat16 else 5e-5, atol=1e-8)
+    assert torch.equal(found, torch.cat([in_parts(slice(33))[1], in_parts(slice(33, 70))[1]])), "a row has other bits"

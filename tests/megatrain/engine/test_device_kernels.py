@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine import device_kernels
+from megatrain.engine.vocabulary import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.layout import build_layout, views_of_parts
 
@@ -178,17 +179,121 @@ def test_a_plan_counts_what_kernels_are_given(monkeypatch: pytest.MonkeyPatch) -
         device_kernels.add_rows(torch.zeros(4, 2), range(4), torch.zeros(9, 2), groups, None)
 
 
+# -- cross entropy of a part of the vocabulary ----------------------------------------------------------------------
+
+NUM_WORDS, ROWS, NUM_ITEMS = 50, 9, 7
+PARTS = (0, 13, 26, 39)
+#: Smoothing, z-loss, whether rows are weighed, and whether the first words are masked.
+LOSSES = [(0.0, 0.0, False, False), (0.1, 1e-3, False, False), (0.0, 0.0, True, False), (0.0, 0.0, False, True)]
+
+
+def logits_of(dtype: torch.dtype, *, is_masked: bool) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(ROWS, NUM_WORDS, generator=generator)).to(dtype)
+    if is_masked:
+        logits[:, :20] = -torch.inf
+    return logits, torch.randint(20, NUM_WORDS, (ROWS,), generator=generator)
+
+
+def cross_entropy(
+    logits: Tensor, labels: Tensor, smoothing: float, z_loss: float, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return loss and gradient of whole logits in fp64, by torch."""
+    whole = logits.double().requires_grad_()
+    losses = torch.nn.functional.cross_entropy(whole, labels, reduction="none", label_smoothing=smoothing)
+    losses = losses + z_loss * whole.logsumexp(1).square()
+    loss = losses.sum() / NUM_ITEMS
+    (gradient,) = torch.autograd.grad(loss if weights is None else (losses * weights).sum(), whole)
+    return loss.detach(), gradient
+
+
+def in_parts(
+    logits: Tensor, labels: Tensor, smoothing: float, z_loss: float, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    softmax = RunningSoftmax(labels, NUM_WORDS, NUM_ITEMS, smoothing, z_loss)
+    if weights is not None:
+        softmax.weigh(weights)
+    parts = list(zip(logits.split(13, 1), PARTS, strict=True))
+    for part, start in parts:
+        softmax.add(part, start)
+    gradients = [softmax.gradient(part, start) for part, start in parts]
+    assert all(each.dtype == logits.dtype and each.is_contiguous() for each in gradients)
+    return softmax.loss(), torch.cat(gradients, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("smoothing", "z_loss", "is_weighed", "is_masked"), LOSSES)
+def test_interpreted_kernels_make_loss_and_gradient(
+    interpreter: None,
+    dtype: torch.dtype,
+    smoothing: float,
+    z_loss: float,
+    is_weighed: bool,
+    is_masked: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device_kernels, "_BLOCK_LOGITS", 8)
+    monkeypatch.setattr(device_kernels, "_BLOCK_COLUMNS", 8)
+    logits, labels = logits_of(dtype, is_masked=is_masked)
+    weights = torch.linspace(-1, 2, ROWS) if is_weighed else None
+    loss, gradient = in_parts(logits, labels, smoothing, z_loss, weights)
+    expected_loss, expected = cross_entropy(logits, labels, smoothing, z_loss, weights)
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=0)
+    rounding = 2.0**-7 if dtype == torch.bfloat16 else 2e-5  # the interpreter cuts numbers off, see the machine code
+    torch.testing.assert_close(gradient.double(), expected, rtol=rounding, atol=1e-7)
+
+
+def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
+    logits, labels = logits_of(torch.float32, is_masked=False)
+    _, together = in_parts(logits, labels, 0.0, 0.0, None)
+    one_by_one = [in_parts(logits[[row]], labels[[row]], 0.0, 0.0, None)[1] for row in range(ROWS)]
+    assert torch.equal(together, torch.cat(one_by_one))
+
+
+def test_logits_that_are_not_numbers_make_a_loss_that_is_none(interpreter: None) -> None:
+    logits, labels = logits_of(torch.float32, is_masked=False)
+    logits[3, 30] = torch.nan
+    assert in_parts(logits, labels, 0.0, 0.0, None)[0].isnan()
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators of torch that make tensors of the size of the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.numel() >= ROWS * 13:
+            self.found.append(func.overloadpacket.__name__)
+        return result
+
+
+def test_a_part_s_gradient_is_all_that_is_made_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a plan, as tensors without contents are given to no kernel, as on a GPU."""
+    monkeypatch.setattr(device_kernels, "are_for", lambda tensor: True)
+    monkeypatch.setattr(device_kernels, "_kernels", None)
+    with FakeTensorMode():
+        labels, part = torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS, 13, dtype=torch.bfloat16)
+        softmax = RunningSoftmax(labels, 13, NUM_ITEMS)
+        with Operators() as operators:
+            softmax.add(part, 0)
+            gradient = softmax.gradient(part, 0)
+    assert operators.found == ["empty"] and gradient.dtype == part.dtype
+
+
 # -- machine code ---------------------------------------------------------------------------------------------------
 
 
-def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dict[str, Any]) -> str:
+def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dict[str, Any], **options: Any) -> str:
     """Return the code for a device of compute capability 9.0. Numbers are i32 where nothing else is said."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     kernel = getattr(kernels, name)
     signature = dict.fromkeys(kernel.arg_names, "i32") | types | dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=target, options=kernels.LAUNCH_OPTIONS)
+    compiled = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options})
     assert compiled.asm["cubin"], "ptxas takes it"
     return str(compiled.asm["ptx"])
 
@@ -208,3 +313,34 @@ def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> N
     elements = device_kernels._BLOCK_COLUMNS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
     assert found and set(found) <= {"add.f32", "add.rn.f32"} and len(found) % elements == 0
     assert "ftz" not in ptx and "atom" not in ptx and "red." not in ptx
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("has_totals", [False, True])
+def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals: bool) -> None:
+    types = {"logits": f"*{dtype}", "labels": "*i64"}
+    types |= dict.fromkeys(("largest", "exponentials", "of_label", "totals"), "*fp32")
+    constants = {"block_columns": device_kernels._BLOCK_LOGITS} | ({} if has_totals else {"totals": None})
+    ptx = ptx_of(kernels, "take_in_logits", types, constants, num_warps=device_kernels._LOGIT_WARPS)
+    assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("is_weighed", [False, True])
+def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_weighed: bool) -> None:
+    types = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "labels": "*i64"}
+    types |= dict.fromkeys(("log_sums", "weights"), "*fp32")
+    types |= dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
+    constants = {"block_columns": device_kernels._BLOCK_COLUMNS} | ({} if is_weighed else {"weights": None})
+    ptx = ptx_of(kernels, "gradient_of_logits", types, constants)
+    assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
+    assert is_weighed or "div.rn.f32" in ptx  # `/` would be an approximation
+    assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in ptx  # to the nearest
+
+
+def test_no_address_and_no_size_is_compiled_into_the_code(kernels: ModuleType) -> None:
+    """Else a launch in another placement may be one of other code, which adds in another order."""
+    floats = {"divisor", "z_factor", "share", "at_label"}  # never are
+    for name in set(kernels.__all__) - {"LAUNCH_OPTIONS"}:
+        params = [param for param in getattr(kernels, name).params if not param.is_constexpr]
+        assert {param.name for param in params if not param.do_not_specialize} <= floats, name
