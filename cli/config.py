@@ -15,10 +15,13 @@ from .main import EXIT_CONFIG, RunFailedError
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatrain.config.reference import KeyDescription
     from megatrain.config.resolved import Change
 
 _ORIGIN_COLUMN = 64
+_SHOWN_WHOLE = 4  # keys that are explained with all there is to say
 
 
 @click.group("config")
@@ -132,11 +135,29 @@ def explain_command(key: str, as_json: bool) -> int:
         return 0
     if note:
         click.echo(f"{note}\n")
+    if len(descriptions) > _SHOWN_WHOLE:
+        _print_table(descriptions)
+        return 0
     for number, description in enumerate(descriptions):
         if number:
             click.echo()
         _print(description)
     return 0
+
+
+def _print_table(descriptions: Sequence[KeyDescription]) -> None:
+    """Print what many keys mean, and once which of them alter results."""
+    width = min(110, max(40, shutil.get_terminal_size((100, 24)).columns))
+    for description in descriptions:
+        click.secho(description.key, bold=True, nl=False)
+        click.echo(f"  {description.values}; default {description.default}"[: max(20, width - len(description.key))])
+        click.echo(_wrap(description.meaning, width, "  ", "  "))
+    free = [each.key.rpartition(".")[2] for each in descriptions if each.alters == "no"]
+    if len(free) < len(descriptions):
+        which = f"All but {', '.join(free)}" if free else "All of them"
+        text = f"{which} alter results: a checkpoint is continued with another value only by --allow-config-change."
+        click.echo("\n" + _wrap(text, width, "", ""))
+    click.echo(_wrap("More of one: megatrain-tier config explain KEY", width, "", ""))
 
 
 def _print(description: KeyDescription) -> None:
@@ -167,8 +188,8 @@ def _wrap(text: str, width: int, first: str, others: str) -> str:
 
 
 _ALTERS = {
-    "yes": "the results: a checkpoint is not continued with another value unless you say --allow-config-change",
-    "no": "nothing in the results: it may change from one start of a run to the next",
+    "yes": "results: a checkpoint is continued with another value only by --allow-config-change",
+    "no": "no results: it may change from one start of a run to the next",
     "by contents": "the results of a new run. A continued one has its weights in the checkpoint, and refuses data with "
     "other rows",
 }

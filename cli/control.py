@@ -427,7 +427,7 @@ class _View(_Lines):
 @_timeout_option
 @json_option
 def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
-    """Let a living run save itself after its present step, and go on.
+    """Have a run save a checkpoint after its current step and go on.
 
     RUN is the run's output_dir. Returns once the checkpoint is on disk.
     """
@@ -510,7 +510,7 @@ def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
 @_timeout_option
 @json_option
 def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
-    """Let a living run finish its step, save and end.
+    """Have a run finish its current step, save and end.
 
     RUN is the run's output_dir. Returns once the run has ended. A second stop ends the run at once, without saving.
     """

@@ -139,7 +139,7 @@ def next_lines(folder: Path) -> list[str]:
             f"python llama.cpp/convert_hf_to_gguf.py {path}",
         ]
     first, *rest = [f"megatrain-tier chat {path}", *others]
-    return [f"next   {first}", *(f"   or  {line}" for line in rest), "       more: docs/after_training.md"]
+    return [f"next   {first}", *(f"   or  {line}" for line in rest)]
 
 
 def _parse_size(text: str | None) -> int | None:

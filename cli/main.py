@@ -5,6 +5,7 @@ Neither this module nor those of the commands import anything heavy at their top
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -93,6 +94,26 @@ _COMMANDS = {
     "verify": (".verify", "command"),
 }
 
+#: What commands are for, in the order in which they are needed.
+GROUPS = {
+    "Start": ("init", "import", "check", "plan", "run"),
+    "Watch": ("status", "save", "stop"),
+    "Result": ("report", "chat", "generate", "export", "score"),
+    "Look closer": ("config", "data", "doctor", "verify", "trace"),
+    "Keep house": ("ckpt", "clean", "completion"),
+}
+#: What keys are often called for short.
+_SHORT_NAMES = {
+    "lr": "learning_rate",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "batch_size": "per_device_train_batch_size",
+    "seq_len": "max_length",
+    "model": "model_name_or_path",
+    "rank": "lora.r",
+}
+
 #: Shell -> how to have it complete commands and options.
 _SHELLS = {
     "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
@@ -140,6 +161,23 @@ class CommandGroup(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in the order in which they are needed."""
+        for title, names in GROUPS.items():
+            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
+            longest = formatter.width - 6 - max(map(len, _COMMANDS))
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(longest)) for name, command in found])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = str(args[0])
+        near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
+        if name not in _COMMANDS and near and not name.startswith("-"):
+            ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
@@ -155,6 +193,8 @@ class CommandGroup(click.Group):
         try:
             code = super().main(args, **extra)
         except click.ClickException as error:
+            if isinstance(error, click.NoSuchOption):
+                error = _advised(error)
             error.show()
             sys.exit(error.exit_code)
         except (KeyboardInterrupt, click.Abort):
@@ -167,6 +207,19 @@ class CommandGroup(click.Group):
             click.echo(describe(error) if code == EXIT_INTERRUPTED_AND_SAVED else f"error: {describe(error)}", err=True)
             sys.exit(code)
         sys.exit(code if isinstance(code, int) else EXIT_DONE)
+
+
+def _advised(error: click.NoSuchOption) -> click.UsageError:
+    """Say how a key of the config is set that was written as an option; drop what only looks a little like it."""
+    word = error.option_name.lstrip("-").replace("-", "_")
+    from megatrain.config.keys import full_keys_of_leaf
+
+    leaf = _SHORT_NAMES.get(word, word)
+    if full_keys_of_leaf(leaf.rpartition(".")[2]):
+        text = f"No such option: {error.option_name}. It is a key of the config: --set {leaf}=VALUE"
+        return click.UsageError(text, error.ctx)
+    near = difflib.get_close_matches(error.option_name, error.possibilities or (), cutoff=0.7)
+    return click.NoSuchOption(error.option_name, None, near, error.ctx)
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:

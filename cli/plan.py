@@ -38,8 +38,8 @@ _SHORT = "ram, gpu, nvme, batch, length"
     "alternatives",
     multiple=True,
     metavar="CHANGES",
-    help="Also plan with other sizes, a line each: ram=64GiB, nvme=1TB, gpu=40GiB, batch=16, length=8192, or any key; "
-    "several changes with commas between them. May be repeated.",
+    help="Also plan with other sizes, a line each: ram=64GiB, nvme=1TB, gpu=40GiB, batch=16 (rows, or tokens), "
+    "length=8192, or any key; several changes with commas between them. May be repeated.",
 )
 @click.option(
     "--measure",
@@ -149,12 +149,14 @@ def overrides_of(text: str, run: RunSpec) -> list[str]:
     """Return what ``--set`` would be for ``"ram=64GiB,batch=16"``.
 
     Besides any key of the config: ``ram``, ``gpu`` and ``nvme`` (all drives together, or "none") are sizes, ``length``
-    is ``data.max_length``, and ``batch`` the key of the batch that the config uses.
+    is ``data.max_length``, and ``batch`` the key of the batch that the config uses: of tokens, or rows of them.
 
     Raises:
         ValueError: a part is not ``NAME=VALUE``, or the size of the drives is none.
     """
     found: list[str] = []
+    lengths = re.findall(r"(?:^|,)\s*(?:length|(?:data\.)?max_length)\s*=\s*(\d+)", text)
+    length = int(lengths[-1]) if lengths else run.batch.max_length
     for part in _NEXT_CHANGE.split(text):
         name, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or not name or not value:
@@ -166,8 +168,11 @@ def overrides_of(text: str, run: RunSpec) -> list[str]:
         elif name == "length":
             found.append(f"data.max_length={value}")
         elif name == "batch":
-            by_tokens = run.batch.given_rows is None
-            found.append(f"training.{'train_batch_tokens' if by_tokens else 'per_device_train_batch_size'}={value}")
+            if run.batch.given_rows is not None:
+                found.append(f"training.per_device_train_batch_size={value}")
+            else:
+                is_rows = value.isdecimal() and int(value) % length
+                found.append(f"training.train_batch_tokens={int(value) * length if is_rows else value}")
         else:
             found.append(f"{name}={value}")
     return found

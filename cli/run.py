@@ -183,16 +183,18 @@ def _run(
         )
     spinner.stop()
     plan = trainer.plan
+    max_steps = loaded.config.training.max_steps
+    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length
+    note = _describe_schedule(trainer.run.schedule.name, max_steps) if is_short else ""
     if dry_run:
-        return _print_dry_run(plan, as_json=as_json)
+        code = _print_dry_run(plan, as_json=as_json)
+        click.echo(note, err=True, nl=bool(note))
+        return code
     if is_first and (as_json or not plan.fits):
         print_plan(plan, as_json=as_json)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
-    max_steps = loaded.config.training.max_steps
-    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length
-    note = _describe_schedule(trainer.run.schedule.name, max_steps) if is_short else ""
     if not as_json:
         shown.will_show(plan, shlex.quote(str(loaded.source)), note)
     model = trainer.run.model

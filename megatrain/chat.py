@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _ADAPTER_CONFIG, _ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_INSTEAD = "megatrain-tier generate streams it; vLLM and llama.cpp serve large models: docs/after_training.md"
+_INSTEAD = "megatrain-tier generate streams it; vLLM and llama.cpp serve large models"
 _SHARE = 0.9  # of the free memory that weights may take: activations and the cache of keys come on top
 
 

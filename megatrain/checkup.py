@@ -46,6 +46,7 @@ from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.models.adapters import AdapterError
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, check_target
@@ -93,7 +94,7 @@ _KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
     (
         (
             ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
-            OptimizerError, ScheduleError, ExportError, CheckpointError, ConfigChangedError,
+            OptimizerError, ScheduleError, AdapterError, ExportError, CheckpointError, ConfigChangedError,
             UnusableDirectoryError, TransformersVersionError,
         ),
         "config",
@@ -153,7 +154,9 @@ def check_run(
         for each in (*error.problems, *further):
             yield Finding("config", "problem", f"{each.where or path}: {each}", "config")
         if config is None:
-            yield Finding("rest", "note", "not looked at: too little of the config can be used")
+            yield Finding(
+                "rest", "note", "looked at once these are mended: model, data, plan and checkpoints need them"
+            )
             return
         yield from _Checkup(config, on_progress, is_whole=False, reads_weights=False).look()
         return
@@ -318,7 +321,7 @@ class _Checkup:
         if self._graph is not None:
             check_token_ids(resolve_model(self._config), dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
-        proven = "; every mask proven" if self._config.task != "pretrain" else ""
+        proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
         yield Finding("data", "ok", f"{head}{proven}")
         yield from self._preferences(dataset)
         yield from self._rows_left_out(dataset.report)
@@ -339,7 +342,7 @@ class _Checkup:
         if not loss.is_paired and not 0 < good < count:
             yield Finding("data", "warning", "all answers are judged alike: the loss learns from the difference")
         if loss.needs_reference:
-            text = f"before the first step `run` asks the model about all {len(dataset):,} answers, once, and keeps it"
+            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
             yield Finding("data", "note", text)
 
     def _each_source(self, error: DataError) -> Iterator[Finding]:
@@ -383,7 +386,9 @@ class _Checkup:
         if plan.packing_warning:
             yield Finding("plan", "warning", plan.packing_warning)
         sizes = ", ".join(
-            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}" for tier, nbytes in plan.totals.items()
+            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
+            for tier, nbytes in plan.totals.items()
+            if nbytes
         )
         yield Finding("plan", "ok", f"fits: {sizes}")
 
@@ -432,7 +437,9 @@ class _Checkup:
         if self._plan is None or not is_usable:
             return
         check_drives(self._plan)
-        yield Finding("disk", "ok", f"room for blocks, and for {self._config.checkpoint.save_total_limit} checkpoints")
+        count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
+        what = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
+        yield Finding("disk", "ok", f"enough free for {what}")
 
     def _look_at_steps(self) -> Iterator[Finding]:
         if self._plan is None or self._dataset is None or self._tokenizer is None:
@@ -447,7 +454,9 @@ class _Checkup:
         for text in schedule_warnings(run.schedule, num_steps):
             yield Finding("steps", "warning", text)
         self._num_steps, self._fingerprint = num_steps, loader.fingerprint()
-        text = f"{num_steps:,} steps, {num_steps / loader.steps_per_epoch:.4g} epochs of {loader.steps_per_epoch:,}"
+        epochs = num_steps / loader.steps_per_epoch
+        text = f"{_count(num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
+        text += f" of {_count(loader.steps_per_epoch, 'step')} each"
         yield Finding("steps", "ok", text)
 
     def _look_at_checkpoints(self) -> Iterator[Finding]:

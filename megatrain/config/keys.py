@@ -209,9 +209,14 @@ def has_advice(path: Path) -> bool:
 
 def looks_like_table(path: Path) -> bool:
     """Return whether an unknown name looks like a misspelled table of ours on the same level."""
+    return bool(nearest_table(path))
+
+
+def nearest_table(path: Path) -> str:
+    """Return the last name of the table of ours that an unknown name on the same level looks like, or ""."""
     level = plain(path[:-1])
     tables = [table.rpartition(".")[2] for table in TABLES if table.rpartition(".")[0] == level]
-    return bool(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8))
+    return next(iter(difflib.get_close_matches(str(path[-1]), tables, n=1, cutoff=0.8)), "")
 
 
 def advice_for_unknown(path: Path) -> str:

@@ -27,6 +27,7 @@ from megatrain.config.keys import (
     full_keys_of_leaf,
     has_advice,
     looks_like_table,
+    nearest_table,
     parse_path,
     plain,
 )
@@ -45,6 +46,7 @@ from megatrain.translate.names import ACCEPTED, ALWAYS_ON
 
 OVERRIDE = "--set"
 _MOST_ROUNDS = 20
+_MEANT = re.compile(r"Did you mean ([\w.]+)")
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
 _KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
@@ -104,7 +106,10 @@ def load_config(
     config, errors = _validate(tree)
     problems.extend(errors)
     if config is not None:
-        problems.extend(_located(tree, find_bad_combinations(config)))
+        meant = [key for each in problems for key in _MEANT.findall(each.remedy)]
+        found = _located(tree, find_bad_combinations(config))
+        # What speaks of a key that is only misspelled may be there because of that.
+        problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
         warnings.extend(find_warnings(config))
     if problems or config is None:
         raise ConfigError(str(source), problems)
@@ -388,6 +393,16 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
         advice = advice_for_unknown(path) or advice_without_match(path)
         problems.append(Problem(dotted(path), f"unknown {what} `{dotted(path)}`", advice, where, line))
 
+    def inside(here: KeyPath, meant: KeyPath, table: dict[str, Any]) -> None:
+        """Report what is unknown in a table whose own name is misspelled."""
+        for key in table:
+            if plain((*meant, key)) not in {**KEYS, **TABLES}:
+                where, line = tree.origin(dotted((*here, key)))
+                advice = advice_for_unknown((*meant, key)) or advice_without_match((*meant, key))
+                problems.append(
+                    Problem(dotted((*here, key)), f"unknown key `{dotted((*here, key))}`", advice, where, line)
+                )
+
     def visit(table: dict[str, Any], path: KeyPath) -> None:
         for key in list(table):
             here = (*path, key)
@@ -412,6 +427,8 @@ def _clean(tree: Tree, warnings: list[str]) -> list[Problem]:
                     unknown(child, "key")
                 if has_advice(here) or not inner:
                     unknown(here, "table" if isinstance(value, dict) else "key")
+                if isinstance(value, dict) and (meant := nearest_table(here)):
+                    inside(here, (*path, meant), value)
 
     visit(tree.values, ())
     for path, key, value in renamed:

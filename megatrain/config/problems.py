@@ -219,7 +219,7 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     if "propertyNames" in schema and detail["loc"][-1] == "[key]":
         names = ", ".join(schema["propertyNames"]["enum"])
         return Problem(
-            key, f"{key}: `{value}` is not a field of ours", f'Write ours = "yours", ours being one of {names}'
+            key, f"{key}: `{value}` is no field of a row", f'Write FIELD = "COLUMN", where FIELD is one of {names}'
         )
     if kind in ("literal_error", "enum"):
         return _explain_choice(key, shown, value, str(context.get("expected", "")))
@@ -265,10 +265,17 @@ def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return location
 
 
+#: (key, value) -> the name of that choice here.
+_ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
+
+
 def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
     choices = re.findall(r"'([^']*)'", expected) or [expected]
-    near = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
+    alias = _ALIASES.get((key, str(value).lower()))
+    near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
     remedy = f'Did you mean "{near[0]}"? ' if near else ""
+    if alias:
+        remedy = f'Write "{alias}", which is {str(value).upper()}. '
     listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
     return Problem(key, f"{shown} is not a choice", f"{remedy}Write {'one of ' if len(choices) > 1 else ''}{listed}")
 
@@ -294,6 +301,9 @@ def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -
         return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
     if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
         return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
+    if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value):
+        text = f"Write {math.floor(value)} or {math.ceil(value)}"
+        return Problem(key, f"{shown} is not a whole number", text)
     if wanted == "a list" and isinstance(value, dict) and name in TABLES:
         return Problem(key, f"{key} is a table, not a list of tables", f"Write [[{key}]] with two brackets")
     if name not in KEYS:
@@ -375,7 +385,9 @@ def find_warnings(config: RunConfig) -> list[str]:
         warnings.append("export.merge has no effect without [lora]")
     if config.lora.is_on and config.model.freeze:
         warnings.append("model.freeze has little to do beside [lora], which trains adapters only")
-    if config.training.max_steps > 0 and "num_train_epochs" in config.training.model_fields_set:
+    # What `init` writes beside the line of max_steps, the default, is no second wish.
+    has_epochs = "num_train_epochs" in config.training.model_fields_set and config.training.num_train_epochs != 1.0
+    if config.training.max_steps > 0 and has_epochs:
         warnings.append("training.max_steps is set, so training.num_train_epochs has no effect")
     return warnings
 

@@ -78,6 +78,15 @@ class KeyDescription:
         }
 
 
+#: Names in other tools of what quantizes a model while it is loaded.
+_QUANTIZED = frozenset(
+    {"load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method", "bnb_4bit_quant_type"}
+)
+_QUANTIZED_FOLDERS = (
+    "name one of bitsandbytes' nf4, fp8 or mxfp4 in model_name_or_path, and write [lora]. Nothing else is needed"
+)
+
+
 def find_keys(name: str) -> tuple[list[str], str]:
     """Return the keys that a name means, and what to say first: that it is another tool's name, or "".
 
@@ -91,7 +100,7 @@ def find_keys(name: str) -> tuple[list[str], str]:
     if key in KEYS:
         return [key], ""
     if key in TABLES:
-        return sorted(inner for inner in KEYS if inner.startswith(f"{key}.")), ""
+        return [inner for inner in KEYS if inner.startswith(f"{key}.")], ""
     leaf = key.rpartition(".")[2]
     homes = sorted(known for known in KEYS if known.rpartition(".")[2] == leaf)
     if homes and leaf == key:
@@ -101,6 +110,9 @@ def find_keys(name: str) -> tuple[list[str], str]:
         return find_keys(ours)[0], TRANSLATIONS[leaf].advice()
     if leaf in ACCEPTED:
         return [ACCEPTED[leaf]], f"`{leaf}` is the name in {TRANSFORMERS_4}; here: {ACCEPTED[leaf]}"
+    if leaf in _QUANTIZED:
+        note = f"`{leaf}`: QLoRA is [lora] over a folder that is quantized already: {_QUANTIZED_FOLDERS}"
+        return ["model.model_name_or_path", "lora.r"], note
     advice = advice_for_unknown(tuple(name.split(".")))
     raise ConfigError("the config", [Problem(name, f"there is no key `{name}`", advice or "All keys: config schema")])
 

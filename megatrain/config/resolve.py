@@ -124,7 +124,9 @@ def _objective(config: RunConfig) -> Objective:
     try:
         found = read_kind(table.scores)
     except ScoresError as error:
-        raise ConfigError("[distill]", [Problem("distill.scores", str(error), "See docs/teachers.md")]) from error
+        raise ConfigError(
+            "[distill]", [Problem("distill.scores", str(error), "Make them with megatrain-tier score TEACHER.toml")]
+        ) from error
     problems = []
     if table.top_k is not None and table.top_k > found.top_k:
         text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"

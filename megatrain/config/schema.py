@@ -347,7 +347,11 @@ class ModelConfig(Table):
 class LoraConfig(Table, json_schema_extra=_all_alter("yes")):
     """``[lora]``: small adapters that are trained in place of the model, with peft's names and files."""
 
-    r: int = key("Rank of the adapters, e.g. 16. 0: there are none, and the model itself is trained.", 0, ge=0)
+    r: int = key(
+        "Rank of the adapters, e.g. 16; QLoRA over a quantized folder. 0: none, and the model itself is trained.",
+        0,
+        ge=0,
+    )
     lora_alpha: float = key("Adapters are scaled by lora_alpha / r.", 8.0, gt=0)
     lora_dropout: float = key("Share of an adapter's inputs that is dropped.", 0.0, ge=0, lt=1)
     target_modules: TargetModules = key(

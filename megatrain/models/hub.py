@@ -9,6 +9,7 @@ environment (``HF_TOKEN``) or of ``hf auth login``. Code is never fetched.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -211,8 +212,14 @@ def _explained(name: str, revision: str | None, *, writes: bool = False) -> Iter
     """Turn the errors of the hub inside the context into one of ours."""
     from huggingface_hub import constants, errors
 
+    logger = logging.getLogger("huggingface_hub")
+    level = logger.level
     try:
-        yield
+        logger.setLevel(logging.ERROR)  # a dozen lines of retries would come before the message
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
     except errors.GatedRepoError:
         problem = (
             f"is gated: accept its terms at {constants.ENDPOINT}/{name}, then set HF_TOKEN to a token of that account"

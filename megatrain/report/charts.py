@@ -140,7 +140,11 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
     """Yield the charts of a run in the order of the page; ``lay_out`` returns None for those without a point."""
     steps = history.steps
     marks = [(float(step), f"continued after step {step}, {at}") for step, at in figures.restarts]
-    yield Chart("Loss", lines=_losses(steps, figures), marks=marks)
+    if figures.loss_name:  # of two kinds: they have no axis in common
+        yield Chart(f"Loss of training ({figures.loss_name})", lines=_losses(steps), marks=marks)
+        yield Chart("Cross entropy of evaluations", lines=_evaluation_losses(figures), marks=marks)
+    else:
+        yield Chart("Loss", lines=[*_losses(steps), *_evaluation_losses(figures)], marks=marks)
     yield Chart("Learning rate", lines=[Line("", _curve(steps, "lr"))], starts_at_zero=True, format_value=_format_rate)
     norms = _curve(steps, "grad_norm")
     positive = [norm for _, norm in norms if norm > 0]
@@ -232,11 +236,16 @@ def _curve(steps: Sequence[Mapping[str, Any]], key: str, unit: float = 1.0) -> l
     return average([(step["step"], step[key] / unit) for step in steps if isinstance(step.get(key), int | float)])
 
 
-def _losses(steps: Sequence[Mapping[str, Any]], figures: Figures) -> list[Line]:
+def _losses(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
     raw = [(float(step["step"]), float(step["loss"])) for step in steps]
     lines = [Line("training", average(raw))]
     if len(raw) >= _SMOOTHED_FROM:
         lines = [Line("each step", average(raw), style="faint"), Line("smoothed", average(_smooth(raw)))]
+    return lines
+
+
+def _evaluation_losses(figures: Figures) -> list[Line]:
+    lines = []
     for number, (name, losses) in enumerate(figures.evaluations.items()):
         points = [(float(step), loss) for step, loss in losses]
         lines.append(Line(name, points, 2 + number % (NUM_COLORS - 1), dots=True))

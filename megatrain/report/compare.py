@@ -29,7 +29,7 @@ def names_of(first: Figures, second: Figures) -> tuple[str, str]:
 def compare(first: Figures, second: Figures) -> Iterator[Beside]:
     """Yield what came of two runs, row by row."""
     yield Beside("steps", f"{first.step:,}", f"{second.step:,}")
-    yield _row("last loss", first.last_loss, second.last_loss, "{:.4f}".format)
+    yield _row("last loss (mean)", first.last_loss, second.last_loss, "{:.4f}".format)
     for name in dict.fromkeys([*first.evaluations, *second.evaluations]):
         last, other = (
             each.evaluations[name][-1][1] if each.evaluations.get(name) else None for each in (first, second)

@@ -27,6 +27,8 @@ CAUSES = {
     "commit": "waiting for a checkpoint",
 }
 COMPUTING = "computing"
+#: Task -> what its loss is, where evaluations have another one.
+_LOSS_NAMES = {"distill": "distillation"}
 #: Keys that differ in every run, and that are shown elsewhere.
 _RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
 
@@ -103,8 +105,10 @@ class Figures:
         step: Steps done.
         max_steps: Steps of the whole run.
         seconds: Of all steps, evaluations and saves.
-        first_loss: Of the first step known.
-        last_loss: Of the last step.
+        first_loss: Mean over the first ``num_averaged`` steps known: a single step says more about its rows.
+        last_loss: Mean over the last ``num_averaged`` steps, which are none of the first.
+        num_averaged: Steps in each of these means.
+        loss_name: What the loss of training is, where it is not cross entropy as that of evaluations is; else "".
         evaluations: Name of a set -> (step, loss), in order.
         judged: Name of a set of preferences -> step -> figures, by TRL's names.
         samples: Name of a set -> what the model wrote in its newest evaluation that asked for it.
@@ -149,6 +153,8 @@ class Figures:
     seconds: float
     first_loss: float | None
     last_loss: float | None
+    num_averaged: int
+    loss_name: str
     evaluations: Mapping[str, Sequence[tuple[int, float]]]
     judged: Mapping[str, Mapping[int, Mapping[str, float]]]
     samples: Mapping[str, Samples]
@@ -186,6 +192,10 @@ class Figures:
         return values
 
 
+def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    return math.fsum(step["loss"] for step in steps) / len(steps) if steps else None
+
+
 def compute_figures(history: RunHistory) -> Figures:
     """Return the figures of a run; what is not known is None or empty."""
     steps, plan = history.steps, history.plan
@@ -194,6 +204,7 @@ def compute_figures(history: RunHistory) -> Figures:
     warm_s = sum(step.get("step_s", 0.0) for step in warm)
     rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
     status = history.status
+    averaged = min(NUM_LOSSES, max(1, len(steps) // 2))  # as the summary of a run has it
     return Figures(
         name=history.name,
         path=str(history.path),
@@ -203,8 +214,10 @@ def compute_figures(history: RunHistory) -> Figures:
         step=max([step["step"] for step in steps[-1:]], default=status.step if status is not None else 0),
         max_steps=max([step.get("max_steps", 0) for step in steps[-1:]], default=status.max_steps if status else 0),
         seconds=_total_seconds(history),
-        first_loss=steps[0]["loss"] if steps else None,
-        last_loss=steps[-1]["loss"] if steps else None,
+        first_loss=_mean_loss(steps[:averaged]),
+        last_loss=_mean_loss(steps[-averaged:]),
+        num_averaged=averaged if steps else 0,
+        loss_name=_LOSS_NAMES.get(history.config.task, "") if history.config is not None else "",
         evaluations=_evaluations(history),
         judged=_judged(history),
         samples=_samples(history),

@@ -80,12 +80,16 @@ def _tiles(figures: Figures) -> Iterator[tuple[str, str, str]]:
     if figures.seconds:
         yield "time", format_duration(figures.seconds), "steps, evaluations, saves"
     if figures.first_loss is not None and figures.last_loss is not None:
-        yield "loss", f"{figures.last_loss:.4f}", f"from {figures.first_loss:.4f}"
+        note = f"from {figures.first_loss:z.4f}"
+        if figures.num_averaged > 1:
+            note += f", means of {figures.num_averaged} steps"
+        yield f"{figures.loss_name} loss".strip(), f"{figures.last_loss:z.4f}", note
     for name, evaluated in list(figures.evaluations.items())[:3]:
         losses = [loss for _, loss in evaluated]
         last, best = losses[-1], min(losses)
         note = quality(figures, name, evaluated[-1][0], last) if len(losses) == 1 else f"from {losses[0]:.4f}"
-        yield f"{name} loss", f"{last:.4f}", f"{note}, best {best:.4f}" if best < last else note
+        what = "cross entropy" if figures.loss_name else "loss"
+        yield f"{name} {what}", f"{last:z.4f}", f"{note}, best {best:.4f}" if best < last else note
     if figures.tokens_per_s is not None:
         yield "tokens/s", f"{figures.tokens_per_s:,.0f}", f"trained {figures.trained_tokens_per_s or 0:,.0f}"
     if figures.hardware_flops_per_s:

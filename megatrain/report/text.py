@@ -31,7 +31,7 @@ def report_lines(figures: Figures) -> list[str]:
         head = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
         lines += [head, *table]
     if figures.time_s:
-        lines.append("a step is " + " | ".join(_times(figures)))
+        lines.append("a step   " + " | ".join(_times(figures)))
     lines += _rest(figures)
     return lines
 
@@ -50,13 +50,20 @@ def comparison_lines(figures: Figures, other: Figures) -> list[str]:
 def _headline(figures: Figures) -> str:
     parts = [f"report  {figures.name}", f"{figures.state} {figures.step:,}/{figures.max_steps:,}"]
     if figures.seconds:
-        parts.append(format_duration(figures.seconds))
+        parts.append(f"{format_duration(figures.seconds)} with evaluations and saves")
     if figures.first_loss is not None and figures.last_loss is not None:
-        parts.append(f"loss {figures.first_loss:.4f} -> {figures.last_loss:.4f}")
+        name = f"{figures.loss_name} loss" if figures.loss_name else "loss"
+        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{_averaged(figures)}")
     for name, losses in figures.evaluations.items():
         first, last = losses[0][1], losses[-1][1]
-        parts.append(f"{name} {last:.4f}" if len(losses) == 1 else f"{name} {first:.4f} -> {last:.4f}")
+        what = f"{name} cross entropy" if figures.loss_name else name
+        parts.append(f"{what} {last:z.4f}" if len(losses) == 1 else f"{what} {first:z.4f} -> {last:z.4f}")
     return "   ".join(parts)
+
+
+def _averaged(figures: Figures) -> str:
+    count = figures.num_averaged
+    return f" (means of {count} steps)" if count > 1 else ""
 
 
 def _comparison(figures: Figures) -> Iterator[str]:
@@ -67,11 +74,15 @@ def _comparison(figures: Figures) -> Iterator[str]:
             note = f"{1 + error:.1f} times as long" if error > 1 else f"{error:+.0%}"
         yield _row("step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
     for tier, peak in figures.tiers.items():
+        if not (peak.planned or peak.measured):
+            continue
         capacity = figures.capacity_bytes.get(tier)
         unit, name = binary_unit(max(peak.planned or 0, peak.measured or 0))
         of = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
         yield _row(f"{tier} {name}", peak, unit, of)
     for link, moved in figures.links.items():
+        if not (moved.planned or moved.measured):
+            continue
         unit, name = binary_unit(max(moved.planned or 0, moved.measured or 0))
         error = moved.error
         note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
@@ -139,7 +150,7 @@ def _rest(figures: Figures) -> Iterator[str]:
         yield f"samples of {name} at step {samples.step:,}"
         yield from format_samples([Sample(**row) for row in samples.rows])
     if figures.preferences:
-        yield f"prefer  {format_preferences(figures.preferences)}, means of the last steps"
+        yield f"answers {format_preferences(figures.preferences)}, means over the last steps"
     if figures.num_real_tokens:
         padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
         yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
@@ -151,18 +162,20 @@ def _rest(figures: Figures) -> Iterator[str]:
     for number, rank in enumerate(figures.ranks):
         yield f"rank {number:<2} {format_rank(rank)}"
     for path, drive in figures.drives.items():
-        yield f"wrote   {path}   {_wear(drive) if drive.nbytes else 'nothing in steps'}"
+        if drive.nbytes:
+            yield f"wrote   {path}   {_wear(drive)}"
     if figures.checkpoints:
         last = figures.checkpoints[-1]
         stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
         count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
         yield (
             f"saved   {count}, the last at step {last['step']}, "
-            f"{format_size(last.get('nbytes', 0))}; training stood still for {stalls:.1f} s in all"
+            f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in all"
         )
     if figures.restarts:
         at = ", ".join(f"step {step}" for step, _ in figures.restarts)
-        yield f"starts  continued {len(figures.restarts)} time{'s' if len(figures.restarts) > 1 else ''}: {at}"
+        times = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
+        yield f"starts  continued {times}, after {at}"
     if figures.timeline is not None:
         yield f"trace   {figures.timeline}: open it at https://ui.perfetto.dev"
     if figures.export_dir is not None:

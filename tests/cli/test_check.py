@@ -104,6 +104,9 @@ CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
     "no model": (lambda run: shutil.rmtree(run.folder / "model"), {}, 2, "model", "is not a folder"),
     "no tokenizer": (lambda run: (run.folder / "model/tokenizer.json").unlink(), {}, 4, "tokenizer", "tokenizer.json"),
     "frozen nothing": (lambda run: None, {"model": 'freeze = ["nothing.*"]'}, 2, "model", "nothing.*"),
+    "adapters of nothing": (
+        lambda run: None, {"model": '[lora]\nr = 4\ntarget_modules = ["q_prj"]'}, 2, "model", "target_modules",
+    ),
     "broken rows": (lambda run: (run.folder / "data.txt").write_bytes(b"\xff"), {}, 4, "data", "not UTF-8"),
     "does not fit": (lambda run: None, {"ram": "1MiB"}, 3, "plan", "this run needs at least"),
     "no CUDA": (lambda run: None, {"device": "cuda"}, 2, "device", "no CUDA device"),

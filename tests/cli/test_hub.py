@@ -138,6 +138,7 @@ def test_what_cannot_be_fetched(
     result = machine.call("run", machine.config(name, line), **environment)
     assert result.returncode == 2, result
     assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
+    assert "Retrying" not in result.stderr
     assert not machine.run.out.exists()
 
 

@@ -278,7 +278,11 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["rum"], "No such command 'rum'"),
+        (["rum"], "No such command 'rum'. Did you mean 'run'?"),
+        (["rnu", "x.toml"], "No such command 'rnu'. Did you mean 'run'?"),
+        (["xyzzy"], "No such command 'xyzzy'"),
+        (["run", "x.toml", "--lr", "3"], "No such option: --lr. It is a key of the config: --set learning_rate=VALUE"),
+        (["run", "x.toml", "--procesess", "3"], "Did you mean '--processes'?"),
         (["run"], "Missing argument 'CONFIG'"),
         (["run", "x.toml", "--max-steps", "0"], "0 is not in the range x>=1"),
         (["plan", "x.toml", "--wat"], "No such option"),
@@ -289,6 +293,16 @@ def test_usage_errors_exit_2(call: Callable[..., Result], arguments: list[str], 
     result = call(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_help_lists_each_command_in_one_group(call: Callable[..., Result], cli_module: CliModule) -> None:
+    main = cli_module("main")
+    grouped = [name for names in main.GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(main.command_group.list_commands(None))
+    lines = call("--help").stdout.splitlines()
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", *(f"{title}:" for title in main.GROUPS)]
+    assert lines[lines.index("Start:") + 1].split()[0] == "init"
 
 
 def test_warnings_go_to_stderr(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:

@@ -108,7 +108,7 @@ def test_a_run_and_its_report(config: Path) -> None:
     lines = [json.loads(line) for line in (config.parent / "out/metrics.jsonl").read_text().splitlines()]
     assert {"rewards/accuracies", "logps/chosen"} <= set(lines[0]["preferences"])
     report = call("report", config.parent / "out")
-    assert report.exit_code == 0 and "prefer  accuracy" in report.stdout
+    assert report.exit_code == 0 and "answers accuracy" in report.stdout
     assert call("report", config.parent / "out", "--html", config.parent / "page.html").exit_code == 0
     fresh = call("status", config.parent / "out")
     assert fresh.exit_code == 0, fresh.output

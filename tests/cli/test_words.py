@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -43,5 +44,19 @@ def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> Non
 def test_max_steps_is_another_schedule(run: SavedRun, words: tuple[str | int, ...], is_said: bool) -> None:
     result = run.call("run", run.write_config(), "--dry-run", *words)
     assert result.exit_code == 0, result.output
-    assert ("note: --max-steps 3: the learning rate runs through its whole schedule" in result.stderr) == is_said
+    assert ("note: the learning rate goes through its whole schedule" in result.stderr) == is_said
     assert not Path(run.out).exists()
+
+
+def test_messages_name_no_page_of_the_repository() -> None:
+    """Who installed the package has none of them."""
+    found = [
+        f"{path}:{node.lineno} {node.value[:80]!r}"
+        for folder in ("cli", "megatrain", "tiered")
+        for path in sorted(Path(folder).rglob("*.py"))
+        if path.name not in ("document.py", "reference.py")  # which write pages
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.search(r"docs/\w+\.md", node.value)
+        if not node.value.lstrip().startswith(("The ", "A ", "What "))  # docstrings
+    ]
+    assert not found, found

@@ -83,7 +83,7 @@ def test_another_objective_alters_the_results(tmp_path: Path, key: str) -> None:
         ),
         ("[training]\nlabel_smoothing_factor = 1.0", "training.label_smoothing_factor = 1.0 is out of range"),
         ("[training]\nneftune_noise_alpha = -1", "training.neftune_noise_alpha = -1 is out of range"),
-        ("[[data.eval]]\npath = 'a'\ncolumns = { body = 'x' }", "`body` is not a field of ours"),
+        ("[[data.eval]]\npath = 'a'\ncolumns = { body = 'x' }", "`body` is no field of a row"),
     ],
 )
 def test_what_cannot_work_is_said(tmp_path: Path, text: str, expected: str) -> None:

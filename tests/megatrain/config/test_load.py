@@ -382,3 +382,33 @@ def test_home_and_variables_in_paths(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert 'line 7: data.train.0.path = "$NO_SUCH/x.jsonl" has the variable $NO_SUCH, which is not set' in " ".join(
         messages
     )
+
+
+def test_a_misspelled_key_is_the_only_problem_that_it_makes(tmp_path: Path) -> None:
+    """What follows from its absence is not told, and what is in a misspelled table is."""
+    text = SMALLEST.replace("[[data.train]]", "[data]\nmax_lenght = 128\n[[data.train]]", 1)
+    text += "[training]\ntrain_batch_tokens = 512\nmax_steps = 6.5\n[optimiser]\nlearning_rat = 3\n"
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, text))
+    assert [problem.key for problem in raised.value.problems] == [
+        "data.max_lenght", "training.max_steps", "optimiser", "optimiser.learning_rat",
+    ]  # fmt: skip
+    said = str(raised.value)
+    assert "Write 6 or 7" in said and "Did you mean optimizer.learning_rate?" in said
+    assert "multiple" not in said
+    fixed = text.replace("6.5", "6").replace("[optimiser]\nlearning_rat = 3\n", "")
+    with pytest.raises(ConfigError) as raised:
+        load_config(write(tmp_path, fixed))
+    assert [problem.key for problem in raised.value.problems] == ["data.max_lenght"]
+
+
+def test_other_words_for_a_choice(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='Write "sigmoid", which is DPO'):
+        load_config(write(tmp_path, SMALLEST), overrides=["task=dpo", "preference.loss_type=dpo"])
+
+
+def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
+    """Epochs are its default: only another number of them says something that max_steps overrides."""
+    for epochs, count in ((1.0, 0), (2.0, 1)):
+        loaded = load_config(write(tmp_path, SMALLEST), overrides=["max_steps=5", f"num_train_epochs={epochs}"])
+        assert sum("num_train_epochs" in warning for warning in loaded.warnings) == count

@@ -67,7 +67,7 @@ BAD = {
     "tier": ('[placement]\nweights = ["disk"]', 'line 8: placement.weights = ["disk"] is not a placement. Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
     "no nvme": ('[placement]\noptimizer = ["ram", "nvme"]', 'line 8: placement.optimizer names "nvme", but there is no [[tiers.nvme]]'),
     "tier twice": ('[placement]\nweights = ["ram", "ram"]', "line 8: placement.weights names a tier twice"),
-    "column": ('columns = { body = "text" }', "line 7: data.train.0.columns: `body` is not a field of ours"),
+    "column": ('columns = { body = "text" }', "line 7: data.train.0.columns: `body` is no field of a row"),
     "remote code": ("[model.x]\n[optimizer]\nmax_grad_norm = -1", "line 9: optimizer.max_grad_norm = -1 is out of range. It must be at least 0"),
     "two batches": ("[training]\ntrain_batch_tokens = 8192\ngradient_accumulation_steps = 2", "line 9: training.gradient_accumulation_steps and training.train_batch_tokens both set the batch. Keep one"),
     "no multiple": ("[training]\ntrain_batch_tokens = 1500", "line 8: training.train_batch_tokens = 1500 is not a multiple of data.max_length = 1024. Write 1024 or 2048"),

@@ -69,7 +69,7 @@ def test_what_alters_results(key: str, what: str) -> None:
         ("data.train.0.columns.prompt", ["data.train.columns"]),
         ("warmup_ratio", ["optimizer.warmup_steps"]),
         ("cutoff_len", ["data.max_length"]),
-        ("[tiers.ram]", ["tiers.ram.pinned", "tiers.ram.size"]),
+        ("[tiers.ram]", ["tiers.ram.size", "tiers.ram.pinned"]),
     ],
 )
 def test_names_that_are_found(name: str, keys: list[str]) -> None:

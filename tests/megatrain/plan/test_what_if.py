@@ -59,6 +59,9 @@ def test_names_that_depend_on_the_config(write: Callable[..., Path], tmp_path: P
     path.write_text(text.replace("[training]\n", "[training]\ntrain_batch_tokens = 256\n"))
     config = load_config(path).config
     assert overrides_of("batch=512", resolve(config)) == ["training.train_batch_tokens=512"]
+    length = resolve(config).batch.max_length
+    assert overrides_of("batch=7", resolve(config)) == [f"training.train_batch_tokens={7 * length}"], "rows"
+    assert overrides_of("batch=6,length=10", resolve(config))[0] == "training.train_batch_tokens=60"
     changes = overrides_of("nvme=64MiB", resolve(config))
     assert load_config(path, (), changes).config.tiers.nvme[0].path == tmp_path / "out" / "nvme"
 

@@ -108,12 +108,15 @@ def check_page(page: str) -> int:
 def test_a_run_that_is_done(tmp_path: Path) -> None:
     folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
     lines = lines_of(folder)
-    assert lines[0] == "report  out   done 8/8   16.8 s   loss 4.0000 -> 1.2500   held <out> 1.5000"
+    assert (
+        lines[0] == "report  out   done 8/8   16.8 s with evaluations and saves   "
+        "loss 3.2500 -> 1.6250 (means of 4 steps)   held <out> 1.5000"
+    )
     text = "\n".join(lines)
     assert re.search(r"step s +1\.600 +2\.000   \+25%", text)
     assert re.search(r"ram MiB +40\.0 +50\.0   of 64\.0", text)
     assert re.search(r"ram->nvme MiB +1\.0 +-$", text, re.MULTILINE)
-    assert "a step is computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
+    assert "a step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
     assert "wrote   /drive   8.39 MB (1.05 MB per step, planned 1.05 MB)" in lines
     assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
@@ -310,7 +313,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert "optimizer.adam_beta1" not in changed and "output_dir" not in changed
     assert len(history.saved) == 2 and len(history.ends) == 2
     assert check_page(render_page(history, figures)) >= 9
-    assert "starts  continued 1 time: step 2" in report_lines(figures)
+    assert "starts  continued once, after step 2" in report_lines(figures)
 
 
 def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path: Path) -> None:
@@ -376,3 +379,19 @@ def test_two_runs_on_one_page(real_run: Path, tmp_path: Path, cli_call: Callable
     assert "the same" in same.stdout and str(real_run) in same.stdout, (
         "runs of one name are told apart by their folders"
     )
+
+
+def test_distillation_and_cross_entropy_share_no_axis(tmp_path: Path) -> None:
+    """What is trained on is another loss than that of evaluations: two charts, and two names."""
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5])
+    history = read_history(folder)
+    assert 'aria-label="Loss"' in page_of(folder) or "Loss" in page_of(folder)
+    config = load_config(EXAMPLES / "quickstart/first.toml").config.model_copy(update={"task": "distill"})
+    distilled = replace(history, config=config)
+    figures = compute_figures(distilled)
+    assert "distillation loss 3.7500 -> 2.7500 (means of 2 steps)   held <out> cross entropy 1.5000" in "\n".join(
+        report_lines(figures)
+    )
+    page = render_page(distilled, figures)
+    check_page(page)
+    assert "Loss of training (distillation)" in page and "Cross entropy of evaluations" in page
