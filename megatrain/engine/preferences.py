@@ -12,7 +12,7 @@ head runs twice over the rows of a micro-batch, for the sums and for the gradien
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 from typing import Any, Literal
 
@@ -251,12 +251,12 @@ def mean_figures(figures: Iterable[Figure], numbers: Sequence[float]) -> dict[st
     return means
 
 
+@dataclass(eq=False)
 class CollectedExamples:
-    """The examples of an evaluation, a few numbers of each, on the host."""
+    """The examples of an evaluation, a few numbers of each, on the host. Ranks send each other theirs."""
 
-    def __init__(self) -> None:
-        self._batches: list[tuple[Tensor, dict[str, Tensor]]] = []
-        self._parts: list[int] = []
+    _batches: list[tuple[Tensor, dict[str, Tensor]]] = field(default_factory=list)
+    _parts: list[int] = field(default_factory=list)
 
     def add(self, batch: Mapping[str, Tensor], shifted: Tensor, logps: Sequence[float], *, part: int = 0) -> None:
         """Take in a micro-batch, its shifted labels, and the log-probabilities of its answers.

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
+from megatrain.ranks.messages import gather_messages
 from megatrain.ranks.shares import NETWORK, PEER, peer_links
 from megatrain.ranks.world import WorldError, groups_of_hosts
 
@@ -209,10 +210,8 @@ class Collectives:
         )
 
     def gather_objects(self, item: object) -> list[Any]:
-        """Return what every rank gave, by rank. The objects are pickled, and travel through host memory."""
-        found: list[Any] = [None] * self.size
-        self._dist.all_gather_object(found, item, group=self._group)
-        return found
+        """Return what every rank gave, by rank. Objects as ``messages.encode`` takes them, through host memory."""
+        return gather_messages(item, self._group)
 
     def all_or_none(self, action: Callable[[], _Result]) -> _Result:
         """Return the result of what every rank does at once; where it fails on one, all raise the first one's error.
@@ -228,18 +227,11 @@ class Collectives:
             result.append(action())
         except Exception as raised:
             error = raised
-        # Not the exception itself: those with arguments of their own cannot be pickled.
-        said = None if error is None else (type(error), error.args, vars(error))
-        found = self.gather_objects(said)
-        for rank, other in enumerate(found):
+        for rank, other in enumerate(self.gather_objects(error)):
             if rank == self.rank and error is not None:
                 raise error
             if other is not None:
-                kind, arguments, attributes = other
-                copy = kind.__new__(kind)
-                copy.args = arguments
-                vars(copy).update(attributes)
-                raise copy
+                raise other
         return result[0]
 
     def check_alike(self, what: str, lines: Sequence[str]) -> None:

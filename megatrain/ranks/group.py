@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatrain.ranks.affinity import cores_near, cores_of_rank
 from megatrain.ranks.watch import Failure, LauncherLine, Watcher
-from megatrain.ranks.world import CONNECT_TIMEOUT_S, World, WorldError, connect, init, meeting_point
+from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, meeting_point
 
 if TYPE_CHECKING:
     import torch
@@ -82,18 +82,21 @@ class RankGroup:
         from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 
         # torchrun's agent serves the store itself, and lives longer than rank 0.
-        serves = self.world.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        serves = self.world.is_first and not is_agents
         # A restarted set of ranks must not read what the one before has written.
         attempt = f"megatrain-tier/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         try:
             if self._line is None:
                 host, port = meeting_point()
+                if self.world.num_hosts == 1 and not is_agents:
+                    host = LOOPBACK
                 served = connect(self.world, host, port, serves=serves)
             elif serves:
-                served = connect(self.world, host := "127.0.0.1", 0, serves=True)
+                served = connect(self.world, host := LOOPBACK, 0, serves=True)
                 self._line.send(port=(port := served.port))  # type: ignore[attr-defined]
             else:
-                host, port = "127.0.0.1", _port(self._line)
+                host, port = LOOPBACK, _port(self._line)
                 served = connect(self.world, host, port)
             self._store = PrefixStore(attempt, served)  # rank 0's serves all others for as long as it exists
             own = PrefixStore(attempt, connect(self.world, host, port))
@@ -164,21 +167,18 @@ class RankGroup:
         """Return what every rank gave, by rank. A collective: all ranks call it, in the same order."""
         if self.world.is_single:
             return [item]
-        import torch.distributed as dist
+        from megatrain.ranks.messages import gather_messages
 
-        found: list[T | None] = [None] * self.world.size
-        dist.all_gather_object(found, item)
-        return found  # type: ignore[return-value]
+        return gather_messages(item)
 
     def broadcast(self, item: T) -> T:
         """Return what rank 0 gave; what others give does not count. A collective."""
         if self.world.is_single:
             return item
-        import torch.distributed as dist
+        from megatrain.ranks.messages import broadcast_message
 
-        items = [item]
-        dist.broadcast_object_list(items, src=0)
-        return items[0]
+        found: T = broadcast_message(item)
+        return found
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
         """Send a tensor of host memory to a rank, which receives it."""

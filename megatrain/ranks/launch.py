@@ -133,7 +133,6 @@ class _Launcher:
                 "LOCAL_RANK": str(number),
                 "LOCAL_WORLD_SIZE": str(self._size),
                 "OMP_NUM_THREADS": str(threads),
-                "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
                 LAUNCHED_VARIABLE: "1",
             }
             ours, theirs = socket.socketpair()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
+    "LOOPBACK",
     "World",
     "WorldError",
     "connect",
@@ -42,6 +43,10 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GROUP_TIMEOUT = timedelta(days=1)
 #: Until all ranks have started; those of other hosts import from slow file systems.
 CONNECT_TIMEOUT_S = 600.0
+#: Where ranks of one host meet: nobody on the network can reach it.
+LOOPBACK = "127.0.0.1"
+#: The interface that gloo and NCCL listen on where all ranks are on one host.
+_LOOPBACK_INTERFACE = "lo"
 
 
 class WorldError(Exception):
@@ -177,7 +182,7 @@ def _first_host(nodes: str) -> str:
 
 
 def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port at which rank 0 is met.
+    """Return host and port at which rank 0 is met, as torchrun or srun have it.
 
     Raises:
         WorldError: the environment does not say.
@@ -197,6 +202,9 @@ def meeting_point(environment: Mapping[str, str] = os.environ) -> tuple[str, int
 def connect(world: World, host: str, port: int, *, serves: bool = False, timeout_s: float = CONNECT_TIMEOUT_S) -> Store:
     """Return a connection of its own to the store at which ranks meet. Thread-safe, but its calls wait for each other.
 
+    A store that is served on ``LOOPBACK`` listens there alone. On any other host torch's store listens on all
+    interfaces of the machine, whatever it is told, and answers whoever asks: that is for networks closed to others.
+
     Args:
         world: of this rank.
         host: at which the store is served.
@@ -206,8 +214,19 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    options: dict[str, Any] = {}
+    if serves and host == LOOPBACK:
+        listener = socket.create_server((LOOPBACK, port))
+        port = listener.getsockname()[1]
+        options["master_listen_fd"] = listener.detach()  # the store closes it
     return TCPStore(
-        host, port, world.size, is_master=serves, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        host,
+        port,
+        world.size,
+        is_master=serves,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        **options,
     )
 
 
@@ -229,6 +248,10 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
 
     if world.is_single:
         return
+    if world.num_hosts == 1:
+        # Before the group is made: both listen on the interface that this names, else on one that others can reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK_INTERFACE)
     on_gpu = device.type == "cuda"
     _check_gpus(world, store, bus if on_gpu else None)
     dist.init_process_group(

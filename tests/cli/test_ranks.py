@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,6 +23,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.checkpoint.ranks import rank_folder_name
+from processes import rank_runs
 from processes.rank_runs import (
     ENVIRONMENT,
     LIMIT_S,
@@ -270,6 +272,33 @@ def go_on(run: SavedRun, size: int, steps: int, *keys: str) -> None:
 def has_steps(run: SavedRun) -> bool:
     metrics = run.out / "metrics.jsonl"
     return metrics.exists() and b"grad_norm" in metrics.read_bytes()
+
+
+@pytest.mark.parametrize("way", ["launcher", "srun"])
+def test_ranks_of_one_machine_listen_on_the_loopback_alone(
+    way: str, made: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Store and process group: nobody on the network can connect, whatever the rank's address is said to be."""
+    run = made.copy(tmp_path / "run")
+    config = run.write_config(steps=400)
+    monkeypatch.setitem(rank_runs.MEETING, "MASTER_ADDR", "localhost")
+    started = start_ranks([config] * 2, *OPTIONS) if way == "srun" else []
+    with contextlib.ExitStack() as stack:
+        for process in started:
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+        if not started:
+            started = [stack.enter_context(launched(2, config, *OPTIONS))]
+        wait_until(partial(has_steps, run), started[0])
+        family = [each for process in started for each in (psutil.Process(process.pid), *children(process.pid))]
+        connections = [each for process in family for each in process.net_connections("inet")]
+    listening = [each.laddr.ip.removeprefix("::ffff:") for each in connections if each.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 3  # the store, and gloo of each rank
+    assert set(listening) == {"127.0.0.1"}, connections
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from processes.saved_run import ROOT, command_words
 
 LIMIT_S = 120.0  # of a test that hangs
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+MEETING = {"MASTER_ADDR": "127.0.0.1"}  # of ranks without our launcher
 
 
 @dataclass
@@ -96,7 +97,7 @@ def start_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     size = str(len(configs))
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    shared = {**MEETING, "MASTER_PORT": str(port), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return [
         warm.Popen(
             [*command_words(), "run", str(config), *options],
@@ -107,7 +108,6 @@ def start_ranks(configs: Sequence[Path], *options: str, folders: Sequence[Path] 
             env={
                 **ENVIRONMENT,
                 **shared,
-                "GLOO_SOCKET_IFNAME": "lo",
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "PYTHONPATH": str(ROOT),

@@ -49,7 +49,7 @@ def alone(size: int, folder: Path, *ways: str) -> tuple[list[int], str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
     ranks = [
         warm.Popen(

@@ -1,0 +1,312 @@
+"""What ranks tell each other, as bytes: JSON and arrays, no pickle.
+
+Whoever can reach the port of a process group can send a rank bytes. Unpickling them would run what they say; reading
+JSON cannot. Python's types go through it by tags (a tuple is ``{"tuple": [...]}``), arrays beside it as they are in
+memory. Records come back as what they were, but only classes of this project are looked up: dataclasses, pydantic
+models, enums, named tuples, and its own and Python's exceptions.
+
+A message is the length of the JSON text (8 bytes, little-endian), the text, and the arrays one after the other, each
+at a multiple of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["MessageError", "broadcast_message", "decode", "encode", "gather_messages"]
+
+#: Packages whose classes a message may name.
+_PACKAGES = ("megatrain", "tiered", "megatrain_tier_cli")
+_HEADER = struct.Struct("<Q")
+#: What reading raises where bytes are no message; RuntimeError: of torch, and too deep a nesting.
+_UNREADABLE = (
+    *(ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, ImportError),
+    struct.error,
+)
+_ALIGNMENT = 8
+
+
+class MessageError(ValueError):
+    """Bytes are no message of this project, or name what no message may name."""
+
+
+def encode(item: object) -> bytes:
+    """Return an object as bytes that ``decode`` reads.
+
+    Args:
+        item: None, bool, int, float, str, bytes, Path; lists, tuples, sets and mappings of them; numpy arrays and
+            scalars, tensors of the host; exceptions; dataclasses, pydantic models, enums and named tuples of this
+            project.
+
+    Raises:
+        TypeError: there is something else in it.
+    """
+    buffers: list[bytes] = []
+    text = json.dumps(_tagged(item, buffers), separators=(",", ":")).encode()
+    parts = [_HEADER.pack(len(text)), _padded(text), *map(_padded, buffers)]
+    return b"".join(parts)
+
+
+def decode(message: bytes | bytearray | memoryview) -> Any:
+    """Return what ``encode`` was given.
+
+    Raises:
+        MessageError: these bytes are no message, or name a class that is not this project's.
+    """
+    data = memoryview(message)
+    try:
+        (length,) = _HEADER.unpack_from(data)
+        start = _HEADER.size
+        if length > len(data) - start:
+            raise ValueError(f"{length} bytes of text in {len(data)} bytes")
+        tree = json.loads(bytes(data[start : start + length]))
+        return _Reader(data, _after(start + length)).value(tree)
+    except MessageError:
+        raise
+    except _UNREADABLE as error:
+        raise MessageError(f"what another rank sent cannot be read: {error}") from error
+
+
+def gather_messages(item: object, group: ProcessGroup | None = None) -> list[Any]:
+    """Return what every rank of a group gave, by rank. A collective, through host memory.
+
+    Args:
+        item: as ``encode`` takes it.
+        group: that has a backend for host memory; None: the default group.
+    """
+    import torch.distributed as dist
+
+    own = torch.frombuffer(bytearray(encode(item)), dtype=torch.uint8)
+    size = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    most = max(int(length) for length in lengths)
+    padded = torch.zeros(most, dtype=torch.uint8)
+    padded[: len(own)] = own
+    found = [torch.empty(most, dtype=torch.uint8) for _ in range(size)]
+    dist.all_gather(found, padded, group=group)
+    return [decode(each[: int(length)].numpy().data) for each, length in zip(found, lengths, strict=True)]
+
+
+def broadcast_message(item: object, *, source: int = 0) -> Any:
+    """Return what one rank of the default group gave; what others give does not count. A collective.
+
+    Args:
+        item: as ``encode`` takes it; used on ``source`` alone.
+        source: rank.
+    """
+    import torch.distributed as dist
+
+    is_source = dist.get_rank() == source
+    message = torch.frombuffer(bytearray(encode(item if is_source else None)), dtype=torch.uint8)
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, src=source)
+    if not is_source:
+        message = torch.empty(int(length), dtype=torch.uint8)
+    dist.broadcast(message, src=source)
+    return item if is_source else decode(message.numpy().data)
+
+
+def _after(offset: int) -> int:
+    """Return the next place at which something may begin."""
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _padded(data: bytes) -> bytes:
+    return data + bytes(_after(len(data)) - len(data))
+
+
+def _name(kind: type) -> list[str]:
+    return [kind.__module__, kind.__qualname__]
+
+
+def _tagged(item: Any, buffers: list[bytes]) -> Any:
+    """Return JSON values for an object; what is neither a list nor a plain value is an object of one tag."""
+    kind = type(item)
+    if item is None or kind in (bool, int, float, str):
+        return item
+
+    def each(items: Any) -> list[Any]:
+        return [_tagged(one, buffers) for one in items]
+
+    if kind is list:
+        return each(item)
+    if isinstance(item, Enum):
+        return {"enum": [_name(kind), item.name]}
+    if isinstance(item, Exception):
+        return {"error": [_name(kind), [_or_text(one, buffers) for one in item.args], _attributes(item, buffers)]}
+    if isinstance(item, BaseModel):
+        return {"model": [_name(kind), item.model_dump(mode="json")]}
+    if is_dataclass(kind):
+        values = [[field.name, _tagged(getattr(item, field.name), buffers)] for field in fields(item)]
+        return {"record": [_name(kind), values]}
+    if isinstance(item, tuple):
+        return {"named": [_name(kind), each(item)]} if hasattr(kind, "_fields") else {"tuple": each(item)}
+    if isinstance(item, Mapping):
+        return {"map": [each(pair) for pair in item.items()]}
+    if isinstance(item, (set, frozenset)):
+        return {kind.__name__: each(item)}
+    if isinstance(item, (bytes, bytearray, memoryview)):
+        buffers.append(bytes(item))
+        return {"bytes": len(buffers[-1])}
+    if isinstance(item, Path):
+        return {"path": str(item)}
+    if isinstance(item, Tensor):
+        return {"tensor": [str(item.dtype).removeprefix("torch."), list(item.shape), _memory(item, buffers)]}
+    if isinstance(item, (np.ndarray, np.generic)) and item.dtype.kind in "biufc":
+        array = np.ascontiguousarray(item)
+        buffers.append(array.tobytes())
+        return {"array": [array.dtype.str, list(np.shape(item)), array.nbytes, isinstance(item, np.generic)]}
+    raise TypeError(f"ranks tell each other no {kind.__module__}.{kind.__qualname__}: {item!r}")
+
+
+def _memory(tensor: Tensor, buffers: list[bytes]) -> int:
+    buffers.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return len(buffers[-1])
+
+
+def _or_text(item: Any, buffers: list[bytes]) -> Any:
+    """Return an argument of an exception: where it is nothing that can be sent, as text. Errors must always arrive."""
+    before = len(buffers)
+    try:
+        return _tagged(item, buffers)
+    except TypeError:
+        del buffers[before:]
+        return str(item)
+
+
+def _attributes(error: Exception, buffers: list[bytes]) -> list[Any]:
+    return [[name, _or_text(value, buffers)] for name, value in vars(error).items()]
+
+
+class _Reader:
+    """Reads the tree of a message. Arrays are read in the order in which they were written: depth first."""
+
+    def __init__(self, data: memoryview, start: int) -> None:
+        self._data, self._at = data, start
+
+    def value(self, tree: Any) -> Any:
+        if isinstance(tree, list):
+            return [self.value(one) for one in tree]
+        if not isinstance(tree, dict):
+            return tree
+        (tag, content), *others = tree.items()
+        if others:
+            raise MessageError(f"a message has {len(tree)} tags where one is expected")
+        return getattr(self, f"_{tag}_of")(content)
+
+    def _tuple_of(self, items: Sequence[Any]) -> Any:
+        return tuple(map(self.value, items))
+
+    def _set_of(self, items: Sequence[Any]) -> Any:
+        return set(map(self.value, items))
+
+    def _frozenset_of(self, items: Sequence[Any]) -> Any:
+        return frozenset(map(self.value, items))
+
+    def _map_of(self, items: Sequence[Any]) -> Any:
+        return {self.value(key): self.value(value) for key, value in items}
+
+    def _path_of(self, text: str) -> Any:
+        return Path(text)
+
+    def _bytes_of(self, nbytes: int) -> Any:
+        return bytes(self._take(nbytes))
+
+    def _tensor_of(self, content: Sequence[Any]) -> Any:
+        dtype, shape, nbytes = content
+        flat = torch.frombuffer(bytearray(self._take(nbytes)) or bytearray(1), dtype=torch.uint8)[:nbytes]
+        return flat.view(_dtype(dtype)).view(shape)
+
+    def _array_of(self, content: Sequence[Any]) -> Any:
+        dtype, shape, nbytes, is_scalar = content
+        array = np.frombuffer(bytearray(self._take(nbytes)), dtype=np.dtype(dtype)).reshape(shape)
+        return array[()] if is_scalar else array
+
+    def _enum_of(self, content: Sequence[Any]) -> Any:
+        kind = _class(content[0])
+        if not issubclass(kind, Enum):
+            raise MessageError(f"{kind} is no enum")
+        return kind[content[1]]
+
+    def _named_of(self, content: Sequence[Any]) -> Any:
+        kind = _class(content[0])
+        if not (issubclass(kind, tuple) and hasattr(kind, "_make")):
+            raise MessageError(f"{kind} is no named tuple")
+        return kind._make(map(self.value, content[1]))
+
+    def _model_of(self, content: Sequence[Any]) -> Any:
+        kind = _class(content[0])
+        if not issubclass(kind, BaseModel):
+            raise MessageError(f"{kind} is no pydantic model")
+        return kind.model_validate(content[1])
+
+    def _record_of(self, content: Sequence[Any]) -> Any:
+        kind = _class(content[0])
+        if not is_dataclass(kind):
+            raise MessageError(f"{kind} is no record")
+        record: Any = object.__new__(kind)  # type: ignore[arg-type]  # as it was: what its constructor would do was done where it was made
+        names = {field.name for field in fields(kind)}
+        for name, value in content[1]:
+            if name not in names:
+                raise MessageError(f"{kind} has no field {name}")
+            object.__setattr__(record, name, self.value(value))
+        return record
+
+    def _error_of(self, content: Sequence[Any]) -> Any:
+        (module, name), *_ = content
+        arguments, attributes = [[self.value(each) for each in some] for some in content[1:]]
+        kind = getattr(builtins, name, None) if module == "builtins" else _class(content[0], default=RuntimeError)
+        if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            raise MessageError(f"{module}.{name} is no exception")
+        if kind is RuntimeError and name != "RuntimeError":
+            return RuntimeError(f"{name}: {' '.join(map(str, arguments))}")
+        error = kind.__new__(kind)
+        error.args = tuple(arguments)
+        vars(error).update({key: value for key, value in attributes})
+        return error
+
+    def _take(self, nbytes: int) -> memoryview:
+        found = self._data[self._at : self._at + nbytes]
+        if not isinstance(nbytes, int) or nbytes < 0 or len(found) != nbytes:
+            raise MessageError(f"a message ends before {nbytes} bytes that it names")
+        self._at = _after(self._at + nbytes)
+        return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise MessageError(f"{name} is no dtype")
+    return found
+
+
+def _class(name: Sequence[str], default: type | None = None) -> Any:
+    """Return a class of this project by its module and name; another one's is ``default``, or refused."""
+    module, qualname = name
+    if module.partition(".")[0] not in _PACKAGES:
+        if default is None:
+            raise MessageError(f"a message names {module}.{qualname}, which is none of this project's classes")
+        return default
+    found: Any = importlib.import_module(module)
+    for part in qualname.split("."):
+        found = vars(found)[part]  # of its own: nothing that a module has imported
+    if not isinstance(found, type) or found.__module__ != module:
+        raise MessageError(f"{module}.{qualname} is no class of this project")
+    return found

@@ -1,0 +1,183 @@
+"""What ranks tell each other: whatever the project sends comes back as it was, and bytes of others run nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.best import Best
+from megatrain.config.problems import ConfigError
+from megatrain.ranks.messages import MessageError, decode, encode
+from megatrain.ranks.world import WorldError
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+HASHABLE = st.recursive(PLAIN, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=6)
+TREES = st.recursive(
+    PLAIN,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(HASHABLE, inner, max_size=4)
+        | st.sets(HASHABLE, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+@given(TREES)
+def test_plain_values_come_back_with_their_types(tree: object) -> None:
+    found = decode(encode(tree))
+    assert found == tree
+    assert repr(type(found)) == repr(type(tree))
+
+
+def test_numbers_that_json_has_no_words_for() -> None:
+    nan, infinity = decode(encode([math.nan, -math.inf]))
+    assert math.isnan(nan)
+    assert infinity == -math.inf
+    assert math.copysign(1.0, decode(encode(-0.0))) == -1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_tensors_and_arrays_keep_their_bits(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
+    first, found, number, other = decode(encode(("before", tensor, np.float64(0.1), array)))
+    assert first == "before"
+    assert found.dtype == dtype
+    assert torch.equal(found, tensor)
+    assert isinstance(number, np.float64)
+    assert number == 0.1
+    assert other.dtype == array.dtype
+    assert np.array_equal(other, array)
+    other[...] = 1  # an array of one's own
+
+
+def test_records_paths_and_errors_of_the_project() -> None:
+    best = Best("loss", 0.25, 7, num_worse=1)
+    assert decode(encode({"best": (best, Path("a/b"))})) == {"best": (best, Path("a/b"))}
+    error = decode(encode(WorldError("no port")))
+    assert type(error) is WorldError
+    assert error.args == ("no port",)
+    assert type(decode(encode(ZeroDivisionError("division by zero")))) is ZeroDivisionError
+
+
+def test_an_error_with_attributes_comes_back_with_them() -> None:
+    config = ConfigError.__new__(ConfigError)
+    config.args = ("two problems", object())
+    config.note = ["first", "second"]  # type: ignore[attr-defined]
+    found = decode(encode(config))
+    assert type(found) is ConfigError
+    assert found.args[0] == "two problems"
+    assert found.args[1].startswith("<object")  # what cannot be sent arrives as text: an error must arrive
+    assert found.note == ["first", "second"]
+
+
+def test_an_error_of_another_package_keeps_its_name() -> None:
+    found = decode(encode(torch.OutOfMemoryError("too much")))
+    assert type(found) is RuntimeError
+    assert str(found) == "OutOfMemoryError: too much"
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    with pytest.raises(TypeError, match=r"no builtins\.object"):
+        encode([object()])
+
+
+class Attack:
+    """A pickle of it writes a file where it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_is_not_loaded(tmp_path: Path) -> None:
+    with pytest.raises(MessageError):
+        decode(pickle.dumps(Attack(tmp_path / "ran")))
+    assert not (tmp_path / "ran").exists()
+
+
+def message(tree: object) -> bytes:
+    text = json.dumps(tree).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+@dataclass
+class OwnRecord:
+    name: str
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"record": [["subprocess", "Popen"], [["args", "true"]]]},
+        {"record": [["os", "system"], []]},
+        {"record": [["megatrain.ranks.launch", "subprocess"], []]},  # what a module has imported is not its own
+        {"record": [["megatrain.ranks.launch", "subprocess.Popen"], []]},
+        {"record": [["megatrain.ranks.launch", "launch"], []]},
+        {"record": [["megatrain.ranks.world", "Path"], []]},
+        {"record": [["megatrain.best", "Best"], [["__class__", "x"]]]},
+        {"record": [[OwnRecord.__module__, "OwnRecord"], [["name", "x"]]]},
+        {"named": [["megatrain.best", "Best"], []]},
+        {"enum": [["megatrain.best", "Best"], "x"]},
+        {"error": [["builtins", "eval"], ["1"], []]},
+        {"error": [["builtins", "SystemExit"], ["1"], []]},
+        {"error": [["builtins", "KeyboardInterrupt"], [], []]},
+        {"array": ["|O", [1], 8, False]},
+        {"array": ["<f8", [4], 32, False]},  # longer than the message
+        {"array": ["<f8", [1], -8, False]},
+        {"tensor": ["float32", [2], 8]},
+        {"tensor": ["float32", [2], 0]},  # a shape of other bytes
+        {"array": ["<f8", [2], 0, False]},
+        {"record": [["megatrain.no_such_module", "Best"], []]},
+        {"tensor": ["load", [1], 0]},
+        {"bytes": 10**18},
+        {"tuple": 3},
+        {"no_such": []},
+        {"__class__": []},
+        {"tuple": [], "map": []},
+        {},
+    ],
+)
+def test_messages_that_are_none(tree: object) -> None:
+    with pytest.raises(MessageError):
+        decode(message(tree))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_refused(data: bytes) -> None:
+    try:
+        decode(data)
+    except MessageError:
+        return
+    assert len(data) >= 8
+
+
+@given(TREES, st.data())
+def test_a_damaged_message_is_read_or_refused(tree: object, data: st.DataObject) -> None:
+    whole = bytearray(encode({"of": tree, "array": np.arange(3)}))
+    at = data.draw(st.integers(0, len(whole) - 1))
+    whole[at] ^= data.draw(st.integers(1, 255))
+    try:
+        decode(whole[: data.draw(st.integers(0, len(whole)))])
+    except MessageError:
+        return
+
+
+def test_deep_nesting_is_refused() -> None:
+    with pytest.raises(MessageError):
+        decode(message(None)[:0] + struct.pack("<Q", 200_000) + b"[" * 100_000 + b"]" * 100_000)
