@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
-    from tiered.file_io import drop_cached, open_direct, read_all, replace_file
+    from tiered.file_io import drop_cached, open_direct, read_all, read_document_file, replace_file
     from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
     from tiered.links.route import default_links
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         claim_directory,
         files_below,
         lock_directory,
+        refuse_links,
         reusable_bytes,
         statuses_below,
         unlock_directory,
@@ -61,6 +62,8 @@ __all__ = [
     "generation_folder",
     "read_owner",
     "read_store_id",
+    "read_document_file",
+    "refuse_links",
     "replace_file",
     "snapshot_folders",
     "Link",
@@ -166,6 +169,8 @@ _HOMES = {
     "open_direct": "file_io",
     "read_all": "file_io",
     "replace_file": "file_io",
+    "read_document_file": "file_io",
+    "refuse_links": "tiers.directory",
     "files_below": "tiers.directory",
     "statuses_below": "tiers.directory",
     "find_directories": "tiers.cleanup",

@@ -12,11 +12,12 @@ import errno
 import fcntl
 import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import xxhash
 
@@ -28,6 +29,8 @@ PIECE_BYTES = 16 * MiB
 #: Of contents that come in parts: ``update`` with each, then ``hexdigest``.
 Digest = xxhash.xxh3_64
 
+#: The manifest of a model of 600 B parameters has some 20 MB.
+_MAX_DOCUMENT_BYTES = 1 << 30
 _NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
 
 
@@ -40,13 +43,15 @@ def open_direct(path: Path, flags: int, on_buffered: Callable[[], None] | None =
         on_buffered: called where O_DIRECT is refused.
     """
     try:
-        return os.open(path, flags | os.O_CLOEXEC | os.O_DIRECT, 0o644)
+        # Without O_NONBLOCK a named pipe in a stranger's folder is waited for; it means nothing for a file.
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_DIRECT, 0o644)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
     if on_buffered is not None:
         on_buffered()
-    return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC, 0o644)  # the first try may have made the file
+    # Without O_EXCL: the first try may have made the file.
+    return os.open(path, flags & ~os.O_EXCL | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
 
 
 @contextmanager
@@ -131,7 +136,7 @@ def checksum(*buffers: Any) -> str:
 
 def flush_contents(path: Path) -> None:
     """Return once a file's contents survive a power cut. Raises ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fdatasync(fd)
     finally:
@@ -140,7 +145,7 @@ def flush_contents(path: Path) -> None:
 
 def sync_path(path: Path) -> None:
     """Return once a file's contents and size, or a folder's entries, survive a power cut."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         os.fsync(fd)
     finally:
@@ -164,7 +169,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
     """
     temporary = path.with_suffix(".tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with open_anew(temporary) as file:
             file.write(text)
             if durable:
                 # Before the rename: else a power cut could leave the new name with no contents.
@@ -176,6 +181,32 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
         raise
     if durable:
         sync_path(path.parent)
+
+
+def open_anew(path: Path) -> TextIO:
+    """Open a new file for writing text, UTF-8; what is there under its name goes, a link and not what it leads to.
+
+    Raises:
+        OSError: the drive refused, or another process makes the file at this moment.
+    """
+    path.unlink(missing_ok=True)
+    return open(path, "x", encoding="utf-8")  # exclusive: follows no link that appears meanwhile
+
+
+def read_document_file(path: Path) -> bytes:
+    """Return the contents of a small file that a stranger may have made: a named pipe there makes nobody wait.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or has more bytes than any document of ours.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if status.st_size > _MAX_DOCUMENT_BYTES:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, too many for a document", str(path))
+        return file.read()
 
 
 def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:

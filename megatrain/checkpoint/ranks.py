@@ -36,7 +36,14 @@ from tiered import (
     remove_generation,
 )
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
-from tiered.ext import claim_directory, dtype_from_name, files_below, generation_folder, replace_file
+from tiered.ext import (
+    claim_directory,
+    dtype_from_name,
+    files_below,
+    generation_folder,
+    read_document_file,
+    replace_file,
+)
 
 if TYPE_CHECKING:
     from tiered import Commit, TieredStore
@@ -133,26 +140,39 @@ def read_checkpoints(folder: Path) -> list[RanksCheckpoint]:
     """
     path = folder / RANKS_NAME
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_document_file(path))
         version, expected, body = document["format"], document["xxh3_64"], document["checkpoints"]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GenerationError(f"'{path}' cannot be read: {error}. Restore it from a backup of the folder") from error
     if not isinstance(version, int) or version > RANKS_FORMAT:
         raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {RANKS_FORMAT}: upgrade")
     if checksum(json.dumps(body, sort_keys=True).encode()) != expected:
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Restore it from a backup")
-    return [
-        RanksCheckpoint(
-            each["number"],
-            each["lanes"],
-            tuple(RankGeneration(**rank) for rank in each["ranks"]),
-            each["elements"],
-            each["meta"],
-        )
-        for each in body
-    ]
+    try:
+        return [_checkpoint(each) for each in body]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise GenerationError(f"'{path}' makes no sense: {error}. Restore it from a backup") from error
+
+
+def _checkpoint(fields: Mapping[str, Any]) -> RanksCheckpoint:
+    """Return a checkpoint after checking that it is one. Raises ``KeyError``, ``TypeError`` or ``ValueError``.
+
+    A document may come from a stranger, and generations are removed by what it says: no name of a folder may lead out.
+    """
+    ranks = tuple(RankGeneration(**rank) for rank in fields["ranks"])
+    for rank, each in enumerate(ranks):
+        if each.path != rank_folder_name(rank):
+            raise ValueError(f"rank {rank} is said to lie in {each.path!r}, not in '{rank_folder_name(rank)}'")
+        if type(each.generation) is not int or each.generation < 1 or not isinstance(each.xxh3_64, str):
+            raise ValueError(f"rank {rank} is said to have generation {each.generation!r}")
+    numbers = (fields["number"], fields["lanes"], *fields["elements"].values())
+    if not ranks or not all(type(number) is int and number >= 0 for number in numbers):
+        raise ValueError(f"checkpoint {fields['number']!r} has {len(ranks)} ranks, or numbers that are none")
+    if not isinstance(fields["meta"], dict):
+        raise TypeError(f"the state of checkpoint {fields['number']} is no object")
+    return RanksCheckpoint(fields["number"], fields["lanes"], ranks, fields["elements"], fields["meta"])
 
 
 def write_checkpoints(folder: Path, checkpoints: Sequence[RanksCheckpoint]) -> None:
@@ -192,7 +212,10 @@ def forget_checkpoint(folder: Path, number: int) -> None:
     for checkpoint in doomed:
         for rank in checkpoint.ranks:
             directory = folder / rank.path
-            if (rank.path, rank.generation) not in named and rank.generation in list_generations(directory):
+            if (rank.path, rank.generation) in named or rank.generation not in list_generations(directory):
+                continue
+            # Through a link only what the document is sealed with: else it may be a checkpoint of somebody else.
+            if not directory.is_symlink() or manifest_checksum(directory, rank.generation) == rank.xxh3_64:
                 remove_generation(directory, rank.generation)
 
 

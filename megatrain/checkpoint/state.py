@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import fsum
 from pathlib import Path
@@ -30,6 +31,7 @@ ARITHMETIC = 3
 _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
+_ANOTHER = "Use another checkpoint"
 _NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best")
 
 
@@ -169,9 +171,15 @@ class RunState:
             )
         missing = [f.name for f in fields(cls) if f.name not in meta and f.name not in _NOT_ALWAYS_THERE]
         if missing:
-            raise CheckpointError(f"{where} lacks {', '.join(missing)}: it is damaged. Use another checkpoint")
+            raise CheckpointError(f"{where} lacks {', '.join(missing)}: it is damaged. {_ANOTHER}")
         values = {f.name: meta[f.name] for f in fields(cls) if f.name in meta}
-        return cls(**{**values, **{name: tuple(values.get(name, ())) for name in ("first_losses", "last_losses")}})
+        validate, ValidationError = _validation()
+        try:
+            return validate(values)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"{where} has {name} = {first['input']!r:.40}: it is damaged. {_ANOTHER}") from error
 
     def with_loss(self, loss: float) -> RunState:
         """Return the state with the loss of one more step."""
@@ -191,6 +199,14 @@ class RunState:
         if min(len(self.first_losses), len(self.last_losses)) < count:
             return None
         return fsum(self.first_losses[:count]) / count, fsum(self.last_losses[-count:]) / count, count
+
+
+@cache
+def _validation() -> tuple[Callable[[Any], RunState], Any]:
+    """Return what checks the types of a state that a file holds, which may be a stranger's, and the error of it."""
+    from pydantic import TypeAdapter, ValidationError  # ``status`` answers without it
+
+    return TypeAdapter(RunState).validate_python, ValidationError
 
 
 def installed_versions() -> dict[str, str]:

@@ -451,7 +451,7 @@ def _read_header(path: Path) -> dict[str, TensorRecord]:
             raise ValueError("not an object")
         header.pop("__metadata__", None)
         records = {name: _record(path, name, fields, 8 + header_nbytes) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ModelFolderError(path, f"has no valid safetensors header ({error}). {again}") from error
     end = 8 + header_nbytes
     for record in sorted(records.values(), key=lambda record: (record.offset, record.nbytes)):

@@ -41,6 +41,8 @@ LOG_NAME = "run.log"
 #: The trained model, inside ``output_dir``.
 FINAL_NAME = "final"
 _LOCK_NAME = "LOCK"  # of tiered.tiers.directory, which imports torch
+#: What a run writes into its folder, and the names under which it does that before they take their places.
+_WRITTEN = ("*.json", "*.jsonl", "*.toml", "*.log", "*.html", "*.tmp", "*.partial*", ".*")
 _LOCK_ATTEMPTS = 5  # living_owner holds the lock for an instant
 _LOCK_RETRY_S = 0.02
 _OWNER = re.compile(r"process (\d+) on ([^,\s]+)")
@@ -97,6 +99,7 @@ class RunFolder:
 
     Raises:
         LockedError: on entering: a living run holds the lock.
+        UnusableDirectoryError: on entering: a file that the run writes is a symbolic link there.
         OSError: on entering: the folder cannot be created or locked.
     """
 
@@ -112,6 +115,7 @@ class RunFolder:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
+            _refuse_links(self.path)
             self._lock_fd, self.dead_owner = _lock(self.path)
         except BaseException:
             with contextlib.suppress(OSError):  # a folder with another run's lock is not empty and stays
@@ -138,6 +142,12 @@ class RunFolder:
                 (self.path / name).unlink(missing_ok=True)
             for folder in self._made:
                 folder.rmdir()
+
+
+def _refuse_links(path: Path) -> None:
+    from tiered.ext import refuse_links
+
+    refuse_links(path, _WRITTEN)
 
 
 def _lock(path: Path) -> tuple[int, str | None]:

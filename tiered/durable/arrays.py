@@ -36,6 +36,8 @@ from tiered.units import PAGE_BYTES, MiB, round_up
 
 #: Largest chunk file of a block whose home is not a file tier.
 _CHUNK_BYTES = 512 * MiB
+#: Of one block. Tiers cut blocks into files of many MiB; a document of a stranger may say anything.
+_MAX_FILES = 1 << 20
 #: Pieces under way at once: what a fast drive needs.
 _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
@@ -82,7 +84,10 @@ def chunk_files(folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = ()) -
     if chunk_bytes is None:
         raise GenerationError(no_array_text(spec.key, folder))
     files = []
-    for number, start in enumerate(range(0, spec.nbytes, chunk_bytes)):
+    starts = range(0, spec.nbytes, chunk_bytes)
+    if len(starts) > _MAX_FILES:
+        raise GenerationError(f"block '{spec.key}' in '{folder}' is said to have {len(starts)} files. {ADVICE}")
+    for number, start in enumerate(starts):
         paths = [place / "c" / str(number) for place in (folder, *elsewhere)]
         path = next((path for path in paths if path.exists()), paths[0])  # a dangling link does not exist
         files.append(ChunkFile(path, start, chunk_bytes))

@@ -30,6 +30,7 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.ownership import (
     StoreIdentity,
+    numbers_taken,
     read_owner,
     read_store_id,
     remove_if_empty,
@@ -211,12 +212,14 @@ class Generations:
 
     def _snapshot_folders(self, store: StoreIdentity) -> list[tuple[int, Path]]:
         """Return (generation, folder) under ``snap/`` of the directory and of all paths of file tiers, of any store."""
-        paths = [str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]
-        return list(snapshot_folders(list(dict.fromkeys(paths))))
+        return list(snapshot_folders(self._paths(store)))
+
+    def _paths(self, store: StoreIdentity) -> list[str]:
+        return list(dict.fromkeys([str(store.path), *(path for tier in self._file_tiers for path in tier.paths)]))
 
     def _next_number(self, store: StoreIdentity) -> int:
         """Return a number that no generation has here, of whatever store."""
-        return 1 + max([*newest_first(store.path), *(number for number, _ in self._snapshot_folders(store))], default=0)
+        return 1 + max([*newest_first(store.path), *numbers_taken(self._paths(store))], default=0)
 
     # -- removing ----------------------------------------------------------------------------------------------
 

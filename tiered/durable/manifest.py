@@ -17,12 +17,15 @@ from typing import Any
 
 from tiered.durable.zarr_folder import show_latest
 from tiered.errors import GenerationError, NewerFormatError
-from tiered.file_io import checksum, replace_file, sync_path
+from tiered.file_io import checksum, read_document_file, replace_file, sync_path
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
 #: Version of these files. A reader refuses newer ones and reads all older ones.
 MANIFEST_VERSION = 1
+
+#: Of a block, which is a part of a layer: what is beyond it is nonsense, and reading is planned piece by piece.
+_MAX_BYTES = 1 << 44
 
 JSON = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
 
@@ -143,7 +146,7 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
         blocks = tuple(_block_record(record) for record in body["blocks"])
         paths = {tier: tuple(map(str, paths)) for tier, paths in body.get("paths", {}).items()}
         manifest = Manifest(int(body["generation"]), blocks, body["meta"], paths, str(body.get("store", "")))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise GenerationError(f"'{path}' is not a manifest: {error}") from error
     if manifest.generation != generation:
         raise GenerationError(f"'{path}' describes generation {manifest.generation}, not {generation}")
@@ -159,7 +162,18 @@ def _no_current_text(directory: str | os.PathLike[str]) -> str:
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
-    return BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
+    """Return a record after checking that it is one. Raises ``ValueError``, ``TypeError`` or ``KeyError``.
+
+    A seal says that a file is whole, not who wrote it: what it says must make sense before anything is done by it.
+    """
+    record = BlockRecord(**{**fields, "shape": tuple(fields["shape"]), "xxh3_64": tuple(fields["xxh3_64"])})
+    texts = (record.key, record.dtype, record.home, record.location, *record.xxh3_64)
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"block {record.key!r} has something else than text as a name or a checksum")
+    sizes = (*record.shape, record.nbytes)
+    if not all(type(size) is int and 0 <= size < _MAX_BYTES for size in sizes):
+        raise ValueError(f"block '{record.key}' has the shape {record.shape} and {record.nbytes} bytes")
+    return record
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
@@ -182,7 +196,8 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
     root = Path(directory, SNAPSHOT_FOLDER)
     if not root.is_dir():
         return []
-    return sorted(int(f.name) for f in root.iterdir() if f.name.isdigit() and (f / MANIFEST_NAME).is_file())
+    folders = (f for f in root.iterdir() if f.name.isdigit() and not f.is_symlink())
+    return sorted(int(f.name) for f in folders if (f / MANIFEST_NAME).is_file())
 
 
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
@@ -226,10 +241,10 @@ def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
 
 def _read_sealed(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(read_document_file(path))
         version, expected, body = document["format"], document["xxh3_64"], document["body"]
         is_newer = int(version) > MANIFEST_VERSION
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GenerationError(f"'{path}' cannot be read as a manifest: {error}") from error
     if is_newer:
         raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tiered.durable.manifest import SNAPSHOT_FOLDER
-from tiered.file_io import checksum, write_json
+from tiered.file_io import checksum, read_document_file, write_json
 from tiered.tiers.directory import STORE_NAME
 
 OWNER_NAME = "OWNER.json"
@@ -67,7 +67,8 @@ class StoreIdentity:
         also of a directory that was moved here since; not if this directory is a copy of that one.
         """
         owner = read_owner(folder)
-        is_here = _is_same(folder.parent.parent, self.path)
+        # Where it really is: a link into somebody's files does not make them this store's.
+        is_here = _is_same(Path(os.path.realpath(folder)).parent.parent, self.path)
         if owner is None or is_here:
             return is_here and (owner is None or owner.id == self.id)
         if owner.id != self.id:
@@ -91,12 +92,18 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, Path]]:
-    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store."""
+    """Yield (generation, folder) of everything under ``snap/`` of these paths, of any store, but links."""
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
-            if folder.name.isdigit() and folder.is_dir():
+            if folder.name.isdigit() and folder.is_dir() and not folder.is_symlink():
                 yield int(folder.name), folder
+
+
+def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
+    """Return the numbers that have an entry under ``snap/`` of these paths, whatever it is: a link, too."""
+    snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
+    return {int(entry.name) for snap in snaps for entry in snap.iterdir() if entry.name.isdigit()}
 
 
 def remove_snapshot_folder(folder: Path) -> None:
@@ -120,8 +127,8 @@ def remove_if_empty(folder: Path) -> None:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        found = json.loads(read_document_file(path))
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

@@ -38,7 +38,7 @@ from tiered.durable.manifest import (
 from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
 from tiered.durable.zarr_folder import directory_document, generation_document
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
-from tiered.file_io import PIECE_BYTES, pieces
+from tiered.file_io import PIECE_BYTES, pieces, read_document_file
 from tiered.tiers.directory import STORE_NAME, read_document
 from tiered.tiers.layout import (
     DOCUMENT_NAME,
@@ -85,6 +85,7 @@ class GenerationReader:
         self.path = Path(os.path.abspath(path))
         self.manifest: Manifest = read_manifest(self.path, generation)
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
+        self._name = generation_name(self.manifest.generation)
         written = [path for paths in self.manifest.paths.values() for path in paths]
         self._owners: dict[Path, str] = {}  # by folder of a generation: ours, foreign, or unknown
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*search, *written]))
@@ -108,6 +109,11 @@ class GenerationReader:
             spec = BlockSpec(key, record.shape, dtype_from_name(record.dtype), record.home)
         except ValueError as error:
             raise GenerationError(f"block '{key}' of generation {self.generation}: {error}") from error
+        if Path(record.location).parts[-2 - key.count("/") - 1 :] != (SNAPSHOT_FOLDER, self._name, *key.split("/")):
+            raise GenerationError(
+                f"block '{key}' of generation {self.generation} is said to lie in '{record.location}', which is no "
+                "place of that block"
+            )
         if spec.nbytes != record.nbytes:
             raise GenerationError(f"block '{key}': {record.nbytes} bytes do not make {spec.shape} of {spec.dtype}")
         return spec
@@ -232,7 +238,7 @@ class GenerationReader:
 
     def folders(self, key: str) -> list[Path]:
         """Return where the array of a block may be, the place that the manifest names first."""
-        name, depth = generation_name(self.generation), key.count("/")
+        name, depth = self._name, key.count("/")
         named = Path(os.path.normpath(self.path / self.blocks[key].location))
         others = dict.fromkeys(path / SNAPSHOT_FOLDER / name / key for path in self._search)
         # A folder of that number may be another store's: several may use one path, one after the other.
@@ -354,12 +360,12 @@ class _Inspection:
             return
         self._seen.add(path)
         try:
-            found = json.loads(path.read_bytes())
+            found = json.loads(read_document_file(path))
         except FileNotFoundError:
             yield f"'{path}' is missing"
         except OSError as error:
             yield f"'{path}' cannot be read: {error.strerror}"
-        except ValueError:
+        except (ValueError, RecursionError):
             yield f"'{path}' is damaged: it is not JSON"
         else:
             if may_lag and isinstance(found, dict) and isinstance(found.get("consolidated_metadata", {}), dict):

@@ -28,6 +28,7 @@ from tiered.durable.manifest import (
 )
 from tiered.durable.ownership import (
     StoreIdentity,
+    numbers_taken,
     read_owner,
     read_store_id,
     remove_if_empty,
@@ -119,7 +120,7 @@ class WholeCopies:
             TransferError: a drive refused.
         """
         self._remove_unfinished()
-        number = max([source.generation, *(known + 1 for known, _ in snapshot_folders([self.path]))])
+        number = max([source.generation, *(known + 1 for known in numbers_taken([self.path]))])
         folder = generation_folder(self.path, number)
         copied = linked = 0
         try:

@@ -11,11 +11,12 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from tiered.errors import LockedError, UnusableDirectoryError
-from tiered.file_io import make_folder, write_json
+from tiered.file_io import make_folder, read_document_file, write_json
 from tiered.tiers.health import WEAR_NAME, WearCounter
 from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
 from tiered.units import PAGE_BYTES, format_size
@@ -23,11 +24,14 @@ from tiered.units import PAGE_BYTES, format_size
 LOCK_NAME = "LOCK"
 #: In a directory of generations: the id of their store (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
+_LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
+_OWN_FOLDERS = ("live", "snap", ".pool")
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
 
 
 def check_ours(path: Path) -> None:
     """Refuse a directory with files that are not ours, or of a newer format. Writes nothing."""
+    refuse_links(path)
     own = own_attributes(read_document(path))
     if own is None:
         if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(path):
@@ -40,6 +44,32 @@ def check_ours(path: Path) -> None:
             f"'{path}' has format {own['format']}, this version reads up to {FORMAT_VERSION}: upgrade, "
             "or name another directory"
         )
+
+
+def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
+    """Refuse a directory in which a name of ours is a symbolic link: what we write or delete would be elsewhere.
+
+    A folder that was copied from a stranger may hold such links. Those that lead to a folder under another name than
+    those of a tier are left alone: people keep checkpoints on other drives so.
+
+    Args:
+        path: of the directory; it may be a link itself, and need not be there.
+        patterns: of the names that are looked at, as of a shell.
+
+    Raises:
+        UnusableDirectoryError: there is one.
+    """
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.is_symlink() or entry.name == _LATEST_NAME:
+                continue
+            if not any(fnmatch(entry.name, pattern) for pattern in patterns):
+                continue
+            if entry.name in _OWN_FOLDERS or not entry.is_dir():
+                raise UnusableDirectoryError(
+                    f"'{path / entry.name}' is a symbolic link, where this program keeps a file of its own: nothing in "
+                    f"'{path}' is touched. Remove the link, or name another directory"
+                )
 
 
 def claim_directory(path: str | os.PathLike[str]) -> None:
@@ -191,6 +221,9 @@ class TierDirectory:
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
+            if folder.is_symlink():  # nobody makes one here: what it leads to is not ours
+                folder.unlink()
+                continue
             for path in folder.iterdir():
                 status = path.lstat()
                 if folder.name == str(status.st_size) and path.name.isdigit() and _is_reusable(status):
@@ -303,8 +336,8 @@ def _statuses(paths: Iterable[Path]) -> Iterator[os.stat_result]:
 def read_document(folder: Path) -> Any:
     """Return the zarr document of a folder, or None if there is none that can be read."""
     try:
-        return json.loads((folder / DOCUMENT_NAME).read_bytes())
-    except (OSError, ValueError):
+        return json.loads(read_document_file(folder / DOCUMENT_NAME))
+    except (OSError, ValueError, RecursionError):
         return None
 
 
@@ -346,8 +379,8 @@ def _has_our_notes(path: Path) -> bool:
     """Return whether a directory whose own document is lost or damaged has a note that only we write."""
     for name, field, kind in ((STORE_NAME, "id", str), (WEAR_NAME, "written_bytes", int)):
         try:
-            found = json.loads((path / name).read_bytes())
-        except (OSError, ValueError):
+            found = json.loads(read_document_file(path / name))
+        except (OSError, ValueError, RecursionError):
             continue
         if isinstance(found, dict) and isinstance(found.get(field), kind):
             return True
