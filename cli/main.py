@@ -10,9 +10,11 @@ import importlib
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+
+from .terminal import screens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -190,6 +192,10 @@ class CommandGroup(click.Group):
         extra["standalone_mode"] = False
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
+        with screens():  # names, rows and messages may be anybody's
+            self._run(args, extra)
+
+    def _run(self, args: Sequence[str] | None, extra: dict[str, Any]) -> NoReturn:
         try:
             code = super().main(args, **extra)
         except click.ClickException as error:

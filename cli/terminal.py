@@ -14,13 +14,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Any, Self, TextIO, cast
 
-__all__ = ["FRAMES", "RunOutput", "Spinner", "frames_for", "without_collector"]
+__all__ = ["FRAMES", "RunOutput", "Screen", "Spinner", "frames_for", "screens", "shown", "without_collector"]
 
 #: Braille dots, as most spinners are drawn; the second where the terminal has ASCII only.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
@@ -29,6 +29,12 @@ _INTERVAL_S = 0.1
 _SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
 #: Errors of a write to a closed terminal or a broken pipe.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
+#: What moves the cursor, as our own lines and rich's live views begin a write; texts are behind it.
+_OWN_START = re.compile(r"(?:\r|\n|\x1b\[(?:\?25[lh]|[0-9]*A|2?K))*")
+#: Colours, links, and what else changes no more than the look.
+_HARMLESS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-\x1f\x7f]*\x1b\\")
+#: C0 and C1 controls, DEL, and the signs that turn the direction in which a line is read.
+_OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
@@ -116,6 +122,67 @@ def frames_for(encoding: str | None) -> str:
     except (UnicodeEncodeError, LookupError):
         return FRAMES[1]
     return FRAMES[0]
+
+
+def shown(text: str) -> str:
+    """Return a text as a screen may have it: control characters in names, rows and messages are shown, not obeyed.
+
+    A file name or a row of somebody's data can hold sequences that clear the screen, rename its window, type, or hide
+    what is on it. Those of our own, at the start of what is written, and colours stay.
+
+    Args:
+        text: all of one write.
+    """
+    if not _OBEYED.search(text):
+        return text
+    start = _OWN_START.match(text)
+    at = start.end() if start is not None else 0
+    parts = [text[:at]]
+    while at < len(text):
+        harmless = _HARMLESS.match(text, at)
+        if harmless is not None:
+            parts.append(harmless[0])
+            at = harmless.end()
+            continue
+        sign = text[at]
+        parts.append(sign.encode("unicode_escape").decode() if _OBEYED.match(sign) else sign)
+        at += 1
+    return "".join(parts)
+
+
+class Screen:
+    """A text stream that writes what ``shown`` returns; all else is the stream's.
+
+    Args:
+        stream: of the process, or of a test.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text; return its length. Anything else is refused as the stream refuses it."""
+        self._stream.write(shown(text) if isinstance(text, str) else text)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts one after the other."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def screens() -> Iterator[None]:
+    """Put ``Screen`` in front of ``sys.stdout`` and ``sys.stderr`` inside the context."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = cast("tuple[TextIO, TextIO]", tuple(map(Screen, before)))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 @contextmanager
@@ -282,7 +349,7 @@ class _Stream(io.TextIOBase):
         if not isinstance(text, str):  # click probes with bytes for a binary stream
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
         with self._adding:
-            self._waiting.append(text)
+            self._waiting.append(shown(text))
         if "\n" in text:
             self.flush()
         return len(text)
