@@ -10,13 +10,16 @@ import io
 import itertools
 import json
 import re
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from megatrain.data.messages import kind
 from megatrain.data.rows_report import DataError
+from tiered.units import MiB, format_size
 
 TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
@@ -36,6 +39,10 @@ _LISTS_WITHIN_ROWS = (
 )
 _PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so that they need not fit in RAM
 _MIN_ROWS_OF_BATCH = 256
+#: Of one row, unpacked. A long book has some MB; a small file of a stranger may unpack to more than the RAM.
+_MAX_ROW_BYTES = 256 * MiB
+#: Bytes of RAM for each byte of a JSON list: its text, and the objects made of it.
+_BYTES_PER_CHARACTER_OF_LIST = 8
 
 
 def suffix_of(file: Path) -> str:
@@ -192,8 +199,10 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataErro
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with _opened(file) as stream:
         try:
-            for number, raw in enumerate(stream, start=1):
+            for number, raw in enumerate(iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""), start=1):
                 where = f"{file} line {number}"
+                if len(raw) > _MAX_ROW_BYTES:
+                    raise _too_large(where)
                 try:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -228,7 +237,16 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
     """Yield the rows of a list, which has to fit in RAM; or of objects one per line, also named .json by some tools."""
     with _opened(file) as stream:
         try:
-            text = stream.read().decode("utf-8-sig")
+            most_bytes = psutil.virtual_memory().available // _BYTES_PER_CHARACTER_OF_LIST
+            read = stream.read(most_bytes + 1)  # of a .gz: unpacked, which its size does not tell
+            if len(read) > most_bytes:
+                raise DataError(
+                    str(file),
+                    f"the list has more than {format_size(most_bytes)}, too many to be held in this machine's RAM",
+                    "Write one object per line, and name the file .jsonl",
+                )
+            text = read.decode("utf-8-sig")
+            del read
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from None
         except (OSError, EOFError) as error:
@@ -278,7 +296,7 @@ def _lists_of_objects(value: object, key: str = "") -> Iterator[tuple[str, list[
 
 
 def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    csv.field_size_limit(sys.maxsize)
+    csv.field_size_limit(_MAX_ROW_BYTES)
     with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         reader = None
         try:
@@ -334,9 +352,13 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
     number = 0
     try:
         if suffix == ".parquet":
-            with pyarrow.parquet.ParquetFile(file, memory_map=True) as parquet:
+            # Texts as numbers of a dictionary, where the file has one: a text that is there once in the file, and a
+            # thousand times in its rows, is a thousand texts otherwise.
+            schema = pyarrow.parquet.read_schema(file, memory_map=True)
+            texts = [field.name for field in schema if pyarrow.types.is_string(field.type)]
+            with pyarrow.parquet.ParquetFile(file, memory_map=True, read_dictionary=texts) as parquet:
                 for batch in parquet.iter_batches(batch_size=_MIN_ROWS_OF_BATCH):
-                    for value in batch.to_pylist():
+                    for value in _rows_of(batch, f"{file} row {number + 1}"):
                         number += 1
                         yield f"{file} row {number}", value
             return
@@ -353,6 +375,27 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
             f"this is no {suffix} file that can be read: {reason.rstrip('.')}",
             "Fetch or write it again",
         ) from None
+
+
+def _rows_of(batch: Any, where: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch: all made at once, or one by one where the texts of all may be too many."""
+    import pyarrow
+    import pyarrow.compute
+
+    longest = [
+        pyarrow.compute.max(pyarrow.compute.binary_length(column.dictionary)).as_py() or 0
+        for column in batch.columns
+        if pyarrow.types.is_dictionary(column.type)
+    ]
+    if sum(longest) > _MAX_ROW_BYTES:
+        raise _too_large(where)
+    step = max(1, batch.num_rows) if sum(longest) * batch.num_rows <= _MAX_ROW_BYTES else 1
+    for start in range(0, batch.num_rows, step):
+        yield from batch.slice(start, step).to_pylist()
+
+
+def _too_large(where: str) -> DataError:
+    return DataError(where, f"one row has more than {format_size(_MAX_ROW_BYTES)}", "Split it, or remove the row")
 
 
 def _record_batches(mapped: Any) -> Iterator[Any]:
