@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import psutil
 
-from megatrain.data.messages import kind
+from megatrain.data.messages import json_fault, kind
 from megatrain.data.rows_report import DataError
 from tiered.units import MiB, format_size
 
@@ -229,7 +229,7 @@ def _parse_line(line: str, where: str) -> Any:
 
 def _json_fault(error: ValueError | RecursionError) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"at column {error.colno}: {error.msg}"
+        return json_fault(error)
     return "nested too deeply" if isinstance(error, RecursionError) else "with a number of too many digits"
 
 

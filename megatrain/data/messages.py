@@ -228,6 +228,11 @@ def read_tools(value: object, where: str) -> tuple[dict[str, Any], ...] | None:
     return tuple(value)
 
 
+def json_fault(error: json.JSONDecodeError) -> str:
+    """Return where text is no JSON, and why; the parser's own words end with "at", and it says the place otherwise."""
+    return f"at column {error.colno}: {error.msg.removesuffix(' at').removesuffix(' starting')}"
+
+
 def parse_inner_json(value: object, where: str, name: str) -> Any:
     """Return the value of a field that holds JSON as text.
 
@@ -237,7 +242,7 @@ def parse_inner_json(value: object, where: str, name: str) -> Any:
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        fault = f" at column {error.colno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else ""
+        fault = f" {json_fault(error)}" if isinstance(error, json.JSONDecodeError) else ""
         raise RowError(where, f"`{name}` holds broken JSON{fault}", reason=f"`{name}` holds broken JSON") from None
 
 

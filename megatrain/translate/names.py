@@ -99,6 +99,7 @@ RECOMPUTED = "every layer is recomputed once in the backward"
 SPEED = "changes the speed, not the results"
 _CACHED = "tokens are cached by their contents: the cache is never stale"
 _ALL_CORES = "rows are tokenized on all cores"
+QUANTIZED = "name a folder that is quantized already, such as a -bnb-4bit one of the hub"
 OWN_TEMPLATE = (
     "the chat template in the model's folder is used, which changes every text where it is another: look at it with "
     "`megatrain-tier data preview`"
@@ -210,7 +211,7 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "simpo_gamma": _rule("preference.simpo_gamma"),
     "ref_model": _lost("the reference is the model that the run starts from"),
     "finetuning_type": _rule("lora.r", "lora is r > 0; else every parameter that is not frozen is trained"),
-    "quantization_bit": _rule(),
+    "quantization_bit": _rule("model.model_name_or_path", QUANTIZED),
     "lora_rank": _rule("lora.r"),
     "lora_alpha": _rule("lora.lora_alpha"),
     "lora_dropout": _rule("lora.lora_dropout"),
@@ -339,7 +340,8 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "simpo_gamma": _rule("preference.simpo_gamma"),
     "kto_desirable_weight": _rule("preference.desirable_weight"),
     "kto_undesirable_weight": _rule("preference.undesirable_weight"),
-    **_each("adapter load_in_8bit load_in_4bit strict debug lora_alpha lora_dropout", _rule()),
+    **_each("load_in_8bit load_in_4bit", _rule("model.model_name_or_path", QUANTIZED)),
+    **_each("adapter strict debug lora_alpha lora_dropout", _rule()),
 })  # fmt: skip
 
 _OF_TRL = _of(_TRL, {
@@ -381,7 +383,8 @@ _OF_TRL = _of(_TRL, {
     "lora_target_modules": _rule("lora.target_modules"),
     "lora_target_parameters": _rule("lora.target_parameters"),
     "lora_modules_to_save": _rule("lora.modules_to_save"),
-    **_each("""use_peft load_in_4bit load_in_8bit lora_alpha lora_dropout lora_task_type use_rslora use_dora
+    **_each("load_in_4bit load_in_8bit", _rule("model.model_name_or_path", QUANTIZED)),
+    **_each("""use_peft lora_alpha lora_dropout lora_task_type use_rslora use_dora
         bnb_4bit_quant_type use_bnb_nested_quant""", _rule()),
 })  # fmt: skip
 

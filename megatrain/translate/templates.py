@@ -25,7 +25,7 @@ _MARKS = {
     "vicuna": "USER:",
     "zephyr": "<|user|>",
 }
-_WRITE_ONE = "write that template into a .jinja file, and its path as model.chat_template"
+_WRITE_IT = "write it into a .jinja file and name that in model.chat_template"
 
 
 def compared(name: str, folder: Path) -> tuple[str, bool]:
@@ -39,16 +39,14 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
         return OWN_TEMPLATE, False
     own = own_template(folder)
     if not own:
-        return f"the model's folder has no chat template, which rows of chats need: {_WRITE_ONE}", False
+        return f"the model's folder has no chat template, which rows of chats need: {_WRITE_IT}", False
     mark = _MARKS.get(max((known for known in _MARKS if name.lower().startswith(known)), key=len, default=""))
     if mark is None:
         return OWN_TEMPLATE, False
     if mark in own:
         return f"the chat template in the model's folder is used, which writes {mark} as well", True
-    return (
-        f"the chat template in the model's folder is used, and it is another (no {mark} in it). Or {_WRITE_ONE}",
-        False,
-    )
+    why = f"the chat template in the model's folder is used, and it is another: there is no {mark} in it"
+    return f"{why}. To keep theirs, {_WRITE_IT}", False
 
 
 def own_template(folder: Path) -> str:

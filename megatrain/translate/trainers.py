@@ -22,7 +22,7 @@ from megatrain.translate.draft import (
     mapping,
     read_mapping,
 )
-from megatrain.translate.names import PLANNER
+from megatrain.translate.names import PLANNER, QUANTIZED
 from megatrain.translate.templates import compared
 
 _OPTIMIZERS = {
@@ -299,8 +299,8 @@ def _keep_precision(draft: Draft, *names: str) -> None:
     """List what quantizes the model under the adapters as lost: it is streamed as it is in its folder."""
     for name in names:
         if draft.source.values.get(name):
-            why = "the model under the adapters keeps the precision of its folder: it is streamed"
-            draft.lose(name, why, draft.source.values[name])
+            why = "the model under the adapters keeps the precision of its folder, as it is streamed; for QLoRA"
+            draft.lose(name, f"{why} {QUANTIZED}", draft.source.values[name])
 
 
 _LORA_LISTS = ("target_modules", "modules_to_save", "target_parameters")

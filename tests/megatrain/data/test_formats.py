@@ -79,6 +79,7 @@ def test_folders_and_globs_are_sorted(tmp_path: Path) -> None:
 
 BAD: dict[str, tuple[str, str | bytes, str]] = {
     "broken line": ("a.jsonl", lines({"text": "t"}) + '{"text": "x"\n', "a.jsonl line 2: broken JSON at column 13: Expecting ',' delimiter. The line begins: {\"text\": \"x\""),
+    "cut line": ("a.jsonl", '{"text": "x\n', 'a.jsonl line 1: broken JSON at column 10: Unterminated string. The line begins: {"text": "x'),
     "list in jsonl": ("a.jsonl", '[{"text": "x"}]\n', "a.jsonl line 1: a row must be an object with fields, this is a list"),
     "split list in jsonl": ("a.jsonl", '[\n{"text": "x"}\n]\n', "line 1: this is a JSON list, not one object per line. Name the file .json"),
     "text row": ("a.jsonl", '"hello"\n', "line 1: a row must be an object with fields, this is text"),

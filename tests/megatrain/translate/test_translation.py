@@ -647,8 +647,8 @@ def test_images_of_llama_factory_and_axolotl(tmp_path: Path) -> None:
     [
         ("llama3", "<|start_header_id|>{{ role }}", "which writes <|start_header_id|> as well", False),
         ("qwen3_nothink", "<|im_start|>{{ role }}", "which writes <|im_start|> as well", False),
-        ("alpaca", "<|im_start|>{{ role }}", "it is another (no ### Instruction in it)", True),
-        ("llama3", "", "no chat template, which rows of chats need: write that template into a .jinja file", True),
+        ("alpaca", "<|im_start|>{{ role }}", "it is another: there is no ### Instruction in it", True),
+        ("llama3", "", "no chat template, which rows of chats need: write it into a .jinja file", True),
         ("a_template_of_mine", "<|im_start|>{{ role }}", "which changes every text where it is another", True),
     ],
 )
@@ -665,3 +665,10 @@ def test_a_template_is_compared_with_that_of_the_model(
     assert said in left.why and left.value == name
     (tmp_path / "their.yaml").write_text(text % "pt")
     assert "template" in unneeded(translate_file(tmp_path / "their.yaml", base=tmp_path)), "plain text has none"
+
+
+def test_quantization_is_answered_with_a_folder_that_is_quantized(tmp_path: Path) -> None:
+    text = "model_name_or_path: org/m\nstage: sft\nquantization_bit: 4\ndataset: chats\nfinetuning_type: lora\n"
+    (tmp_path / "their.yaml").write_text(text)
+    (left,) = [left for left in translate_file(tmp_path / "their.yaml").lost if left.theirs == "quantization_bit"]
+    assert "name a folder that is quantized already" in left.why
