@@ -40,6 +40,9 @@ canary: ## the newest transformers, pre-releases too: whether it has what we use
 	$(CANARY)/bin/pip install --quiet --quiet torch accelerate
 	$(CANARY)/bin/python -m megatrain.models.internals
 
+null-gpu: $(VENV)/.installed ## the GPU path on a machine without one: 1 GB is fetched, an hour; docs/null_gpu.md
+	PYTHON=$(abspath $(BIN)/python) tests/null_gpu/run.sh $(ARGS)
+
 bench: $(VENV)/.installed ## step time against plain PyTorch
 	$(BIN)/python bench/step.py $(ARGS)
 
@@ -71,5 +74,5 @@ $(VENV)/.docs-installed: pyproject.toml constraints.txt
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow mutants canary bench docs help
+.PHONY: run test check format test-slow mutants canary null-gpu bench docs help
 .DEFAULT_GOAL := help

@@ -43,6 +43,8 @@ from bench.gpu_sides.rows import Rows
 RATES = "rates"
 #: Smaller numbers of layers that plain PyTorch is tried with, where all 28 do not fit.
 PLAIN_LAYERS = tuple(range(26, 3, -2))
+#: Of the log of a side that failed.
+_LINES_KEPT = 200
 #: A side is not started with less time than this.
 LEAST_S = 30.0
 HELP = "in this order; default: {}. A part and variants of ours, as in 7b_4k+liger: {}"
@@ -238,6 +240,8 @@ class Comparison:
                 failure = f"the bench was told to end; the steps that it made count: {_last_words(log)}"
             finally:
                 _end(process)
+        if failure:
+            print(f"-- the last lines of {side} of {self._name}:", _end_of(log), sep="\n", file=sys.stderr, flush=True)
         path = Path(job.result)
         result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return result, failure
@@ -265,6 +269,11 @@ class Comparison:
 def _python_path() -> str:
     """Return where Python finds us, and whatever it was told before: there libraries may be that are not installed."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
+def _end_of(log: Path) -> str:
+    """Return the end of what a side printed, as its file goes with the scratch folder."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES_KEPT:])
 
 
 def _last_words(log: Path) -> str:

@@ -97,12 +97,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def mark_long_matrices(items: list[pytest.Item]) -> None:
     """Mark as slow what the first cases of a test show already; `-m slow` runs all of it."""
-    cases: dict[str, list[pytest.Item]] = {}
+    cases: dict[tuple[str, bool], list[pytest.Item]] = {}
     for item in items:
         name = item.nodeid.partition("[")[0]
         is_slow = item.get_closest_marker("slow") is not None  # as it says itself: another one must stay
         if item.nodeid.startswith(LONG_MATRICES) and not is_slow:
-            cases.setdefault(name, []).append(item)
+            # Apart: else all that are left of a test might be those on a device in software, and none on a GPU.
+            cases.setdefault((name, item.get_closest_marker("gpu") is not None), []).append(item)
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
     for group in cases.values():

@@ -108,7 +108,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "bf16_gradients": {"precision": {"grad_dtype": "bfloat16"}},
     "liger": {"model": {"use_liger_kernel": True}},
     "compile": {"model": {"compile": True}},
+    # One micro-batch after the other: where nothing moves, graphs can wait for the backward in the memory that is free.
+    "by_micro_batch": {"advanced": {"micro_batch_order": "micro_batch", "keep_graphs": "auto"}},
+    "no_streaming": {"advanced": {"stream_updates": 0}},
 }
+#: Variants in which micro-batches have fewer rows than the part's.
+ROWS_OF_VARIANTS = {"by_micro_batch": 4}
 
 
 def part_named(name: str) -> Part:
@@ -121,7 +126,8 @@ def part_named(name: str) -> Part:
     part = PARTS[base]
     for variant in variants:
         tables = merged(part.tables, VARIANTS[variant])
-        part = replace(part, sides=(OURS,), target=None, share=None, tables=tables)
+        rows = min(part.micro_rows, ROWS_OF_VARIANTS.get(variant, part.micro_rows))
+        part = replace(part, sides=(OURS,), target=None, share=None, tables=tables, micro_rows=rows)
     return part
 
 

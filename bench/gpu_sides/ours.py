@@ -20,6 +20,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
 from megatrain.models.layout import UnitLayout, entries_within
 from megatrain.models.load import WeightLoader
+from megatrain.plan.placement import Placement
 from megatrain.plan.planner import plan_run
 from megatrain.plan.what_if import step_seconds
 from megatrain.run.timeline import COMPUTE
@@ -69,7 +70,16 @@ class OursSide:
         """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""
         plan, job = self._ours.plan, self._job
         tokens, trained = job.rows * job.length, job.rows * (job.length - 1)
-        flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=trained)
+        program = plan.program
+        flops = step_flops(
+            plan.trace,
+            num_places=tokens,
+            num_real_tokens=tokens,
+            num_trained_tokens=trained,
+            kept=program.kept,
+            kept_parts=program.kept_parts,
+            saved_attention=program.saved_attention,
+        )
         return {
             "num_parameters": plan.graph.num_parameters,
             "trace_is_exact": plan.trace.exact,
@@ -82,7 +92,7 @@ class OursSide:
             "hardware_flops": flops.hardware,
             "predicted_s": step_seconds(plan),
             "home_bytes": {tier: dict(kinds) for tier, kinds in plan.placement.home_bytes.items()},
-            "planned_peaks": {tier: plan.placement.peak_bytes(tier) for tier in plan.tiers},
+            "planned_peaks": {tier: planned_peak(plan.placement, tier) for tier in plan.tiers},
             "workspace_bytes": dict(plan.placement.workspace_bytes),
             "traffic": dict(plan.traffic),
         }
@@ -90,7 +100,8 @@ class OursSide:
     def step(self, *, is_last: bool) -> StepSeen:
         """Take one step. The last one is on the timeline, whose host seconds of each phase are parts as well."""
         timeline = self._ours.timeline
-        timeline.is_on = is_last
+        # Bytes in use would be asked of all blocks at every op of a step that is measured.
+        timeline.is_on, timeline.read_usage = is_last, None
         times = self._ours.step(self._batches, LEARNING_RATE)
         timeline.is_on = False
         phases: dict[str, float] = {}
@@ -115,6 +126,17 @@ class OursSide:
         }
         self._ours.__exit__(None, None, None)
         return found
+
+
+def planned_peak(placement: Placement, tier: str) -> int:
+    """Return the most bytes that a plan has in a tier: homes, workspace, and the buffers that it has for copies.
+
+    These may be more than the ``peak_bytes`` that it needs at least.
+    """
+    homes = sum(placement.home_bytes[tier].values())
+    buffers = sum(size * count for size, count in placement.buffers.get(tier, {}).items())
+    beside = placement.workspace_bytes.get(tier, 0) + placement.generation_bytes.get(tier, 0)
+    return max(placement.peak_bytes(tier), homes + buffers + beside)
 
 
 def run_config_of(job: Job) -> RunConfig:

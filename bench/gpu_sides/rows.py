@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -144,7 +145,10 @@ class Rows:
                 self.row(f"{side}.model_flops", ours["model_flops"] / step_s(measured(other, num_warm)), "FLOP/s")
             self.row(f"ratio.ours/{side}", ratio, "x", target=target, ok=ok, timing=True)
             mine, theirs = ours["steps"][0]["loss"], other["steps"][0]["loss"]
-            apart = abs(mine - theirs) / abs(theirs)
+            apart = abs(mine - theirs) / abs(theirs) if theirs else math.inf
+            if not math.isfinite(apart):  # nor is it a number of JSON
+                self.row(f"loss.relative_to.{side}", None, f"not comparable: {mine} and {theirs}", target=0, ok=False)
+                continue
             self.row(f"loss.relative_to.{side}", apart, "1", target=LOSS_TOLERANCE, ok=apart <= LOSS_TOLERANCE)
 
 
