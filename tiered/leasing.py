@@ -131,9 +131,10 @@ class Leasing:
         if block.num_readers:
             return Waiting("lease")
         if copy.slot is None:
-            copy.slot = self.movement.make_room(block, copy.tier, for_use=self.movement.now, demand=True)
-            if copy.slot is None:
+            slot = self.movement.make_room(block, copy.tier, for_use=self.movement.now, demand=True)
+            if slot is None:
                 return self.movement.no_room(block, copy.tier)
+            self.movement.take_slot(copy, slot)
             copy.move(CopyState.FILLING)
         return None
 
@@ -249,6 +250,7 @@ class Leasing:
     def _written(self, block: Block, copy: Copy) -> None:
         """The copy now holds the newest bytes: every other copy is superseded."""
         block.version += 1
+        self.movement.num_changes += not copy.is_home
         for other in block.copies.values():
             if other is copy:
                 continue
@@ -304,9 +306,7 @@ class Leasing:
 
     def _room_for_copies(self, tier: str) -> int:
         """Return the bytes of ``tier`` that neither homes nor reservations take."""
-        copies = (block.copies.get(tier) for block in self.movement.blocks.values())
-        held_bytes = sum(copy.slot_bytes for copy in copies if copy is not None and not copy.is_home)
-        return self.movement.tiers[tier].usage().free_bytes + held_bytes
+        return self.movement.tiers[tier].usage().free_bytes + self.movement.copy_bytes[tier]
 
     def leased_bytes_locked(self, tier: str) -> int:
         """Return the bytes of leased copies in a tier."""
@@ -390,6 +390,7 @@ class Leasing:
                 self.movement.pinned_bytes[tier] += need
                 self.movement.pinned_buffers[tier, need] += 1
             copy.pins += 1
+            self.movement.num_changes += 1
 
     def unpin(self, key: str, tier: str) -> None:
         """Count one pin less; see ``TieredStore.unpin``."""
@@ -399,6 +400,7 @@ class Leasing:
             if copy.pins == 0:
                 raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
             copy.pins -= 1
+            self.movement.num_changes += 1
             if not copy.is_home and copy.pins == 0:
                 slot_bytes = self.tier(tier).slot_bytes(block.spec.nbytes)
                 self.movement.pinned_bytes[tier] -= slot_bytes

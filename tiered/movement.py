@@ -43,6 +43,10 @@ class Movement:
         home_bytes: by tier, of home slots.
         reserved_bytes: by tier, of reservations.
         pinned_bytes: by tier, what pinned copies take once they are there.
+        copy_bytes: by tier, of slots that are no homes.
+        num_changes: counts what may change what is to be fetched, beside the tick and the sums of bytes: copies that
+            came, went, or were filled, and pins.
+        settled: the state in which nothing was left to fetch when it was last looked for, or None.
         copy_buffers: tier -> bytes of a slot -> how many buffers of it are kept for copies. No copy takes the room of
             buffers of another size in such a tier, as long as there is another way.
         pinned_buffers: by (tier, bytes of a slot), the pinned copies.
@@ -86,6 +90,9 @@ class Movement:
         self.home_bytes = dict.fromkeys(self.order, 0)
         self.pinned_bytes = dict.fromkeys(self.order, 0)
         self.reserved_bytes = dict.fromkeys(self.order, 0)
+        self.copy_bytes = dict.fromkeys(self.order, 0)
+        self.num_changes = 0
+        self.settled: object = None
         self.copy_buffers: dict[str, Mapping[int, int]] = {}
         self.pinned_buffers = Counter[tuple[str, int]]()
         self._relayed_bytes = dict.fromkeys(self.order, 0)  # write-backs that pass through a tier now
@@ -99,6 +106,7 @@ class Movement:
 
     def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
         """Fetch ahead by another schedule."""
+        self.num_changes += 1
         self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
         self._passed_over = set()
 
@@ -110,11 +118,13 @@ class Movement:
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
         """Fetch nothing for these accesses, (tick, key), before they are past."""
+        self.num_changes += 1
         self._passed_over.update(accesses)
         self._passed_over.difference_update(but_not)
 
     def add(self, block: Block) -> None:
         """Add a registered block."""
+        self.num_changes += 1
         self.blocks[block.spec.key] = block
         self._travels.know(block)
 
@@ -159,7 +169,7 @@ class Movement:
         slot = self.make_room(block, tier, for_use=for_use, demand=demand)
         if slot is None:
             return self.no_room(block, tier)
-        target.slot = slot
+        self.take_slot(target, slot)
         self._fill(block, source, target)
         return self.rest_of(target, "fill")
 
@@ -197,6 +207,7 @@ class Movement:
             source.readers -= 1
             block.num_transfers -= 1
             self._inflight_bytes -= block.spec.nbytes
+            self.num_changes += 1
             if transfer.error is None:
                 target.move(CopyState.CLEAN)
             else:
@@ -222,9 +233,10 @@ class Movement:
         if middle is not None and not middle.state.is_valid:
             if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
                 return Waiting("fill", middle.transfer)
-            middle.slot = self.make_room(block, hop, for_use=self.now, demand=True, waits=False)
-            if middle.slot is None:
+            slot = self.make_room(block, hop, for_use=self.now, demand=True, waits=False)
+            if slot is None:
                 return self.no_room(block, hop)
+            self.take_slot(middle, slot)
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
@@ -242,6 +254,7 @@ class Movement:
     def _drained(self, block: Block, copy: Copy, middle: Copy | None, transfer: Transfer) -> None:
         with self.changed:
             block.num_transfers -= 1
+            self.num_changes += 1
             if transfer.error is None:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)
@@ -404,9 +417,17 @@ class Movement:
         self._release_slot(copy)
         copy.move(CopyState.ABSENT)
 
+    def take_slot(self, copy: Copy, slot: Slot) -> None:
+        """Give a copy that is no home a slot."""
+        copy.slot = slot
+        self.copy_bytes[copy.tier] += slot.slot_bytes
+        self.num_changes += 1
+
     def _release_slot(self, copy: Copy) -> None:
         copy.prefetched = copy.drop_when_clean = False
         if copy.slot is not None and not copy.is_home:
+            self.copy_bytes[copy.tier] -= copy.slot.slot_bytes
+            self.num_changes += 1
             self.tiers[copy.tier].free(copy.slot)
             copy.slot = None
 
@@ -446,28 +467,47 @@ class Movement:
         """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
         if self.schedule is None or self._is_pumping:
             return
-        travels = self._travels.among(self.blocks)
-        if not travels.accesses:
+        if not self._travels.among(self.blocks).accesses:
             return
         self._is_pumping = True
         try:
-            taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
-            room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
-            passing = self._passing if len(self.order) > 2 else None
-            buffers = {
-                (tier, size): count - self.pinned_buffers[tier, size] - self._relayed_buffers[tier, size]
-                for tier, counts in self.copy_buffers.items()
-                for size, count in counts.items()
-            }
-            for access in next_fetches(
-                travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._passed_over
-            ):
+            state = self.state_of_fetches()
+            if state == self.settled:
+                return
+            self.settled = state
+            for access in self.wanted():
+                self.settled = None
                 if self._inflight_bytes >= self._max_inflight_bytes:
                     return
                 if not self._prefetch(access):
                     return
         finally:
             self._is_pumping = False
+
+    def state_of_fetches(self) -> object:
+        """Return all that decides what is to be fetched: the same state asks for the same."""
+        return self.now, self.num_changes, self._room(), self._buffers()
+
+    def wanted(self) -> Iterator[Access]:
+        """Yield what the schedule asks for that is not there, nearest deadline first, as far as there is room."""
+        travels, room, buffers = self._travels.among(self.blocks), self._room(), self._buffers()
+        passing = self._passing if len(self.order) > 2 else None
+        return next_fetches(
+            travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._passed_over
+        )
+
+    def _room(self) -> dict[str, int]:
+        """Return the bytes of each tier that are open to copies which are fetched ahead."""
+        taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
+        return {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
+
+    def _buffers(self) -> dict[tuple[str, int], int]:
+        """Return how many buffers of which size are open to them, by tier and size."""
+        return {
+            (tier, size): count - self.pinned_buffers.get((tier, size), 0) - self._relayed_buffers.get((tier, size), 0)
+            for tier, counts in self.copy_buffers.items()
+            for size, count in counts.items()
+        }
 
     @contextmanager
     def pumping_once(self) -> Iterator[None]:

@@ -70,7 +70,7 @@ def next_fetches(
     room = _Room(room_bytes, passing, buffers)
     ahead_bytes = 0
     settled: set[str] = set()
-    for access in schedule.at(now):
+    for access in schedule.used_at(now):
         room.take(access, inspect(access)[1])
         if access.mode != "r":
             settled.add(access.key)

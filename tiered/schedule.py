@@ -103,14 +103,15 @@ class Schedule:
 
     def at(self, tick: int) -> Iterator[Access]:
         """Yield the accesses of exactly this tick."""
-        if not self._is_used(tick):
-            return
-        local = tick if self.period is None else tick % self.period
-        index = bisect_right(self._ticks, local - 1)
-        while index < len(self.accesses) and self._ticks[index] == local:
-            access = self.accesses[index]
+        for access in self.used_at(tick):
             yield Access(tick, access.key, access.tier, access.mode)
-            index += 1
+
+    def used_at(self, tick: int) -> Sequence[Access]:
+        """Return what ``at`` yields, as the accesses in the first period; makes no objects."""
+        if not self._is_used(tick):
+            return ()
+        local = tick if self.period is None else tick % self.period
+        return self.accesses[bisect_right(self._ticks, local - 1) : bisect_right(self._ticks, local)]
 
     def upcoming(self, now: int) -> Iterator[Access]:
         """Yield the accesses later than ``now`` in deadline order, at most one period of them."""

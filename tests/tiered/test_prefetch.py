@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from typing import Any
 from unittest import mock
 
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tiered import Access, GpuTier, RamTier, Schedule, TieredStore, movement
+from tiered import (
+    Access,
+    CapacityError,
+    GpuTier,
+    LeaseError,
+    RamTier,
+    Schedule,
+    TieredStore,
+    UninitializedBlockError,
+    movement,
+)
 from tiered.prefetch import next_fetches
 from tiered.schedule import Mode
+from tiered.testing.manual import ManualLink, MemoryTier
 
 
 def picks(text: str, room: int, lookahead: int | None = None, present: str = "", now: int = 0, size: int = 1) -> str:
@@ -97,8 +112,8 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
     with TieredStore([GpuTier(1 << 16, device="cpu"), RamTier(1 << 20)]) as store:
         for key in "abcd":
             store.register(key, (8,), torch.float32, home="ram")
-        store.set_schedule(Schedule([Access(0, "a", "gpu")], 1))
-        leases = store.acquire_many([(key, "ram", "w") for key in "abcd"])
+        store.set_schedule(Schedule([Access(0, "a", "gpu", "w")], 1))  # a walk that fetches nothing
+        leases = store.acquire_many([(key, "gpu", "w") for key in "abcd"])
         with mock.patch.object(movement, "next_fetches", wraps=next_fetches) as walk, leases:
             assert not walk.called
         assert walk.call_count == 1 and all(lease.is_released for lease in leases)
@@ -122,3 +137,58 @@ def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_lat
         assert store._movement._travels.among(store._blocks).keys == {"away", "late"}
         store.set_schedule(Schedule([Access(0, "home", "fast")], 1))
         assert not store._movement._travels.among(store._blocks).keys
+
+
+KEYS, MODES = st.sampled_from("abc"), st.sampled_from(["r", "rw", "w"])
+WORK = st.one_of(
+    st.tuples(st.just("lease"), KEYS, MODES),
+    st.tuples(st.sampled_from(["evict", "pin", "unpin", "discard", "pass_over"]), KEYS),
+    st.tuples(st.just("complete")),
+    st.tuples(st.just("reserve"), st.integers(0, 2)),
+    st.tuples(st.just("advance")),
+)
+
+
+def complete(*links: ManualLink) -> None:
+    while pending := [link for link in links if link.pending]:
+        pending[0].complete()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(KEYS, MODES), min_size=1, max_size=5), st.lists(WORK, min_size=5, max_size=30))
+def test_a_walk_is_left_out_only_where_it_would_find_nothing(future: list[tuple[str, Mode]], work: list[Any]) -> None:
+    """A walk is made at every change that matters, whatever the caller does; and not at those that do not."""
+    up, down = ManualLink("ram", "gpu"), ManualLink("gpu", "ram")
+    store = TieredStore([MemoryTier("gpu", 4), MemoryTier("ram", 9)], links=[up, down])
+    for size, key in enumerate("abc", start=1):
+        store.register(key, (size,), torch.uint8, home="ram")
+        store.acquire(key, "ram", "w").release()
+    store.set_schedule(Schedule([Access(t, key, "gpu", mode) for t, (key, mode) in enumerate(future)], len(future)))
+    moved, tick, reserved = store._movement, 0, 0
+    complete(up, down)
+    for name, *what in work:
+        with suppress(CapacityError, LeaseError, TimeoutError, UninitializedBlockError):
+            if name == "lease":
+                store.acquire(what[0], "gpu", what[1], timeout_s=0).release()
+            elif name == "discard":
+                if not up.pending and not down.pending:
+                    store.discard(what[0])
+            elif name == "complete":
+                complete(up, down)
+            elif name == "reserve":
+                if not up.pending and not down.pending:
+                    store.reserve("gpu", what[0] - reserved)
+                    reserved = what[0]
+            elif name == "advance":
+                tick += 1
+                store.advance(tick)
+            elif name == "pass_over":
+                store.pass_over([(tick + 1, what[0])])
+            elif name == "unpin":
+                store.unpin(what[0], "gpu")
+            else:
+                getattr(store, name)(what[0], "gpu")
+        if moved.settled == moved.state_of_fetches():
+            assert not list(moved.wanted()), (name, what)
+        with moved.changed:
+            moved.pump()

@@ -40,8 +40,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.store.register(key, (SIZES[key],), torch.uint8, home=HOMES[key])
         self.contents: dict[str, int] = {}
         self.leases: list[tuple[Lease, int]] = []
+        self.pins: list[tuple[str, str]] = []
         self.next_value = 0
-        self.tick = 0
+        self.tick = self.reserved = 0
 
     # -- operations --------------------------------------------------------------------------------------------
 
@@ -79,7 +80,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(ADDRESSABLE))
     def evict(self, key: str, tier: str) -> None:
-        self.store.evict(key, tier)
+        if (key, tier) not in self.pins:
+            self.store.evict(key, tier)
 
     @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(ADDRESSABLE))
     def prefetch(self, key: str, tier: str) -> None:
@@ -112,6 +114,34 @@ class StoreMachine(RuleBasedStateMachine):
         link, index = pending[pick % len(pending)]
         link.fail(index) if fails else link.complete(index)
 
+    @rule(key=st.sampled_from(KEYS), tier=st.sampled_from(ADDRESSABLE))
+    def pin(self, key: str, tier: str) -> None:
+        try:
+            self.store.pin(key, tier)
+        except CapacityError:
+            return
+        self.pins.append((key, tier))
+
+    @precondition(lambda self: self.pins)
+    @rule(index=st.integers(0, 10))
+    def unpin(self, index: int) -> None:
+        self.store.unpin(*self.pins.pop(index % len(self.pins)))
+
+    @rule(late_by=st.integers(1, 4), key=st.sampled_from(KEYS), comes=st.booleans())
+    def pass_over(self, late_by: int, key: str, comes: bool) -> None:
+        access = (self.tick + late_by, key)
+        self.store.pass_over([access], but_not=[access] if comes else [])
+
+    @rule(nbytes=st.integers(-2, 2))
+    def reserve(self, nbytes: int) -> None:
+        if any(link.pending for link in self.links) or self.reserved + nbytes < 0:
+            return
+        try:
+            self.store.reserve("gpu", nbytes)
+        except (CapacityError, TransferError):
+            return
+        self.reserved += nbytes
+
     # -- promises ----------------------------------------------------------------------------------------------
 
     @invariant()
@@ -123,7 +153,17 @@ class StoreMachine(RuleBasedStateMachine):
                 for copy in block.copies.values()
                 if copy.tier == tier.name
             )
-            assert held == tier.usage().used_bytes <= tier.capacity_bytes
+            reserved = self.reserved if tier.name == "gpu" else 0
+            assert held + reserved == tier.usage().used_bytes <= tier.capacity_bytes
+            movement = self.store._movement
+            assert movement.copy_bytes[tier.name] == held - movement.home_bytes[tier.name]
+
+    @invariant()
+    def what_is_looked_for_no_more_is_not_wanted(self) -> None:
+        """A walk of the schedule is left out where one found nothing and nothing changed: it would find nothing."""
+        movement = self.store._movement
+        if movement.schedule is not None and movement.settled == movement.state_of_fetches():
+            assert not list(movement.wanted())
 
     @invariant()
     def leased_bytes_stand_still(self) -> None:
