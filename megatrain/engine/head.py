@@ -112,6 +112,8 @@ class HeadPlan:
             at a time.
         logit_nbytes: What the graph of one logit takes from the last product to the loss.
         borders: Rows of the cut weight that its parts begin with, the first one left out.
+        is_product: Whether the logits are the product of the trunk's output with the cut weight, and nothing else: then
+            a part of them is made without the model's forward, which would be called for every piece and part.
     """
 
     trunk: nn.Module
@@ -121,6 +123,7 @@ class HeadPlan:
     cut_weight: str | None = None
     logit_nbytes: int = 4
     borders: tuple[int, ...] = ()
+    is_product: bool = False
 
     def ranges(self, columns: int) -> list[tuple[int, int]]:
         """Return the words of each part of the vocabulary; none has words of two blocks of the weight's gradient."""
@@ -167,7 +170,16 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
     cut_weight = _cut_weight(graph, candidates, probe)
     borders = () if cut_weight is None else _borders(graph, cut_weight)
-    return HeadPlan(probe.trunks[0], units, shape[-1], probe.keeps_logits, cut_weight, probe.logit_nbytes, borders)
+    return HeadPlan(
+        probe.trunks[0],
+        units,
+        shape[-1],
+        probe.keeps_logits,
+        cut_weight,
+        probe.logit_nbytes,
+        borders,
+        cut_weight is not None and probe.is_product,
+    )
 
 
 def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
@@ -216,6 +228,7 @@ class _Probe:
         keeps_logits: As in the plan.
         cut_weight: As in the plan.
         logit_nbytes: As in the plan.
+        is_product: As in the plan.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -227,10 +240,11 @@ class _Probe:
         self.keeps_logits = False
         self.cut_weight: str | None = None
         self.logit_nbytes = 0
+        self.is_product = False
         self._num_columns = num_columns
         self._cut = CutProbe({}, None)
         self._reads = _Reads()
-        self._logits = self._loss = torch.empty(0, device="meta")
+        self._rows = self._logits = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
         """Run the head; raises what the model's code raises."""
@@ -239,6 +253,7 @@ class _Probe:
         config = self._graph.config.get_text_config()
         width = embedding.weight.shape[1] if embedding is not None else config.hidden_size
         rows = torch.empty(1, 2, width, device="meta", dtype=self._graph.dtype, requires_grad=True)
+        self._rows = rows
         labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
         stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
         stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
@@ -284,6 +299,7 @@ class _Probe:
             passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
+            self.is_product = self._cut.is_product(logits, self._rows)
             saved = [tensor for tensor in self._reads.saved if tensor.numel() == logits.numel()]  # not the weight
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
@@ -839,6 +855,11 @@ class ChunkedHead:
 
     def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
         """Return the logits [rows, words of the part, None: all] that the model's own forward makes."""
+        if part is not None and self._plan.is_product:
+            assert self._stand_in is not None
+            with self._stand_in.at(part):
+                logits = torch.nn.functional.linear(output["last_hidden_state"], self._stand_in)
+            return logits.reshape(-1, logits.shape[-1])
         made: list[Tensor] = []
         self._call_at(part, item, output, made)
         return made[0].reshape(-1, made[0].shape[-1])

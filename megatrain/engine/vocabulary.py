@@ -387,9 +387,10 @@ _KEEPERS = frozenset(
 class _Product:
     """A product with a weight in a head's forward."""
 
-    def __init__(self, owner: str) -> None:
-        self.owner = owner
+    def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
+        self.owner, self.rows, self.bias = owner, rows, bias
         self.is_cuttable = True
+        self.is_changed = False  # an operator makes something of it before the loss
 
 
 class CutProbe:
@@ -434,6 +435,15 @@ class CutProbe:
         uses = sum(other.owner == product.owner for other in self._products)
         return product.owner if uses == 1 and product.owner not in self._used_otherwise else None
 
+    def is_product(self, logits: Tensor, rows: Tensor) -> bool:
+        """Return whether the logits are the product of these rows with the weight, and nothing else."""
+        if self.weight_of(logits) is None:
+            return False
+        _, product = self._columns[id(logits)]
+        # Transformers slices the rows that are to have logits: all of them, in training.
+        is_whole = product.rows._base is rows and product.rows.shape == rows.shape
+        return not product.is_changed and product.bias is None and (product.rows is rows or is_whole)
+
     def on_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function of torch, noting products with the head's weights, and other uses of them."""
         owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
@@ -442,7 +452,8 @@ class CutProbe:
         if func is functional.linear and id(weight) in self._owners:
             if self._num_columns is not None:
                 result = result[..., : self._num_columns]
-            product = _Product(self._owners[id(weight)])
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            product = _Product(self._owners[id(weight)], args[0] if args else kwargs["input"], bias)
             self._products.append(product)
             self._columns[id(result)] = (result, product)
             owners.remove(product.owner)
@@ -459,6 +470,7 @@ class CutProbe:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         marked = [(leaf, self._columns[id(leaf)][1]) for leaf in given if id(leaf) in self._columns]
         for leaf, product in marked:
+            product.is_changed = True
             others = [other for other in given if id(other) not in self._columns]
             if not _keeps_columns(func, args, leaf, others, result):
                 product.is_cuttable = False

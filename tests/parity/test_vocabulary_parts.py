@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatrain.engine import forward
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.head import plan_head
+from megatrain.engine.head import ChunkedHead, HeadPlan, plan_head
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import rows_of_parts
@@ -69,6 +72,41 @@ def assert_close(
 def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
     assert found[0] == expected[0] and set(found[1]) == set(expected[1])
     assert all(torch.equal(found[1][name], gradient) for name, gradient in expected[1].items())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "granite"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_logits_that_are_a_product_are_made_without_the_model_with_the_same_bits(
+    family: str, dtype: torch.dtype, in_turn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, calls = tiny_config(family), mock.Mock(wraps=ChunkedHead._call)
+    monkeypatch.setattr(ChunkedHead, "_call", lambda self, *args: calls(self, *args))
+    found = step(config, dtype=dtype, parts_in_turn=in_turn)
+    num_calls = calls.call_count
+    monkeypatch.setattr(forward, "plan_head", lambda graph: replace(plan_of(graph), is_product=False))
+    assert_same(step(config, dtype=dtype, parts_in_turn=in_turn), found)
+    assert num_calls == (calls.call_count - num_calls if family == "granite" else 0), "granite divides its logits"
+
+
+def test_logits_that_something_is_made_of_come_from_the_model() -> None:
+    def half(module: Any, args: Any, logits: Tensor) -> Tensor:
+        return logits.mul_(0.5)
+
+    graph = build_graph(tiny_config("llama"), dtype=torch.float32)
+    assert plan_of(graph).is_product
+    graph.model.get_output_embeddings().register_forward_hook(half)
+    assert not plan_of(graph).is_product
+    biased = build_graph(tiny_config("phi3"), dtype=torch.float32)
+    head = biased.model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.empty(len(head.weight), device="meta"))
+    assert plan_head(biased) is None or not plan_of(biased).is_product
+
+
+def plan_of(graph: ModelGraph) -> HeadPlan:
+    plan = plan_head(graph)
+    assert plan is not None
+    return plan
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
