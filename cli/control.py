@@ -148,10 +148,10 @@ def _look(path: Path) -> _Seen:
 def _print(seen: _Seen) -> None:
     click.secho(str(seen.path), bold=True)
     for name, text in _lines(seen):
-        _echo(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
+        echo_wrapped(f"  {name:<9}{text}" if name else f"  {text}", indent=11 if name else 4)
 
 
-def _echo(text: str, *, indent: int = 2) -> None:
+def echo_wrapped(text: str, *, indent: int = 2) -> None:
     """Print text; on a terminal each line is wrapped between words, and continued lines are indented."""
     for line in text.splitlines():
         if sys.stdout.isatty():
@@ -294,7 +294,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
         if as_json:
             click.echo(json.dumps(status.to_json()))
         else:
-            _echo(_describe_ended(run))
+            echo_wrapped(_describe_ended(run))
         return _exit_code_of(status)
     view = _JsonLines() if as_json else _View() if sys.stdout.isatty() else _Lines()
     try:
@@ -313,7 +313,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
     finally:
         view.close()
     if not as_json:
-        _echo(_describe_ended(run))
+        echo_wrapped(_describe_ended(run))
     return EXIT_FAILED if status is None or status.pid != owner.pid else _exit_code_of(status)
 
 
@@ -536,7 +536,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
         state, step = (None, None) if status is None else (status.state, status.step)
         click.echo(json.dumps({"state": state, "step": step, "saved_step": saved_step}))
     else:
-        _echo(_describe_ended(run))
+        echo_wrapped(_describe_ended(run))
     return EXIT_DONE
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from .main import RunFailedError, exit_code_of
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -40,6 +42,24 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
     ):
         function = decorate(function)
     return function
+
+
+@contextmanager
+def placed(loaded: LoadedConfig) -> Iterator[None]:
+    """Add to the error of a path that is not there which line of which file names it."""
+    try:
+        yield
+    except Exception as error:
+        table = loaded.config.model
+        paths = {"model.model_name_or_path": table.model_name_or_path}
+        paths |= {f"data.train.{number}.path": each.path for number, each in enumerate(loaded.config.data.train)}
+        paths |= {f"data.eval.{number}.path": each.path for number, each in enumerate(loaded.config.data.eval)}
+        text, code = str(error), exit_code_of(error)
+        key = next((key for key, path in paths.items() if text.startswith(f"{path}:")), None)
+        origin = None if key is None else loaded.origins.get(key)
+        if code is None or origin is None:
+            raise
+        raise RunFailedError(f"{origin}, {key}: {text}", code) from error
 
 
 json_option: Decorator = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from .control import echo_wrapped
 from .main import EXIT_FAILED, RunFailedError
 from .options import json_option
 
@@ -58,9 +59,9 @@ def command(run: Path, page: Path | None, other_run: Path | None, as_json: bool)
     from megatrain.report.text import comparison_lines, report_lines
 
     first, *others = report_lines(figures)
-    click.secho(first, bold=True)
+    echo_wrapped(click.style(first, bold=True), indent=8)
     for line in others:
-        click.echo(line)
+        echo_wrapped(line, indent=8)
     for line in comparison_lines(figures, other[1]) if other is not None else ():
         click.echo(line)
     if page is not None:

@@ -29,7 +29,7 @@ from .main import (
     describe,
     exit_code_of,
 )
-from .options import config_options, json_option, load
+from .options import config_options, json_option, load, placed
 from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
@@ -168,19 +168,21 @@ def _run(
                 _report_start(output, info.output_dir, group)
 
         if is_first:
-            look_first(loaded.config, allow_config_change=allow_config_change)
+            with placed(loaded):
+                look_first(loaded.config, allow_config_change=allow_config_change)
         if not group.world.is_single:
             group.join(loaded.config.device, resolve_distributed(loaded.config))
         spinner.say("reading the model and planning")
-        trainer = Trainer(
-            loaded.config,
-            plan=_plan_of_one(loaded) if dry_run and group.world.is_single else None,
-            observer=Observers([Starting(), shown, console]) if is_first else RunObserver(),
-            activity=activity,
-            allow_config_change=allow_config_change,
-            exit_code_of=_exit_code_of,
-            group=group,
-        )
+        with placed(loaded):
+            trainer = Trainer(
+                loaded.config,
+                plan=_plan_of_one(loaded) if dry_run and group.world.is_single else None,
+                observer=Observers([Starting(), shown, console]) if is_first else RunObserver(),
+                activity=activity,
+                allow_config_change=allow_config_change,
+                exit_code_of=_exit_code_of,
+                group=group,
+            )
     spinner.stop()
     plan = trainer.plan
     max_steps = loaded.config.training.max_steps

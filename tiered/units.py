@@ -83,7 +83,9 @@ def parse_duration(text: str) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration as people read it: ``"0.42 s"``, ``"12.3 s"``, ``"3m05s"``, ``"16h44m"``."""
+    """Return a duration as people read it: ``"4.2 ms"``, ``"0.42 s"``, ``"12.3 s"``, ``"3m05s"``, ``"16h44m"``."""
+    if 0 < seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

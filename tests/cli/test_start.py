@@ -40,6 +40,20 @@ def test_no_plan_before_an_error(
     assert "total MiB" not in result.output and "fits" not in result.output
 
 
+def test_a_path_that_is_not_there_is_placed(trained: SavedRun) -> None:
+    """The file that `init` wrote, before it was filled in: which line to fill."""
+    path = trained.write_config(out="other", steps=4)
+    path.write_text(path.read_text().replace('"model"', '"path/to/model"').replace("data.txt", "chats.txt"))
+    lines = {line.split(" = ")[0]: number for number, line in enumerate(path.read_text().splitlines(), 1)}
+    first = trained.call("run", path)
+    assert first.exit_code == 4
+    assert first.stderr.startswith(f"error: {path}:{lines['path']}, data.train.0.path: "), first.stderr
+    path.write_text(path.read_text().replace("chats.txt", "data.txt"))
+    second = trained.call("run", path)
+    assert second.exit_code == 2
+    assert second.stderr.startswith(f"error: {path}:{lines['model_name_or_path']}, model.model_name_or_path: ")
+
+
 def test_a_run_that_is_done_says_how_to_train_on(trained: SavedRun, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "w")
     before = (run.out / "status.json").read_bytes()

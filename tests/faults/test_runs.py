@@ -146,7 +146,7 @@ def test_full_at_the_start_is_refused_with_numbers(work: Work, small_drive) -> N
     small_drive.fill(leave_bytes=MiB)
     result = work.run(small_drive.store)
     assert result.exit_code == 3, result.output
-    assert "does not fit: tier 'nvme' has" in result.stderr and str(small_drive.store) in result.stderr
+    assert "does not fit: the drive of" in result.stderr and str(small_drive.store) in result.stderr
     assert "needs at least" in result.stderr and not small_drive.store.exists()
 
 

@@ -36,7 +36,14 @@ def test_durations_and_rates() -> None:
     assert [parse_duration(text) for text in ("45min", "90s", "2h", "0.5 d")] == [2700, 90, 7200, 43200]
     with pytest.raises(ValueError, match="is not a duration"):
         parse_duration("5 GiB")
-    assert [format_duration(s) for s in (0.42, 12.34, 185, 60240)] == ["0.42 s", "12.3 s", "3m05s", "16h44m"]
+    assert [format_duration(s) for s in (0, 0.0042, 0.42, 12.34, 185, 60240)] == [
+        "0.00 s",
+        "4.2 ms",
+        "0.42 s",
+        "12.3 s",
+        "3m05s",
+        "16h44m",
+    ]
     assert format_rate(2.5e9) == "2.50 GB/s"
 
 
