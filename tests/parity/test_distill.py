@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fakes.rates import make_machine
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
 from megatrain.config.problems import ConfigError
+from megatrain.config.resolve import resolve
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import TEACHER_KEYS, Distillation, Objective, TeacherRows
@@ -22,6 +24,8 @@ from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
 from megatrain.models.graph import build_graph
 from megatrain.plan import planner
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import LoadedProfile
 from megatrain.plan.planner import plan_run, teacher_bytes
 from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.scoring import Scorer
@@ -213,6 +217,11 @@ def test_the_plan_has_room_for_what_the_teacher_says(
     without = plan_run(plan.run)
     room = plan.placement.workspace_bytes["ram"] - without.placement.workspace_bytes["ram"]
     assert room == round_up(nbytes, PAGE_BYTES)
+    # What is predicted is a step without a teacher: its scores come with the rows, and cost neither a link nor FLOPs.
+    path.write_text(config_text(tmp_path, tiny_model))
+    plain = plan_run(resolve(load_config(path).config))
+    predicted = [estimate_step(each, each.shape, LoadedProfile(make_machine(tmp_path))) for each in (plan, plain)]
+    assert predicted[0].seconds == predicted[1].seconds and predicted[0].seconds["compute"] > 0
 
 
 class Losses(RunObserver):

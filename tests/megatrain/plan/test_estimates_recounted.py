@@ -1,0 +1,190 @@
+"""Predicted seconds, counted again from the tape by lines that know nothing of the estimate.
+
+People read these figures and nothing else uses them, so nothing else notices a mistake in them: with several processes,
+with paths that share a drive, with a teacher's scores.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fakes.rates import drive, make_machine
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve
+from megatrain.engine.tape import Tape, compile_step
+from megatrain.plan import machine
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.machine import DriveProfile, FileSystem, LoadedProfile, MachineProfile
+from megatrain.plan.plan import Occasion, Plan, StepShape
+from megatrain.plan.planner import plan_run
+from megatrain.ranks.world import World
+from oracles.tiered_run import config_text, write_tiny_model
+
+WORLDS = {"one process": (1, 1), "2 processes": (2, 1), "4 processes": (4, 1), "2 x 2 processes": (4, 2)}
+PATHS = {
+    "one path": ("a",),
+    "two paths on a drive": ("a", "a/b"),
+    "two drives": ("a", "b"),
+    "two of three on a drive": ("a", "b", "b/c"),
+}
+
+
+def plan_of(folder: Path, size: int, num_hosts: int, *changes: str) -> Plan:
+    model = write_tiny_model(folder / "model")
+    path = folder / "run.toml"
+    text = config_text(folder, model, ram="40MiB")
+    path.write_text(text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4"))
+    keys = ["placement.weights=nvme", "placement.optimizer=nvme", "placement.gradients=nvme", *changes]
+    run = resolve(load_config(path, (), keys).config)
+    return plan_run(replace(run, world=World.local(0, size, num_hosts)))
+
+
+@pytest.fixture(scope="module")
+def plans(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Plan]:
+    return {name: plan_of(tmp_path_factory.mktemp("plan"), *world) for name, world in WORLDS.items()}
+
+
+def tape_of(plan: Plan) -> Tape:
+    """Return the tape of a step between the first and the last: it finds the copies that the one before it left."""
+    parts = (plan.program, plan.placement.homes, plan.placement.stays)
+    return compile_step(*parts, pinned=compile_step(*parts, updates=False).pinned)
+
+
+def drives_of(plan: Plan) -> tuple[int, int]:
+    """Count what a rank's step reads from and writes to drives: leases that fetch, and those that write back."""
+    homes, blocks = plan.placement.homes, plan.program.blocks
+    read = written = 0
+    for op in tape_of(plan).ops:
+        for use in op.uses:
+            if homes[use.key] == "nvme" and op.tier != "nvme":
+                read += blocks[use.key].nbytes * use.fetches
+                written += blocks[use.key].nbytes * use.writes_back
+    return read, written
+
+
+def updated_by(plan: Plan) -> int:
+    """Count the numbers that a rank's updates read and write as fp32 masters."""
+    keys = {use.key for op in tape_of(plan).ops if op.phase == "update" for use in op.uses if use.mode == "rw"}
+    return sum(plan.program.blocks[key].num_elements for key in keys if plan.program.blocks[key].kind == "weights")
+
+
+def busy_s(read: float, written: float, rates: DriveProfile) -> float:
+    both = min(read, written)
+    return (
+        2 * both / rates.mixed_bytes_per_s
+        + (read - both) / rates.read_bytes_per_s
+        + (written - both) / rates.write_bytes_per_s
+    )
+
+
+class Machine:
+    """A machine whose folders are on drives of the name of their first part below a root."""
+
+    def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.root = root
+        self.drives = {"a": drive(2e9, 1e9, 1.5e9), "b": drive(4e9, 3e9, 3.5e9), "m": drive(8e9, 8e9, 8e9)}
+        real = machine.file_system_of
+
+        def named(path: Path) -> FileSystem:
+            return replace(real(root), source=self.of(path))
+
+        monkeypatch.setattr(FileSystem, "key", property(lambda system: system.source))
+        for module in ("megatrain.plan.machine", "megatrain.plan.estimate"):
+            monkeypatch.setattr(f"{module}.file_system_of", named)
+
+    def of(self, path: Path) -> str:
+        """Return the drive of a path."""
+        return (path.relative_to(self.root).parts or ("m",))[0] if path.is_relative_to(self.root) else "m"
+
+    @property
+    def profile(self) -> MachineProfile:
+        return make_machine(self.root, drives=self.drives)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def shape_at(plan: Plan, here: Machine, names: Sequence[str]) -> StepShape:
+    weights = [float(number) for number in range(1, len(names) + 1)]
+    return StepShape(plan.shape.tokens_per_step, None, [here.root / name for name in names], weights)
+
+
+@pytest.mark.parametrize("names", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_seconds_of_drives_and_updates(
+    world: str, names: Sequence[str], plans: Mapping[str, Plan], here: Machine
+) -> None:
+    """The processes of a host share its drives and its cores: each rank's figures are those of all of them."""
+    plan, on_host = plans[world], WORLDS[world][0] // WORLDS[world][1]
+    shape = shape_at(plan, here, names)
+    found = estimate_step(plan, shape, LoadedProfile(here.profile)).seconds
+    read, written = (on_host * nbytes for nbytes in drives_of(plan))
+    assert read and written
+    share: dict[str, float] = defaultdict(float)
+    for path, weight in zip(shape.paths, shape.weights, strict=True):
+        share[here.of(path)] += weight / sum(shape.weights)
+    by_drive = {name: busy_s(read * part, written * part, here.drives[name]) for name, part in share.items()}
+    assert found["nvme"] == pytest.approx(max(by_drive.values()), rel=1e-6)
+    assert found["optimizer"] == pytest.approx(on_host * updated_by(plan) / here.profile.adamw_params_per_s["float32"])
+
+
+def test_all_ranks_together_update_each_number_once(plans: Mapping[str, Plan]) -> None:
+    """What pads shares to equal lengths counts, and no more: less than a piece of 65,536 numbers a rank and block."""
+    alone = updated_by(plans["one process"])
+    for world, (size, _) in WORLDS.items():
+        padding = size * 65_536 * len(plans[world].graph.layouts)
+        assert alone <= size * updated_by(plans[world]) < alone + padding, world
+
+
+def occasions_of(plan: Plan, here: Machine, names: Sequence[str]) -> Iterator[tuple[Occasion, dict[str, list[float]]]]:
+    """Yield each occasion with what it reads from and writes to each drive, counted from homes and formats."""
+    homes = plan.placement.homes
+    saved = [block for block in plan.program.blocks.values() if block.is_saved]
+    shape = shape_at(plan, here, names)
+    share = {path: weight / sum(shape.weights) for path, weight in zip(shape.paths, shape.weights, strict=True)}
+    on_drives = sum(block.nbytes for block in saved if homes[block.key] == "nvme")
+    masters = sum(block.nbytes for block in saved if homes[block.key] == "nvme" and block.kind == "weights")
+    files = sum(path.stat().st_size for path in Path(plan.run.model.folder).glob("*.safetensors"))
+    exported = sum(entry.numel for layout in plan.graph.layouts.values() for entry in layout.entries) * 4
+    out = here.of(plan.run.output_dir)
+    for occasion in estimate_step(plan, shape, LoadedProfile(here.profile)).occasions:
+        moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        if occasion.name == "start":
+            moved[here.of(Path(plan.run.model.folder))][0] += files
+            for path, part in share.items():
+                moved[here.of(path)][1] += on_drives * part
+        elif occasion.name == "checkpoint":
+            moved[out][1] += sum(block.nbytes for block in saved) - on_drives
+        else:
+            for path, part in share.items():
+                moved[here.of(path)][0] += masters * part
+            moved[out][0] += exported
+            moved[out][1] += exported
+        yield occasion, moved
+
+
+@pytest.mark.parametrize("names", PATHS.values(), ids=PATHS)
+@pytest.mark.parametrize("out", ["a", "b", "m"])
+def test_seconds_of_start_checkpoint_and_export(
+    names: Sequence[str], out: str, plans: Mapping[str, Plan], here: Machine
+) -> None:
+    """Whatever shares a drive waits for it: paths of the tier, `output_dir`, the model's folder."""
+    plan = plans["one process"]
+    folder = here.root / out
+    folder.mkdir(exist_ok=True)
+    model = folder / "model"
+    if not model.exists():
+        model.symlink_to(plan.run.model.folder)
+    run = replace(plan.run, output_dir=folder / "out", model=replace(plan.run.model, folder=str(model)))
+    found = list(occasions_of(replace(plan, run=run), here, names))
+    assert [occasion.name for occasion, _ in found] == ["start", "checkpoint", "export"]
+    for occasion, moved in found:
+        wanted = max(busy_s(*nbytes, here.drives[name]) for name, nbytes in moved.items())
+        assert occasion.seconds == pytest.approx(wanted, rel=0.01), occasion.name
