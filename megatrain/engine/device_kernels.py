@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["add_rows", "are_for", "gradient_of_logits", "row_groups", "take_in_logits", "warm_up"]
+__all__ = ["add_rows", "are_for", "copy_rows", "gradient_of_logits", "row_groups", "take_in_logits", "warm_up"]
 
 _BLOCK_COLUMNS = 1024
 #: Logits of a row whose exponentials are summed at once, by 8 warps.
@@ -88,6 +88,32 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
                 held.start,
                 held.stop,
                 -1 if ignored is None else ignored,
+                block_columns=_BLOCK_COLUMNS,
+                **_kernels().LAUNCH_OPTIONS,
+            )
+
+
+def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None:
+    """Look up rows of a part of a matrix.
+
+    Args:
+        found: [K, N], contiguous; rows of other parts stay as they are.
+        held: Which rows of the matrix are here.
+        rows: [len(held), N], these rows, any float dtype.
+        indexes: [K], of the rows wanted.
+    """
+    assert found.is_contiguous() and rows.stride(1) == 1, (found.stride(), rows.stride())
+    num_rows, num_columns = found.shape
+    if num_rows and not isinstance(found, FakeTensor):
+        with torch.accelerator.device_index(found.device.index):
+            _kernels().copy_rows[(num_rows, -(-num_columns // _BLOCK_COLUMNS))](
+                found,
+                rows,
+                indexes.contiguous(),
+                num_columns,
+                rows.stride(0),
+                held.start,
+                held.stop,
                 block_columns=_BLOCK_COLUMNS,
                 **_kernels().LAUNCH_OPTIONS,
             )
@@ -194,6 +220,7 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
         return
     rows, indexes = torch.zeros(1, 1, dtype=dtype, device=device), torch.zeros(1, dtype=torch.long, device=device)
     add_rows(zeros.view(1, 1), range(1), rows, row_groups(indexes), None)
+    copy_rows(rows, range(1), rows.clone(), indexes)
     for totals in (None, zeros):
         take_in_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
     for weights in (None, zeros):

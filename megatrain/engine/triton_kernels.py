@@ -1,4 +1,4 @@
-"""The Triton kernels of a step: rows that are added to a matrix, and cross entropy. Importing this file imports triton.
+"""The Triton kernels of a step: rows of a matrix, and cross entropy. Importing this file imports triton.
 
 Kernels are compiled at their first launch, once for each dtype. No address and no size is compiled into the code: in
 another placement a launch must not meet other code, and with it another order of a sum.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["LAUNCH_OPTIONS", "add_rows", "gradient_of_logits", "group_rows", "take_in_logits"]
+__all__ = ["LAUNCH_OPTIONS", "add_rows", "copy_rows", "gradient_of_logits", "group_rows", "take_in_logits"]
 
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
@@ -98,6 +98,27 @@ def add_rows(
             row = tl.load(groups + at + number).to(tl.int64)
             total += tl.load(rows + row * row_stride + column * column_stride, mask=inside).to(tl.float32)
         tl.store(target, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["found", "rows", "indexes", "num_columns", "row_stride", "first", "stop"])
+def copy_rows(
+    found: tl.tensor,
+    rows: tl.tensor,
+    indexes: tl.tensor,
+    num_columns: tl.tensor,
+    row_stride: tl.tensor,
+    first: tl.tensor,
+    stop: tl.tensor,
+    block_columns: tl.constexpr,
+) -> None:
+    """Look up rows: of those with an index from `first` to `stop`, whose matrix's rows are here. Others stay."""
+    at = tl.program_id(0).to(tl.int64)
+    index = tl.load(indexes + at).to(tl.int64)
+    if (index >= first) & (index < stop):
+        column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+        inside = column < num_columns
+        value = tl.load(rows + (index - first) * row_stride + column, mask=inside)
+        tl.store(found + at * num_columns + column, value.to(found.dtype.element_ty), mask=inside)
 
 
 @triton.jit(

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge, increment_version
 from torch.nn import functional
 
+from megatrain.engine import device_kernels
 from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
 from megatrain.engine.program import BlockAccess, GradientSink, MatrixParts
 from megatrain.engine.saved_attention import AttentionResults
@@ -981,6 +982,9 @@ def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tenso
         with parts.part(number) as rows:
             for indexes, out in zip(wanted, made, strict=True):
                 flat = indexes.reshape(-1)
+                if device_kernels.are_for(out):
+                    device_kernels.copy_rows(out.view(-1, width), held, rows, flat)
+                    continue
                 is_here = (flat >= held.start) & (flat < held.stop)
                 if not out.is_cuda:
                     at = is_here.nonzero().squeeze(1)

@@ -47,6 +47,17 @@ def test_rows_are_added_with_the_host_s_bits(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_looked_up_with_the_host_s_bits(dtype: torch.dtype) -> None:
+    matrix = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(3))
+    indexes = torch.randint(0, WORDS, (5000,), generator=torch.Generator().manual_seed(4))
+    found = torch.full((5000, WIDTH), torch.nan, dtype=dtype, device="cuda")
+    for held in (range(1000), range(1000, WORDS)):
+        rows = matrix[held.start : held.stop].to("cuda")
+        device_kernels.copy_rows(found, held, rows, indexes.to("cuda"))
+    assert torch.equal(found.cpu(), matrix[indexes].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("smoothing", "z_loss", "is_weighed"), [(0.0, 0.0, False), (0.1, 1e-3, False), (0.0, 0.0, True)]
 )

@@ -158,6 +158,18 @@ def test_interpreted_groups_are_a_stable_sort(interpreter: None, num_rows: int) 
     assert not count[~is_first].any()
 
 
+def test_interpreted_kernels_look_rows_up_in_parts(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_kernels, "_BLOCK_COLUMNS", 8)
+    indexes = torch.randint(0, WORDS + 3, (40,), generator=torch.Generator().manual_seed(1))
+    matrix, found = random(WORDS, WIDTH), torch.full((40, WIDTH), torch.nan)
+    for held in (range(17), range(17, 34), range(34, WORDS)):
+        device_kernels.copy_rows(found, held, matrix[held.start : held.stop], indexes)
+    is_word = indexes < WORDS
+    assert is_word.any() and not is_word.all()
+    assert torch.equal(found[is_word], matrix[indexes[is_word]])
+    assert found[~is_word].isnan().all()  # which stops a step
+
+
 def test_rows_are_grouped_once_for_all_parts(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     row_groups = device_kernels.row_groups
@@ -313,6 +325,12 @@ def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> N
     elements = device_kernels._BLOCK_COLUMNS // (32 * kernels.LAUNCH_OPTIONS["num_warps"])
     assert found and set(found) <= {"add.f32", "add.rn.f32"} and len(found) % elements == 0
     assert "ftz" not in ptx and "atom" not in ptx and "red." not in ptx
+
+
+def test_a_look_up_is_compiled(kernels: ModuleType) -> None:
+    types = {"found": "*bf16", "rows": "*fp32", "indexes": "*i64"}
+    ptx = ptx_of(kernels, "copy_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
+    assert "cvt.rn.bf16" in ptx
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
