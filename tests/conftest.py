@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import shutil
 import signal
@@ -13,6 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Figures that doctor measured on this machine decide placements; tests start without any. XDG: must be absolute.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
+
+# Which rows of tests/pairs run is decided once: processes of one run agree, also at midnight.
+os.environ.setdefault("PAIRS_SEED", datetime.datetime.now(datetime.UTC).date().isoformat())
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +78,11 @@ LONG_BENCHES = (
     "gpu",
     "gpu_profile",
 )
+
+
+def pytest_report_header() -> str:
+    """Say which runs of ``tests/pairs`` are today's."""
+    return f"tests/pairs: PAIRS_SEED={os.environ['PAIRS_SEED']}"
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ from fakes.virtual_tensor import (
     result_on_meta,
     without_modes,
 )
-from fakes.virtual_torch import attention, class_of, getitem, give_tensors_a_guard, tensor_of, to
+from fakes.virtual_torch import attention, class_of, give_tensors_a_guard, tensor_of, to
 
 aten = torch.ops.aten
 
@@ -118,7 +118,6 @@ class VirtualCuda(LazyDevice):
             stack.enter_context(mock.patch.multiple(torch.cuda, **self._functions()))
             stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
             stack.enter_context(mock.patch.object(Tensor, "to", to))
-            stack.enter_context(mock.patch.object(Tensor, "__getitem__", getitem))
             stack.enter_context(mock.patch.object(Tensor, "pin_memory", lambda host: self.page_locked(host.clone())))
             stack.enter_context(mock.patch.object(Tensor, "is_pinned", self.is_page_locked))
             stack.enter_context(mock.patch.object(torch, "tensor", tensor_of))

@@ -77,6 +77,17 @@ class VirtualTensor(Tensor):
         is_watched = torch._C._is_torch_function_mode_enabled()
         return torch.overrides.handle_torch_function(tolist, (self,), self) if is_watched else tolist(self)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Index it: torch makes tensors of lists inside, and copies them to the device while the host waits.
+
+        Of this class alone: a class whose ``__getitem__`` was once replaced counts as a sequence to CPython ever after,
+        and ``torch.tensor`` then asks a tensor without dimensions for its length.
+        """
+        # A mode is asked first, as it would be: it then calls this again.
+        if torch._C._is_torch_function_mode_enabled():
+            return torch.overrides.handle_torch_function(_getitem, (self,), self, index)
+        return _getitem(self, index)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VirtualTensor({tuple(self.shape)}, {self.dtype})"
 
@@ -85,6 +96,15 @@ class VirtualTensor(Tensor):
         """Reached where modes are off: torch does that while it makes tensors of another class."""
         owner = next(leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, VirtualTensor))
         return owner.allocation.device.launch_op(func, args, kwargs or {})
+
+
+def _getitem(tensor: VirtualTensor, index: Any) -> Any:
+    if isinstance(index, tuple):
+        index = tuple(torch.tensor(part) if isinstance(part, list) else part for part in index)
+    return Tensor.__getitem__(tensor, index)
+
+
+_getitem.__name__ = "__getitem__"  # modes go by it
 
 
 class Allocation:

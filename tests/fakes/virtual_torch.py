@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.overrides import _get_current_function_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fakes.lazy_device import DEVICE
@@ -67,25 +66,16 @@ def attention(
     return result
 
 
-_torch_getitem = Tensor.__getitem__
-
-
-def getitem(tensor: Tensor, index: Any) -> Tensor:
-    """Stand for indexing: torch makes tensors of lists inside, and copies them to the device while the host waits."""
-    # A function mode is asked first, as it would be: it then calls this again.
-    if isinstance(tensor, VirtualTensor) and isinstance(index, tuple) and _get_current_function_mode() is None:
-        index = tuple(_torch_tensor(part) if isinstance(part, list) else part for part in index)
-    return _torch_getitem(tensor, index)
-
-
-getitem.__name__ = "__getitem__"  # function modes are handed what torch finds under a method's name, and go by it
-
-
 _torch_tensor = torch.tensor
 
 
 def tensor_of(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
-    """Stand for ``torch.tensor``, for the same reason."""
+    """Stand for ``torch.tensor``, which makes tensors of lists inside, and copies them to the device.
+
+    It also reads what tensors in them hold, without telling anybody.
+    """
+    if isinstance(data, list | tuple):
+        data = map_leaves(lambda each: each.tolist() if isinstance(each, Tensor) else each, data)
     made = _torch_tensor(data, **kwargs)
     return made if device is None else made.to(device)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fakes.gpu_run import virtual_gpu
 from fakes.virtual_cuda import VirtualCuda
@@ -102,3 +103,11 @@ def test_the_device_fails_in_the_middle(
     assert "the GPU failed" in error and "illegal memory access" in error and "Xid" in error, error
     assert "asynchronously" not in error, error
     goes_on(run, expected)
+
+
+def test_lists_of_tensors_become_tensors_while_the_device_is_there_and_when_it_is_gone() -> None:
+    """As code of models does; a replaced ``Tensor.__getitem__`` would spoil it for the rest of the process."""
+    with virtual_gpu():
+        there = torch.arange(3, device="cuda")
+        assert torch.tensor([there[1], there[2]], device="cuda").tolist() == [1, 2]
+    assert torch.tensor([torch.tensor(1), torch.tensor(2)]).tolist() == [1, 2]

@@ -1,0 +1,67 @@
+"""The covering array: few rows that have, together, every pair of levels that can be had.
+
+``python -m pairs.array > tests/pairs/rows.jsonl`` in ``tests`` makes them anew, by covertable.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from pairs.factors import EXCLUSIONS, FACTORS, Row
+
+#: Of the rows, the share that runs without ``-m slow``, chosen by the day.
+SHARE = 10
+FILE = Path(__file__).with_name("rows.jsonl")
+
+
+@functools.cache
+def all_rows() -> tuple[dict[str, str], ...]:
+    """Return the rows, by name."""
+    return tuple(json.loads(line) for line in FILE.read_text().splitlines())
+
+
+def generate() -> list[dict[str, str]]:
+    """Make the rows: seconds of a core."""
+    import covertable
+
+    constraints: list[dict[str, Any]] = []
+    for each in EXCLUSIONS:
+        held = [{"operator": "in", "left": name, "values": list(levels)} for name, levels in each.levels.items()]
+        constraints.append({"operator": "not", "condition": {"operator": "and", "conditions": held}})
+    made = covertable.make({name: list(levels) for name, levels in FACTORS.items()}, constraints=constraints)
+    return sorted(({name: row[name] for name in FACTORS} for row in made), key=name_of)
+
+
+def name_of(row: Row) -> str:
+    """Return the name of a test: four digits to choose it by, and its levels; the plainest ones are left out."""
+    words = "-".join(row[name] for name, levels in FACTORS.items() if name == "model" or row[name] != levels[0])
+    return f"{digest(row):04x}-{words}"
+
+
+def digest(row: Row) -> int:
+    """Return a number of 16 bits that a row alone decides."""
+    text = ",".join(f"{name}={row[name]}" for name in FACTORS)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:2], "little")
+
+
+def pairs_of(row: Row) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return the pairs of levels that a row has."""
+    return set(combinations(((name, row[name]) for name in FACTORS), 2))
+
+
+def chosen(seed: str) -> Sequence[dict[str, str]]:
+    """Return the rows of a day."""
+    every = all_rows()
+    return random.Random(seed).sample(every, -(-len(every) // SHARE))
+
+
+if __name__ == "__main__":
+    for each in generate():
+        print(json.dumps(each))

@@ -1,0 +1,149 @@
+"""The factors of the pairs, the levels of each, and which pairs of levels no run has: refused, or not to be had."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import combinations, product
+
+#: Factor -> its levels; the first one is the plainest. Names of tests are made of these words.
+FACTORS: dict[str, tuple[str, ...]] = {
+    "model": ("llama", "qwen3_moe", "gpt_oss", "zamba2", "qwen2_5_vl", "gpt2"),
+    "task": ("pretrain", "sft", "dpo", "kto", "orpo", "distill"),
+    "adapters": ("full", "lora", "dora"),
+    "base": ("plain", "nf4", "fp8", "mxfp4"),
+    "optimizer": ("adamw", "adamw_bf16", "adamw_int8", "lion_int8", "sgd", "adafactor", "muon"),
+    "precision": ("fp32", "bf16", "bf16_gradients"),
+    "placement": ("ram", "least", "drive", "emulated", "cuda"),
+    "recompute": ("again", "graphs", "attention"),
+    "cut": ("whole", "parts", "experts", "mlp_rows"),
+    "packing": ("rows", "packed", "concat"),
+    "images": ("text", "frozen", "trained"),
+    "ranks": ("alone", "2ranks", "2x2ranks"),
+    "lanes": ("open", "1lane", "4lanes"),
+    "clip": ("global", "layer", "none"),
+    "checkpoints": ("unsaved", "resumed", "moved", "copied"),
+    "evaluation": ("blind", "scored", "sampled"),
+    "average": ("bare", "averaged"),
+    "order": ("by_layer", "by_micro_batch"),
+}
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Levels that do not go together.
+
+    Attributes:
+        levels: factor -> its levels that do not go with the levels of the others.
+        text: what a run that has them is refused with, or a part of it; "": no such run can be had, see ``why``.
+        why: of those without a text: why there is nothing to refuse.
+    """
+
+    levels: Mapping[str, tuple[str, ...]]
+    text: str = ""
+    why: str = ""
+
+    def holds(self, row: Row) -> bool:
+        """Return whether a row, or a part of one, has all of them."""
+        return all(row.get(factor) in levels for factor, levels in self.levels.items())
+
+
+def refused(text: str, **levels: str | tuple[str, ...]) -> Exclusion:
+    """Return what the product refuses with a text."""
+    return Exclusion({name: (each,) if isinstance(each, str) else each for name, each in levels.items()}, text=text)
+
+
+def absent(why: str, **levels: str | tuple[str, ...]) -> Exclusion:
+    """Return what cannot be had."""
+    return Exclusion({name: (each,) if isinstance(each, str) else each for name, each in levels.items()}, why=why)
+
+
+PREFERENCES = ("dpo", "kto", "orpo")
+IMAGES = ("frozen", "trained")
+SEVERAL = ("2ranks", "2x2ranks")
+TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")
+
+#: The one table of what the product refuses, with its words, and of what cannot be had.
+EXCLUSIONS: tuple[Exclusion, ...] = (
+    # model
+    refused("does not read images", model=TEXT_MODELS, images=IMAGES),
+    # task
+    refused('needs conversations, but task = "pretrain"', task="pretrain", images=IMAGES),
+    refused('task = "dpo" reads text alone', task=PREFERENCES, images=IMAGES),
+    refused("cannot be used with model.images", task="distill", images=IMAGES),
+    refused('with task = "dpo" each answer has a row of its own', task=PREFERENCES, packing=("packed", "concat")),
+    refused('"concat" joins', task=("sft", "distill"), packing="concat"),
+    # base
+    refused("full-parameter training needs floating-point weights", adapters="full", base=("nf4", "fp8", "mxfp4")),
+    # As bitsandbytes writes it: the weights of Conv1D the other way round.
+    refused("config.json asks for", model="gpt2", base="nf4"),
+    absent(
+        "mxfp4 is the format of gpt-oss' fused experts; transformers writes it for no other of these models",
+        model=("llama", "qwen3_moe", "zamba2", "qwen2_5_vl", "gpt2"),
+        base="mxfp4",
+    ),
+    absent("mxfp4 is of gpt-oss alone, which reads no images", base="mxfp4", images=IMAGES),
+    absent("fp8 is made of nn.Linear, and GPT-2 has Conv1D", model="gpt2", base="fp8"),
+    # packing
+    refused("Write data.packing = false", model="zamba2", packing="packed"),
+    refused("Write data.packing = false", images=IMAGES, packing="packed"),
+    refused("needs conversations", images=IMAGES, packing="concat"),
+    # cuts
+    refused("needs whole layers, or whole matrices", cut="experts", optimizer=("adafactor", "muon")),
+    refused("needs whole layers, or whole matrices", cut="experts", clip="layer"),
+    # ranks
+    refused("needs whole matrices, and with", optimizer="adafactor", ranks=SEVERAL),
+    refused("there must be as many lanes at least", lanes="1lane", ranks=SEVERAL),
+    refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
+    refused("weights are not in place from the forward to the backward", recompute="graphs", ranks=SEVERAL),
+    absent("the device in software has no collectives between processes", placement="cuda", ranks=SEVERAL),
+    # order
+    refused('needs advanced.micro_batch_order = "layer"', lanes="4lanes", order="by_micro_batch"),
+    refused(
+        "bfloat16 gradients cannot be summed over micro-batches", precision="bf16_gradients", order="by_micro_batch"
+    ),
+    # evaluation
+    refused("continues text alone in this release", images=IMAGES, evaluation="sampled"),
+)
+
+
+def is_excluded(row: Row) -> bool:
+    """Return whether a row, or a part of one, has levels that do not go together."""
+    return any(each.holds(row) for each in EXCLUSIONS)
+
+
+def all_pairs() -> list[dict[str, str]]:
+    """Return every pair of levels of two factors."""
+    return [
+        {first: one, second: other}
+        for first, second in combinations(FACTORS, 2)
+        for one, other in product(FACTORS[first], FACTORS[second])
+    ]
+
+
+def completed(part: Row, given: Row | None = None) -> dict[str, str] | None:
+    """Return a row with some levels, as plain as it can be otherwise; None: there is none.
+
+    Args:
+        part: factor -> level.
+        given: levels that are preferred to the plainest ones.
+    """
+    order = [*part, *(name for name in FACTORS if name not in part)]
+
+    def extend(row: dict[str, str], number: int) -> dict[str, str] | None:
+        if is_excluded(row):
+            return None
+        if number == len(order):
+            return row
+        name = order[number]
+        levels = (part[name],) if name in part else FACTORS[name]
+        if given is not None and name not in part:
+            levels = (given[name], *(each for each in levels if each != given[name]))
+        for level in levels:
+            if (found := extend({**row, name: level}, number + 1)) is not None:
+                return found
+        return None
+
+    return extend({}, 0)

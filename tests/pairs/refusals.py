@@ -1,0 +1,43 @@
+"""Runs with levels that the product refuses: every one of them, alone among plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from unittest import mock
+
+from megatrain.config.problems import ConfigError
+from pairs import factors
+from pairs.factors import EXCLUSIONS, Exclusion, Row, completed
+from pairs.places import Place
+from pairs.runs import train
+
+
+def cases() -> Iterator[tuple[Exclusion, dict[str, str]]]:
+    """Yield each refusal with each of its combinations of levels."""
+    for each in EXCLUSIONS:
+        if each.text:
+            for levels in product(*each.levels.values()):
+                yield each, dict(zip(each.levels, levels, strict=True))
+
+
+def refused_row(exclusion: Exclusion, levels: Row) -> dict[str, str]:
+    """Return a row that has these levels, and no others that do not go together if that can be."""
+    others = tuple(each for each in EXCLUSIONS if each is not exclusion)
+    with mock.patch.object(factors, "EXCLUSIONS", others):
+        found = completed(levels)
+    if found is None:  # then another one refuses it as well, and all problems of a config are told at once
+        with mock.patch.object(factors, "EXCLUSIONS", tuple(each for each in others if not each.text)):
+            found = completed(levels)
+    assert found is not None, levels
+    return found
+
+
+def refusal_of(row: Row, place: Place, folder: Path) -> str:
+    """Return what a run of a row is refused with; "": it is not."""
+    try:
+        train(row, place, folder)
+    except (AssertionError, ConfigError) as error:  # of ranks: what they said
+        return str(error)
+    return ""

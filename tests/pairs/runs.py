@@ -1,0 +1,313 @@
+"""Whole runs of rows, alone or as ranks: what each told, moved, planned and left."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from fakes.gpu_run import virtual_gpu
+from megatrain.config import RunConfig, load_config
+from megatrain.evaluation import traffic_of_passes
+from megatrain.models import experts as model_experts
+from megatrain.models import layout as layouts
+from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS, views
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.ranks.group import RankGroup
+from megatrain.run.metrics import EvaluationMetrics, RunObserver, StepMetrics
+from megatrain.scoring import Scorer
+from megatrain.trainer import Trainer
+from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
+from pairs.factors import Row
+from pairs.places import Place
+from processes import pair_rank, warm
+
+ROOT = Path(__file__).parents[2]
+#: A tier that is to be as small as the plan allows is made larger so often, as one need may hide another one.
+_MOST_TRIES = 12
+TIMEOUT_S = 600.0
+
+
+@dataclass
+class RankEnd:
+    """What one process of a run saw.
+
+    Attributes:
+        steps: number -> its figures.
+        evaluations: in order; seconds are 0.
+        moved: by link, between tiers and between ranks, from the first step to the end.
+        planned: by link, what the plan says of the same.
+        wasted: fetches ahead of what nobody used, and copies that the schedule did not foresee.
+        tiers: name -> most bytes at once, and capacity.
+        weights: of a run alone that exports what it has: name -> fp32 weights.
+        needs: tier -> the size that it needs, where it was too small; nothing else is filled then.
+        interrupted: a signal ended it.
+    """
+
+    steps: dict[int, StepMetrics] = field(default_factory=dict)
+    evaluations: list[EvaluationMetrics] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)
+    planned: dict[str, int] = field(default_factory=dict)
+    wasted: tuple[int, int] = (0, 0)
+    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    needs: dict[str, int] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+@dataclass
+class Run:
+    """A run to its end, of one start or of two.
+
+    Attributes:
+        folder: of the run.
+        starts: for each start, what its processes saw.
+        config: of the first start.
+    """
+
+    folder: Path
+    config: Config
+    starts: list[list[RankEnd]] = field(default_factory=list)
+
+    @property
+    def bits(self) -> list[tuple[Any, ...]]:
+        """Of every step all that no placement may change."""
+        steps = {number: step for start in self.starts for number, step in start[0].steps.items()}
+        return [
+            (n, s.loss, s.grad_norm, s.lr, s.num_real_tokens, s.num_trained_tokens, dict(s.preferences))
+            for n, s in sorted(steps.items())
+        ]
+
+    @property
+    def steps(self) -> list[StepMetrics]:
+        """All steps, as rank 0 tells of them."""
+        return [step for start in self.starts for step in start[0].steps.values()]
+
+    @property
+    def evaluations(self) -> list[tuple[Any, ...]]:
+        """Of every evaluation all that no placement may change."""
+        found = [each for start in self.starts for each in start[0].evaluations]
+        return [(e.step, e.name, e.loss, e.num_tokens, dict(e.preferences), tuple(e.samples)) for e in found]
+
+    @property
+    def exported(self) -> Path:
+        """The folder that the run wrote."""
+        return self.folder / "out" / "final"
+
+    @property
+    def exported_bits(self) -> dict[str, str]:
+        """Digests of the files of weights that it wrote."""
+        files = sorted(self.exported.glob("*.safetensors"))
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+class Watcher(RunObserver):
+    """Keeps what a run tells, and stops it after a step, as somebody outside would."""
+
+    def __init__(self, end: RankEnd, stop_after: int | None) -> None:
+        self._end, self._stop_after = end, stop_after
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self._end.steps[metrics.step] = metrics
+        if metrics.step == self._stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self._end.evaluations.append(metrics)
+
+
+class WatchedTrainer(Trainer):
+    """A trainer that notes what it moves, and what its plan says of that.
+
+    Args:
+        end: filled.
+        options: as of a trainer.
+    """
+
+    def __init__(self, *arguments: Any, end: RankEnd, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._end, self._stretches, self._num_since = end, Counter[int](), 0
+
+    def train_step(self) -> None:
+        super().train_step()
+        self._num_since += 1
+
+    def _schedule_to_next_evaluation(self) -> None:
+        """Evaluations and checkpoints cut a run into stretches, each of which begins as a run does."""
+        self._cut()
+        super()._schedule_to_next_evaluation()
+
+    def _cut(self) -> None:
+        self._stretches[self._num_since] += 1
+        self._num_since = 0
+
+    def _summary(self, moved: Any, link_bytes: Mapping[str, int], **options: Any) -> Any:
+        self._cut()
+        end, planned = self._end, Counter[str]()
+        for num_steps, times in self._stretches.items():
+            for link, nbytes in self.plan.placement.run_traffic_bytes(num_steps).items() if num_steps else ():
+                planned[link] += times * nbytes
+        num_passes = sum(each.num_passes for each in self._evaluation_sets)
+        for weights, plan in self._evaluation_plans.items():
+            names = [self._evaluation.name_of(each.name, weights) for each in self._evaluation_sets]
+            times = len({(each.step, each.name) for each in end.evaluations if each.name in names})
+            planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
+        for sampler in self._samplers.values():
+            planned.update(sampler.planned_bytes)
+        end.planned = dict(planned)
+        end.moved = dict(link_bytes)
+        for link, nbytes in self.evaluator.moved_bytes.items():
+            end.moved[link] = end.moved.get(link, 0) + nbytes
+        end.wasted = (moved.prefetch_wasted, moved.schedule_misses)
+        end.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
+        assert {name: capacity for name, (_, capacity) in end.tiers.items()} == dict(self.plan.budgets)
+        return super()._summary(moved, link_bytes, **options)
+
+    def _export(self, exported: Any) -> Path:
+        if self.group.world.is_single:
+            for layout in self.plan.graph.layouts.values():
+                with self.weights.master(layout) as read:
+                    self._end.weights.update(views(read(0, layout.num_elements).clone(), layout))
+        return super()._export(exported)
+
+
+def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | None = None) -> RankEnd:
+    """Train in this process, which is a rank of a group or alone.
+
+    Args:
+        path: of the config.
+        cut: the level of that factor.
+        stop_after: step after which it is stopped; None: none.
+        group: of the ranks.
+    """
+    end, failed, config = RankEnd(), "", load_config(path).config
+    with ExitStack() as stack:
+        if cut == "parts":
+            stack.enter_context(mock.patch.object(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS))
+        elif cut == "experts":
+            stack.enter_context(mock.patch.object(model_experts, "EXPERTS_ELEMENTS", 1))
+        if config.device == "cuda":
+            stack.enter_context(virtual_gpu())
+        try:
+            _train(config, end, stop_after, group)
+        except DoesNotFitError as error:
+            end.needs[error.tier] = error.need_bytes
+        except Exception:
+            failed = traceback.format_exc()
+        gc.collect()  # what a failed run held goes while its device is there
+    assert not failed, failed
+    return end
+
+
+def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankGroup | None) -> None:
+    trainer = WatchedTrainer(config, observer=Watcher(end, stop_after), group=group, end=end)
+    end.interrupted = trainer.train().interrupted
+
+
+def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hosts: int) -> list[RankEnd]:
+    """Train in several processes, with the variables of torchrun."""
+    folder = path.parent / f"ranks-{path.stem}-{stop_after}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(size):
+        world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % (size // num_hosts)}
+        world |= {"LOCAL_WORLD_SIZE": size // num_hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, **{name: str(value) for name, value in world.items()}}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        words = [sys.executable, pair_rank.__file__, str(path), cut, str(stop_after or 0), str(folder)]
+        host = path.parent / f"host{rank * num_hosts // size}"
+        host.mkdir(exist_ok=True)
+        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        ranks.append(warm.Popen(words, cwd=host, env=environment, **streams))
+    said = []
+    try:
+        said = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()
+    ends = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.pickle"))]
+    needs = next((end for end in ends if end.needs), None)
+    assert needs is not None or len(ends) == size, "\n".join(said)
+    return ends if needs is None else [needs]
+
+
+def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None, is_plain: bool = False) -> Run:
+    """Run a row to its end: in one start, or stopped after a step and continued as the row says."""
+    folder.mkdir(parents=True)
+    config = config_of(row, place, folder, is_plain=is_plain)
+    if row["task"] == "distill":
+        score(row, place, folder.parent / "scores")
+    run = Run(folder, config)
+    run.starts.append(_start(run, "first", config, row, stop_after))
+    if stop_after is None:
+        return run
+    assert all(end.interrupted for end in run.starts[0])
+    if row["checkpoints"] == "copied":
+        for drive in [*folder.glob("drive"), *folder.glob("host*/drive")]:
+            shutil.rmtree(drive)
+    if row["checkpoints"] == "moved":
+        row, config = {**row, "ranks": "alone"}, all_in_place(config)
+    run.starts.append(_start(run, "second", config, row, None))
+    return run
+
+
+def _start(run: Run, name: str, config: Config, row: Row, stop_after: int | None) -> list[RankEnd]:
+    """Start a run, with tiers as large as it needs where they are to be as small as that."""
+    path, (size, num_hosts) = run.folder / f"{name}.toml", WORLDS[row["ranks"]]
+    for _ in range(_MOST_TRIES):
+        path.write_text(to_text(config))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what packages that are used deprecate
+            if size == 1:
+                ends = [train_here(path, row["cut"], stop_after)]
+            else:
+                ends = train_ranks(path, row["cut"], stop_after, size, num_hosts)
+        if not ends[0].needs:
+            return ends
+        for tier, nbytes in ends[0].needs.items():
+            config["tiers"][tier]["size"] = f"{nbytes * (size // num_hosts)}B"
+    raise AssertionError(f"it never fits: {ends[0].needs}")
+
+
+def score(row: Row, place: Place, folder: Path) -> None:
+    """Have a teacher score the rows of a row, once."""
+    if folder.exists():
+        return
+    folder.mkdir(parents=True)
+    config = {
+        "task": "sft",
+        "output_dir": str(folder),
+        "device": "cpu",
+        "model": {"model_name_or_path": str(place.teacher(row["model"]))},
+        "precision": {"compute_dtype": "float32"},
+        "data": {"max_length": LENGTH, "cache_dir": "none", "train": [{"path": str(place.data("sft")[0])}]},
+        "score": {"top_k": 8, "temperature": 2.0},
+        "tiers": {"ram": {"size": "64MiB"}},
+    }
+    path = folder.parent / "score.toml"
+    path.write_text(to_text(config))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Scorer(load_config(path).config).run()

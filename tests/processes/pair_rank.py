@@ -1,0 +1,37 @@
+"""A rank of a run of the pairs, ``python pair_rank.py CONFIG CUT STOP_AFTER FOLDER``: writes what it saw."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import traceback
+from pathlib import Path
+
+from megatrain.config import load_config
+from megatrain.config.resolve import resolve_distributed
+from megatrain.ranks.group import RankGroup
+
+
+def main() -> None:
+    """Be one rank."""
+    from pairs.runs import train_here
+
+    path, cut, stop_after, folder = sys.argv[1:]
+    group = RankGroup.of_environment()
+    group.meet()
+    try:
+        config = load_config(Path(path)).config
+        group.join(config.device, resolve_distributed(config))
+        end = train_here(Path(path), cut, int(stop_after) or None, group)
+        Path(folder, f"{group.world.rank}.pickle").write_bytes(pickle.dumps(end))
+        if end.needs:
+            group.fail("it does not fit", 3, is_own=True)
+    except BaseException as error:
+        group.fail(f"{error}\n{traceback.format_exc()}", 1, is_own=True)
+    group.end(0)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    main()
