@@ -144,7 +144,7 @@ def test_images_are_never_trained_and_never_cut(model: Path, tmp_path: Path) -> 
     # Cut within the image: dropped, with the reason. Cut after it: the image stays.
     cut = load_dataset(spec(path, model, train_on="all", max_length=places[-1], bad_rows="drop"), tokenizer)
     assert len(cut) == 1 and not cut.images_of(0)
-    assert "1 rows dropped: data.max_length would cut it within an image" in str(cut.report)
+    assert "1 row dropped: data.max_length would cut it within an image" in str(cut.report)
     with pytest.raises(RowError, match="would cut it within an image"):
         load_dataset(spec(path, model, train_on="all", max_length=places[-1]), tokenizer)
     kept = load_dataset(spec(path, model, train_on="all", max_length=places[-1] + 2), tokenizer)
