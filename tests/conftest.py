@@ -60,6 +60,7 @@ LONG_MATRICES = (
 SHARE, FEWEST = 17, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one; or they are the only ones of their kind.
 SHORT = (
+    "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_mirror.py",
     "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",
     "tests/megatrain/models/test_quantized.py::test_any_part_of_a_weight_is_what_it_stands_for",

@@ -71,6 +71,7 @@ def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
     count = -(-gradient.numel() // NORM_BLOCK_ELEMENTS)
     partials: Any = torch.zeros(count, dtype=torch.float64, device=DEVICE)
     to, of = partials.memory, gradient.memory
+    device.note_use(partials, gradient)
     device.launch(lambda: to.copy_(torch.tensor(clip._host_partials(of, None), dtype=torch.float64)))
     return partials
 
@@ -78,6 +79,7 @@ def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
 def _queued_sum(partials: Any, device: VirtualCuda) -> Any:
     total: Any = torch.zeros((), dtype=torch.float64, device=DEVICE)
     to, of = total.memory, partials.memory
+    device.note_use(total, partials)
     device.launch(lambda: to.fill_(clip._sum_in_order(of.tolist())))
     return total
 
@@ -98,6 +100,7 @@ class QueuedOptimizer:
         assert all(isinstance(tensor, VirtualTensor) for tensor in (*blocks.values(), gradient))
         memories = {name: tensor.memory for name, tensor in blocks.items()}  # type: ignore[attr-defined]
         memory, segments = gradient.memory, tuple(segments)  # type: ignore[attr-defined]
+        self._device.note_use(list(blocks.values()), gradient)
         self._device.launch(lambda: self._host.update(memories, memory, segments, update))
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:

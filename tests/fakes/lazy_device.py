@@ -128,6 +128,7 @@ class LazyStream:
         self._device = device
         self.work: list[Callable[[], Any]] = []
         self.num_done = 0
+        self._behind: dict[LazyStream, int] = {}  # what is queued now begins after so much work of others
         self._runner: int | None = None
 
     def queue(self, work: Callable[[], Any]) -> None:
@@ -140,11 +141,22 @@ class LazyStream:
         place = event.place
         if place is not None:
             self.queue(lambda: place[0].run_to(place[1], counts=False))
+            with self._device.lock:
+                for stream, stop in event.behind.items():
+                    self._behind[stream] = max(stop, self._behind.get(stream, 0))
 
     def wait_stream(self, stream: LazyStream) -> None:
         event = LazyEvent(self._device)
         event.record(stream)
         self.wait_event(event)
+
+    def is_behind(self, stream: LazyStream, stop: int) -> bool:
+        """Return whether what is queued next begins after the first ``stop`` pieces of work of a stream."""
+        return stream is self or stream.num_done >= stop or self._behind.get(stream, 0) >= stop
+
+    def all_before(self) -> dict[LazyStream, int]:
+        """Return how much work of each stream comes before what is queued next."""
+        return {**self._behind, self: len(self.work)}
 
     def synchronize(self) -> None:
         self._device.check()
@@ -180,12 +192,13 @@ class LazyEvent:
     def __init__(self, device: LazyDevice) -> None:
         self._device = device
         self.place: tuple[LazyStream, int] | None = None
+        self.behind: dict[LazyStream, int] = {}
 
     def record(self, stream: LazyStream | None = None) -> None:
         self._device.check()
         with self._device.lock:
             stream = stream or self._device.current_stream()
-            self.place = stream, len(stream.work)
+            self.place, self.behind = (stream, len(stream.work)), stream.all_before()
 
     def query(self) -> bool:
         self._device.check()

@@ -6,8 +6,11 @@ operation that mixes tensors of host and device, host code that takes the addres
 the current stream, as by ``fakes.lazy_device``, and run when the host waits for something behind them: a copy
 that did not wait for its kernel moves what was there before.
 
-The arithmetic is the CPU's. Not covered: memory freed on one stream and handed out on another, kernels with atomics,
-what libraries take inside of a kernel, and the speed of anything.
+Freed memory is handed on at once, as torch's caching allocator does, and only behind all that is queued on it
+(``fakes.virtual_tensor.ReusedMemory``).
+
+The arithmetic is the CPU's. Not covered: kernels with atomics, what libraries take inside of a kernel, and the speed of
+anything.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from fakes.lazy_device import LazyDevice, LazyEvent, LazyStream
 from fakes.virtual_tensor import (
     Allocation,
+    ReusedMemory,
     VirtualTensor,
     is_ours,
     leaves,
@@ -88,6 +92,7 @@ class VirtualCuda(LazyDevice):
     def __init__(self, total_bytes: int = 1 << 30) -> None:
         super().__init__()
         self.total_bytes = total_bytes
+        self.memory = ReusedMemory(self.lock)
         self.allocated_bytes = self.peak_bytes = self.others_bytes = 0
         self.num_calls = 0
         self.last_call: int | None = None
@@ -289,6 +294,13 @@ class VirtualCuda(LazyDevice):
             return self._mutate(func, args, kwargs)
         return self._compute(func, args, kwargs)
 
+    def note_use(self, *values: Any) -> None:
+        """Note that what is queued next on the current stream reads or writes some tensors."""
+        stream = self.current_stream()
+        for value in leaves(values):
+            if isinstance(value, VirtualTensor):
+                self.memory.use(value.allocation, stream)
+
     def _multiply_half(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Multiply matrices of half precision whose product is summed in fp32, for which the CPU has no kernel."""
         *args, out_dtype = args
@@ -360,6 +372,7 @@ class VirtualCuda(LazyDevice):
 
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[VirtualTensor]) -> None:
         self._raise_last_error()
+        self.note_use(args, kwargs, into)
         if func in _CUBLAS_PRODUCTS:
             self._check_cublas()
         args, kwargs = memories(args), memories(kwargs)
@@ -411,6 +424,7 @@ class VirtualCuda(LazyDevice):
             with _disable_current_modes(), torch.no_grad():  # type: ignore[no-untyped-call]
                 to.copy_(come)
             return target
+        self.note_use(target, source)
         self.launch(without_modes(lambda: to.copy_(come)))
         return target
 

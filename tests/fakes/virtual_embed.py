@@ -9,15 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from typing import Any
 from unittest import mock
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
-from megatrain.embed import weights
+from megatrain.embed import activations, weights
+from megatrain.engine.visit import version_probe
 
 
 class _Present(weights.PresentParameter, VirtualTensor):
@@ -75,4 +80,64 @@ def embedded(device: VirtualCuda) -> Iterator[None]:
         for module in [module for name, module in sys.modules.items() if name.startswith("megatrain.embed")]:
             for name in stand_ins.keys() & vars(module).keys():
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        yield
+
+
+class _Storage:
+    """Stands for the storage of a tensor of the device, which torch does not know."""
+
+    device = DEVICE
+
+    def __init__(self, tensor: VirtualTensor) -> None:
+        self.host, self.allocation = tensor.memory.untyped_storage(), tensor.allocation
+        self._cdata = self.host._cdata
+
+    def nbytes(self) -> int:
+        return self.host.nbytes()
+
+
+class _WeakStorage:
+    """Stands for ``WeakStorage``: a storage lives as long as its allocation."""
+
+    def __init__(self, storage: _Storage) -> None:
+        self._storage, self._allocation = copy(storage), ref(storage.allocation)
+        del self._storage.allocation
+
+    def __call__(self) -> _Storage | None:
+        allocation = self._allocation()
+        if allocation is None:
+            return None
+        found = copy(self._storage)
+        found.allocation = allocation
+        return found
+
+
+def _set(empty: VirtualTensor, storage: _Storage, *place: Any) -> VirtualTensor:
+    with _disable_current_modes():  # type: ignore[no-untyped-call]
+        memory = torch.empty(0, dtype=empty.dtype).set_(storage.host, *place)
+    return VirtualTensor(memory, storage.allocation)
+
+
+def _probe(tensor: Tensor) -> Tensor:
+    probe = version_probe(tensor)
+    if isinstance(probe, VirtualTensor):
+        empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        probe.memory, probe.allocation = empty.memory, empty.allocation
+    return probe
+
+
+@contextmanager
+def offloading(device: VirtualCuda) -> Iterator[None]:
+    """Let ``offload_activations`` take tensors of the device."""
+    can_be_placed = activations.can_be_placed
+    stand_ins: dict[str, Any] = {
+        "can_be_placed": lambda tensor: isinstance(tensor, VirtualTensor) or can_be_placed(tensor),
+        "WeakStorage": _WeakStorage,
+        "version_probe": _probe,
+        "_current_stream": device.current_stream,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.multiple(activations, **stand_ins))
+        stack.enter_context(mock.patch.object(VirtualTensor, "untyped_storage", lambda tensor: _Storage(tensor)))
+        stack.enter_context(mock.patch.object(VirtualTensor, "set_", _set))
         yield

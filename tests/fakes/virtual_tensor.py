@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fakes.lazy_device import DEVICE
+from fakes.lazy_device import DEVICE, LazyStream
 
 if TYPE_CHECKING:
     from fakes.virtual_cuda import VirtualCuda
@@ -56,7 +56,8 @@ class VirtualTensor(Tensor):
         return 0
 
     def record_stream(self, stream: Any) -> None:
-        """Nothing is needed: kernels that are queued hold their memory."""
+        """Keep its memory from being handed on before what is queued on a stream when it is freed has run."""
+        self.allocation.recorded.add(stream)
 
     def data_ptr(self) -> int:
         assert self.allocation.device.tells_addresses, "host code took the address of device memory"
@@ -108,15 +109,71 @@ _getitem.__name__ = "__getitem__"  # modes go by it
 
 
 class Allocation:
-    """Bytes of the device that live as long as a tensor in them."""
+    """Bytes of the device that live as long as a tensor in them.
+
+    Attributes:
+        stream: for which they were allocated: what is freed is handed on to the next who asks on that stream.
+        uses: by stream, so much of its work comes before the end of the last kernel or copy that was queued on them.
+        recorded: streams that the allocator itself waits for.
+        first: so much work of ``stream`` may still read or write the bytes for whoever had them before.
+    """
 
     def __init__(self, device: VirtualCuda, nbytes: int) -> None:
         self.device, self.nbytes = device, 0
+        self.stream = device.current_stream()
+        self.uses: dict[LazyStream, int] = {}
+        self.recorded: set[LazyStream] = set()
+        self.first = device.memory.hand_out(self.stream, nbytes)
         device.count(nbytes)
         self.nbytes = nbytes
 
     def __del__(self) -> None:
         self.device.count(-self.nbytes)
+        if self.nbytes:
+            self.device.memory.take_back(self)
+
+
+class ReusedMemory:
+    """What torch's caching allocator does with freed memory: hands it on at once, to the stream that it was for.
+
+    It does not look at what other streams have queued on it. So whoever asks next for no more bytes may get any that
+    were freed on the stream before, and that is refused here where kernels could meet in them: work of another stream
+    that the asking one is not behind, or a first use on a stream that is not behind those who had them before.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self._freed: dict[LazyStream, dict[int, dict[LazyStream, int]]] = {}  # stream -> size -> last uses
+
+    def take_back(self, allocation: Allocation) -> None:
+        """Note what is queued on memory that is freed."""
+        with self._lock:
+            found = self._freed.setdefault(allocation.stream, {}).setdefault(allocation.nbytes, {})
+            for stream, stop in allocation.uses.items():
+                if stream not in allocation.recorded:
+                    found[stream] = max(stop, found.get(stream, 0))
+
+    def hand_out(self, stream: LazyStream, nbytes: int) -> int:
+        """Return ``Allocation.first`` of memory for a stream. Raises ``AssertionError``: another is at work in it."""
+        if not nbytes:
+            return 0
+        with self._lock:
+            fitting = [uses for size, uses in self._freed.get(stream, {}).items() if size >= nbytes]
+            for uses in fitting:
+                assert all(stream.is_behind(other, stop) for other, stop in uses.items()), (
+                    f"{nbytes} bytes are handed out on a stream while another has work queued on them: it was not "
+                    "waited for before they were freed"
+                )
+            return max((uses.get(stream, 0) for uses in fitting), default=0)
+
+    def use(self, allocation: Allocation, stream: LazyStream) -> None:
+        """Note a kernel or a copy that is queued next. Raises ``AssertionError``: the bytes are not yet its own."""
+        with self._lock:
+            assert stream.is_behind(allocation.stream, allocation.first), (
+                f"{allocation.nbytes} bytes are used on a stream that did not wait for the one they were allocated on, "
+                "which has work queued for whoever had them before"
+            )
+            allocation.uses[stream] = len(stream.work) + 1
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

@@ -1,0 +1,82 @@
+"""The device in software hands freed memory on as torch's allocator does, and sees who would meet in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fakes.gpu_run import virtual_gpu
+
+SIZE = 1000
+Change = Callable[[Tensor, Any, Any], None]
+
+
+@pytest.fixture(autouse=True)
+def _device() -> Iterator[None]:
+    with virtual_gpu():
+        yield
+
+
+def read_beside(between: Change, behind: Change = lambda *_: None, size: int = SIZE) -> None:
+    """Read memory of one stream on another, free it, and make a tensor on the first one."""
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    tensor = torch.ones(SIZE, device="cuda")
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        product = tensor * 2
+    between(tensor, main, side)
+    del tensor
+    behind(product, main, side)
+    torch.empty(size, device="cuda").zero_()
+    side.synchronize()
+    assert product.cpu().eq(2).all()
+
+
+def test_memory_that_another_stream_reads_is_refused() -> None:
+    with pytest.raises(AssertionError, match="while another has work queued on them"):
+        read_beside(lambda *_: None)
+    torch.cuda.synchronize()
+    read_beside(lambda *_: None, size=2 * SIZE)  # does not fit into what was freed
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda tensor, main, side: main.wait_stream(side),
+        lambda tensor, main, side: tensor.record_stream(side),
+        lambda tensor, main, side: side.synchronize(),
+    ],
+    ids=["stream", "recorded", "host"],
+)
+def test_memory_that_was_waited_for_is_handed_on(between: Change) -> None:
+    read_beside(between)
+
+
+def test_who_waits_before_asking_gets_it() -> None:
+    read_beside(lambda *_: None, lambda product, main, side: main.wait_stream(side))
+
+
+def test_waiting_is_passed_on() -> None:
+    def by_way_of_a_third(tensor: Tensor, main: Any, side: Any) -> None:
+        third = torch.cuda.Stream()
+        third.wait_stream(side)
+        main.wait_stream(third)
+
+    read_beside(by_way_of_a_third)
+
+
+def test_another_stream_waits_for_those_who_had_the_memory() -> None:
+    main, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    torch.ones(SIZE, device="cuda").mul_(2)
+    reused = torch.empty(SIZE, device="cuda")
+    with torch.cuda.stream(side), pytest.raises(AssertionError, match="for whoever had them before"):
+        reused.zero_()
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        reused.zero_()
+    side.synchronize()
+    assert reused.cpu().eq(0).all()
