@@ -71,7 +71,7 @@ def test_both_answers_are_shown(config: Path) -> None:
 def test_check_counts_examples(config: Path) -> None:
     found = call("check", config)
     assert found.exit_code == 0, found.output
-    assert "4 pairs for sigmoid" in found.stdout and "asks the model about all 8 answers, once" in found.stdout
+    assert "4 pairs for sigmoid" in found.stdout and "scores all 8 answers once" in found.stdout
     write(config, [row | {"label": True} for row in JUDGED])
     found = call("check", config, "--set", "preference.loss_type=kto")
     assert "4 good and 0 bad answers for kto" in found.stdout and "all answers are judged alike" in found.stdout
