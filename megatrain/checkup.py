@@ -72,6 +72,7 @@ from megatrain.trainer import (
     describe_model,
     make_loader,
     tokenizer_of,
+    with_decays,
     with_kept_lanes,
 )
 from tiered.errors import TieredError, UnusableDirectoryError
@@ -192,6 +193,9 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
     if config.model.revision is None:
         model = now.model.model_copy(update={"revision": before.model.revision})
         now = now.model_copy(update={"model": model})
+    # Which parameters its globs name only a model says.
+    decays = {"weight_decay_exclude": before.optimizer.weight_decay_exclude}
+    now = now.model_copy(update={"optimizer": now.optimizer.model_copy(update=decays)})
     text = to_toml(now if lanes == "auto" else with_lanes(now, lanes))
     check_changes(text, candidates[0], {}, state.data_fingerprint, allow=False, on_notice=lambda text: None)
 
@@ -490,7 +494,7 @@ class _Checkup:
         data = self._config.data.model_copy(update=own)
         check_changes(
             to_toml(with_commit(self._config.model_copy(update={"data": data}), self._plan.run.model.hub)),
-            candidates[0],
+            with_decays(candidates[0], self._plan),
             describe_model(self._plan),
             self._fingerprint or self._dataset.fingerprint(),
             allow=False,

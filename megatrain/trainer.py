@@ -63,6 +63,7 @@ from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
+from megatrain.optim.base import decays
 from megatrain.optim.factory import segment_builder
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
@@ -464,6 +465,11 @@ class Trainer:
             summary = already_done(candidates[0], self._num_steps, run.output_dir, run.export.dtype, self._best)
         if summary is None:
             return candidates, None
+        done = f"all {self._num_steps} steps" if summary.num_steps == self._num_steps else f"{summary.num_steps} steps"
+        if summary.num_steps > self._num_steps:
+            done += f", and the config asks for {self._num_steps}"
+        elif summary.num_steps < self._num_steps:
+            done += f" of {self._num_steps}, and stopped early"
         schedule = run.schedule
         changes = ""
         if schedule.depends_on_length:
@@ -471,7 +477,7 @@ class Trainer:
                 f": its learning rate ({schedule.name}) depends on the length, so it differs from one run of N steps"
             )
         self.observer.on_message(
-            f"nothing to do: this run is done, {summary.num_steps} of {self._num_steps} steps. To train on, start it "
+            f"nothing to do: this run is done, {done}. To train on, start it "
             f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start anew, name "
             "another output_dir"
         )
@@ -484,7 +490,7 @@ class Trainer:
     def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
         check_changes(
             to_toml(self.config),
-            checkpoint,
+            with_decays(checkpoint, self.plan),
             describe_model(self.plan),
             self.loader.fingerprint(),
             allow=allow,
@@ -841,10 +847,19 @@ class Trainer:
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
         set_schedule(self.store, schedule, self.run.prefetch_bytes)
 
-    def _schedule_to_next_evaluation(self) -> None:
-        """Give the prefetcher the steps up to the next evaluation, and no more: nothing may wait through it."""
+    def _schedule_to_next_stop(self) -> None:
+        """Give the prefetcher the steps up to the next evaluation or checkpoint, and no more.
+
+        There the pending update is made without the forward that it stands beside in a step: what was fetched ahead for
+        that one would have to make way for the update, or not, by who is faster.
+        """
+        self._schedule_steps(self.state.step, self._num_steps_to_next_stop)
+
+    @property
+    def _num_steps_to_next_stop(self) -> int:
         step = self.state.step
-        self._schedule_steps(step, self.evaluator.next_step(step) - step)
+        evaluates, saves = self.evaluator.next_step(step), self.saver.next_step(step)
+        return (evaluates if saves is None else min(evaluates, saves)) - step
 
     def _begin(self) -> None:
         """Compile the kernels, and report the start."""
@@ -877,8 +892,7 @@ class Trainer:
 
     def _begin_steps(self) -> None:
         step = self.state.step
-        num_steps = self.evaluator.next_step(step) - step
-        self.make_engine(num_steps, first_step=step, num_updates=self.state.num_updates)
+        self.make_engine(self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates)
         self._first_step, self._start_s = step, time.perf_counter()
         self._step_seconds = deque[float](maxlen=_MEAN_OF_STEPS)
 
@@ -1008,7 +1022,7 @@ class Trainer:
         if self.evaluator.is_due(self.state.step) and not self._stops:
             self.finish_updates()
             self.evaluator.run(self.state.step)
-            self._schedule_to_next_evaluation()
+            self._schedule_to_next_stop()
             self._compare()
 
     def _compare(self) -> None:
@@ -1064,7 +1078,7 @@ class Trainer:
     def _begin_checkpoint(self) -> None:
         """Make the pending update; the steps that follow start as the first one does, with none."""
         self.finish_updates()
-        self._schedule_to_next_evaluation()
+        self._schedule_to_next_stop()
 
     def _state_now(self) -> RunState:
         return replace(self.state, saved_at=now_text())
@@ -1286,5 +1300,26 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
+        "decays": _decays(plan, plan.run.optimizer.decay_exclude),
         **threads,
     }
+
+
+def _decays(plan: Plan, exclude: Sequence[str]) -> str:
+    """Return a checksum of the names of the parameters that weight decay applies to."""
+    entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
+    names = {entry.parameter for entry in entries if decays(entry, exclude)}
+    return checksum("\n".join(sorted(names)).encode())
+
+
+def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
+    """Return a checkpoint that says which parameters decayed; those of before this was noted are told by their globs.
+
+    Then vectors never decayed, also where nothing was excluded.
+    """
+    model = checkpoint.state.model
+    if "decays" in model:
+        return checkpoint
+    exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
+    decayed = _decays(plan, exclude or ("",))  # names nothing, but is not empty
+    return replace(checkpoint, state=replace(checkpoint.state, model={**model, "decays": decayed}))

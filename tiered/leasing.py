@@ -97,6 +97,8 @@ class Leasing:
             try:
                 has_waited = asks_again = False
                 while (waiting := self._first_obstacle(targets)) is not None:
+                    if self._stays_after_all(targets, waiting):
+                        continue
                     self._check_can_ever(targets, waiting)
                     asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
                     has_waited = True
@@ -290,6 +292,16 @@ class Leasing:
                 keys = ", ".join(b.spec.key for b, _, _ in targets)
                 raise self._capacity_error(waiting.tier, need, f"to acquire {keys}")
 
+    def _stays_after_all(self, targets: Sequence[tuple[Block, Copy, Mode]], waiting: Waiting) -> bool:
+        """Keep copies on their way out for which the caller's own leases leave no way; return whether there are any."""
+        if waiting.cause != "space" or waiting.need_bytes <= self._room_ever(waiting.tier):
+            return False
+        newest = [copy for block, _, _ in targets if (copy := block.newest()) is not None]
+        leaving = [copy for copy in newest if copy.drop_when_clean and copy.state is CopyState.DIRTY]
+        for copy in leaving:
+            copy.drop_when_clean = False
+        return bool(leaving)
+
     def _room_ever(self, tier: str, besides: Sequence[Copy] = ()) -> int:
         """Return the bytes of ``tier`` that could be free once all other callers release what they hold."""
         usage = self.movement.tiers[tier].usage()
@@ -438,6 +450,7 @@ class Leasing:
                 copy.drop_when_clean = True
             elif copy.state is not CopyState.FILLING:
                 self.movement.evict(block, copy)
+            self.movement.send_held_up()
             self.movement.changed.notify_all()
             draining = copy.state is CopyState.DRAINING and copy.transfer is not None
             return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)

@@ -97,6 +97,7 @@ class Movement:
         self.pinned_buffers = Counter[tuple[str, int]]()
         self._relayed_bytes = dict.fromkeys(self.order, 0)  # write-backs that pass through a tier now
         self._relayed_buffers = Counter[tuple[str, int]]()
+        self._held_up: dict[Copy, Block] = {}  # on their way out, for which there was no room on the way yet
         self.failed_write_backs: list[BaseException] = []
         self.unsaved: dict[Block, BaseException] = {}
         self._max_inflight_bytes = max_inflight_bytes
@@ -146,9 +147,12 @@ class Movement:
         """
         target = block.copy_in(tier)
         newest = block.newest()
-        if newest is not None and newest.state is CopyState.DRAINING and newest.drop_when_clean:
+        if newest is not None and newest.drop_when_clean:
             # On its way out. Using it after all would make the bytes moved depend on who is faster.
-            return Waiting("drain", newest.transfer)
+            waiting = self.write_back(block, newest) or self.rest_of(newest, "drain")
+            if waiting is not None:
+                return waiting
+            newest = block.newest()
         if target.state.is_valid:
             return None
         if target.state is CopyState.FILLING:
@@ -199,6 +203,7 @@ class Movement:
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
+        source.prefetched = False  # it was fetched for this
         # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
         transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
 
@@ -271,6 +276,13 @@ class Movement:
             self.settle(block, copy)
             self.pump()
             self.changed.notify_all()
+
+    def is_moving(self) -> bool:
+        """Return whether a transfer is under way, after starting those that were held up and have room by now."""
+        while not any(block.num_transfers for block in self.blocks.values()):
+            if not self.send_held_up():
+                return False
+        return True
 
     def retry_unsaved(self) -> None:
         """Start every write-back that failed once more; copies that were on their way out go when it succeeds."""
@@ -405,9 +417,22 @@ class Movement:
             # Not for a mere wish to use it: whether that came in time would decide what is moved.
             copy.drop_when_clean = False
         elif copy.state is CopyState.DIRTY:
-            self.write_back(block, copy)
+            if self.write_back(block, copy) is not None:
+                self._held_up[copy] = block
         elif copy.state is CopyState.CLEAN and not copy.readers:
             self.drop(copy)
+
+    def send_held_up(self) -> bool:
+        """Start the write-backs of evicted copies for which there was no room on the way; return whether one began.
+
+        They must not be left to whoever needs the room of these copies next: then whether they are written before
+        they are used again, and so the bytes moved, would depend on who is faster.
+        """
+        num_before = len(self._held_up)
+        for copy, block in list(self._held_up.items()):
+            if self._held_up.pop(copy, None) is not None and copy.state is CopyState.DIRTY:
+                self.settle(block, copy)
+        return len(self._held_up) < num_before
 
     def drop(self, copy: Copy) -> None:
         """Free a cache copy's slot without writing anything."""
@@ -465,12 +490,13 @@ class Movement:
 
     def pump(self) -> None:
         """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
-        if self.schedule is None or self._is_pumping:
+        if self._is_pumping:
             return
-        if not self._travels.among(self.blocks).accesses:
+        if not self._travels.among(self.blocks).accesses and not self._held_up:
             return
         self._is_pumping = True
         try:
+            self.send_held_up()  # first: what comes must not take the room on the way of what goes
             state = self.state_of_fetches()
             if state == self.settled:
                 return
@@ -499,12 +525,25 @@ class Movement:
     def _room(self) -> dict[str, int]:
         """Return the bytes of each tier that are open to copies which are fetched ahead."""
         taken = (self.home_bytes, self.reserved_bytes, self.pinned_bytes, self._relayed_bytes)
-        return {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
+        room = {name: tier.capacity_bytes - sum(each[name] for each in taken) for name, tier in self.tiers.items()}
+        for (name, size), count in self._held_up_slots().items():
+            room[name] -= count * size
+        return room
+
+    def _held_up_slots(self) -> Mapping[tuple[str, int], int]:
+        """Return how many slots of which size write-backs will take on their way that are held up, by tier and size."""
+        slots = Counter[tuple[str, int]]()
+        for copy, block in self._held_up.items():
+            hop = self._hop_towards(block.spec.home, copy.tier)
+            if hop != block.spec.home:
+                slots[hop, self._slot_bytes(block, hop)] += 1
+        return slots
 
     def _buffers(self) -> dict[tuple[str, int], int]:
         """Return how many buffers of which size are open to them, by tier and size."""
+        taken = (self.pinned_buffers, self._relayed_buffers, self._held_up_slots())
         return {
-            (tier, size): count - self.pinned_buffers.get((tier, size), 0) - self._relayed_buffers.get((tier, size), 0)
+            (tier, size): count - sum(each.get((tier, size), 0) for each in taken)
             for tier, counts in self.copy_buffers.items()
             for size, count in counts.items()
         }

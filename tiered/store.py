@@ -371,7 +371,7 @@ class TieredStore(BlockMapping):
         """Wait until nothing moves, after trying failed write-backs once more. Raises ``TransferError`` if in vain."""
         with self._changed:
             for what_next in (self._movement.retry_unsaved, self._movement.raise_unsaved):
-                while any(block.num_transfers for block in self._blocks.values()):
+                while self._movement.is_moving():
                     self._changed.wait()
                 what_next()
 

@@ -105,7 +105,7 @@ def unpacked(config: RunConfig, path: Path, num_steps: int, output_dir: Path) ->
     values["training"] |= {"per_device_train_batch_size": ROWS_PER_STEP, "max_steps": num_steps}
     values["training"] |= {"gradient_accumulation_steps": 1}
     values["evaluation"] = {}
-    values["optimizer"]["weight_decay_exclude"] = ("*.bias", "*norm*")
+    values["optimizer"]["weight_decay_exclude"] = ("*bias*", "*norm*")
     values["tiers"]["ram"]["size"] = "1GiB"  # two rows of any length need more than the example's one
     return RunConfig.model_validate(values)
 

@@ -55,7 +55,9 @@ WHAT_DECIDES = {
     "dtype": "precision.compute_dtype as resolved",
     "device": "device as resolved",
     "attention": "model.attn_implementation as resolved",
+    "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
+_DECAY_KEY = "optimizer.weight_decay_exclude"
 
 
 class ConfigChangedError(Exception):
@@ -316,11 +318,17 @@ def check_changes(
     lanes = before.training.gradient_lanes
     assert lanes != "auto"
     changes = compare(before, with_lanes(config_from_toml(config_toml), lanes))
-    altering = [str(change) for change in changes.altering]
+    others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
+    # Which parameters decay counts, not the globs that say so: those of a default may be written otherwise.
+    globs = [change for change in changes.altering if change.key == _DECAY_KEY]
+    without_effect = globs if "decays" in model and "decays" not in others else []
+    if globs:
+        others.discard("decays")
+    altering = [str(change) for change in changes.altering if change not in without_effect]
     altering += [
-        f"{WHAT_DECIDES[key]}: {checkpoint.state.model.get(key)} -> {value}"
-        for key, value in model.items()
-        if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value
+        f"{what}: {checkpoint.state.model.get(key)} -> {model[key]}"
+        for key, what in WHAT_DECIDES.items()
+        if key in others
     ]
     if checkpoint.state.data_fingerprint != data_fingerprint:
         altering.append("data: the rows of [[data.train]] are others, or in another order")
@@ -338,8 +346,9 @@ def check_changes(
             f"torch computes on {threads[1]} threads, and did on {threads[0]} up to the checkpoint: on a CPU that "
             "changes last bits. OMP_NUM_THREADS sets the number, or distributed.threads of several processes"
         )
-    if changes.free:
-        on_notice("changed, without effect on results: " + "; ".join(map(str, changes.free)))
+    if changes.free or without_effect:
+        free = [*changes.free, *without_effect]
+        on_notice("changed, without effect on results: " + "; ".join(map(str, free)))
 
 
 def continued_position(

@@ -89,6 +89,11 @@ class Saver:
         interval_s = self._spec.interval_s
         return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
 
+    def next_step(self, step: int) -> int | None:
+        """Return the first step after ``step`` at which a checkpoint is due; None: that is not known in steps."""
+        every = {"steps": self._spec.every_steps, "epoch": self._steps_per_epoch}.get(self._spec.strategy)
+        return None if every is None else (step // every + 1) * every
+
     def save(self, state: RunState, *, wait: bool = False) -> None:
         """Save the run as it stands, unless this step is saved already.
 

@@ -669,7 +669,9 @@ class OptimizerConfig(Table, json_schema_extra=_all_alter("yes")):
         same_name=_HF_AXOLOTL,
     )
     weight_decay_exclude: Listed[str] = key(
-        "Globs of parameter names that do not decay.", ("*.bias", "*norm*", "*embed*")
+        "Globs of parameter names that do not decay. Vectors (norms, biases, magnitudes of DoRA, attention sinks) do "
+        "not either, whatever their names, unless the list is empty: then every trained parameter decays.",
+        ("*bias*", "*norm*", "*embed*"),
     )
     adam_beta1: float = key(
         "adamw: decay of the first moment. lion: its weight in the direction.",
@@ -934,7 +936,8 @@ class LoggingConfig(Table, json_schema_extra=_all_alter("no")):
 
     logging_steps: int = key("Steps between two lines.", 1, ge=1, same_name=_HF)
     report_to: ReportTargets = key(
-        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; or a service. "
+        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; or a service: wandb, "
+        "mlflow, swanlab, trackio or comet_ml. "
         'All but jsonl need the extra of that name. "none": nowhere.',
         ("jsonl",),
         same_name=_HF,

@@ -310,13 +310,15 @@ class ParameterGroup:
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     """Return whether weight decay applies to a parameter.
 
-    Only parameters of two or more dimensions decay: biases and weights of norms are vectors in every architecture,
-    whatever their names. `exclude` takes out more by name.
+    Where anything is excluded, only parameters of two or more dimensions decay: biases and weights of norms are vectors
+    in every architecture, whatever their names. `exclude` takes out more by name. Where it is empty, all decay.
 
     Args:
         entry: The parameter.
         exclude: Globs matched against its full name, case-sensitively.
     """
+    if not exclude:
+        return True
     return len(entry.shape) >= 2 and not any(fnmatchcase(entry.parameter, glob) for glob in exclude)
 
 
@@ -332,7 +334,7 @@ def build_segments(
     Args:
         layout: Offsets of the parameters.
         weight_decay: Decay of the parameters that decay.
-        exclude: Globs of parameter names that do not.
+        exclude: Globs of parameter names that do not; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
         kinds: Kinds of the optimizer; needed where one has `elements_of`.
     """

@@ -228,6 +228,7 @@ def check_groups(spec: OptimizerSpec, trained: Iterable[TensorEntry]) -> None:
             entry.parameter in own and decays(entry, spec.decay_exclude) for entry in entries
         ):
             raise ParameterGroupError(
-                f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which never "
-                "decay, or stand in optimizer.weight_decay_exclude. Take them out there, or the key out here"
+                f"{key}.weight_decay = {group.weight_decay} has no effect: its parameters are vectors, which do "
+                "not decay, or stand in optimizer.weight_decay_exclude. Take them out there ([]: vectors decay as "
+                "well), or the key out here"
             )

@@ -256,6 +256,8 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
         )
         advice = f"Write train_batch_tokens = {enough * together * batch.max_length}, {fewer}"
         return Problem("training.train_batch_tokens", message, advice)
+    if size < lanes and _has_work_for_all(size, size, count):
+        fewer = f"for a new run gradient_lanes = {size}, with which each has one; {fewer}"
     examples = batch.num_rows // together
     message = (
         f"training.gradient_accumulation_steps = {count}: with {size} processes each needs a micro-batch, and that is "

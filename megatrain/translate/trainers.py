@@ -246,6 +246,10 @@ _SHARED_DEFAULTS: dict[str, Any] = {
 }
 
 
+#: Globs of the parameters that transformers' Trainer leaves out of weight decay, embeddings not among them.
+DECAY_EXCLUDE = ("*bias*", "*norm*")
+
+
 def fill_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     """Write down the tool's defaults that have an effect.
 
@@ -263,7 +267,7 @@ def fill_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
     draft.default({key: value for key, value in defaults.items() if key not in unused})
     decay = draft.entries.get("optimizer.weight_decay")
     if decay is not None and decay.value:
-        draft.put("optimizer.weight_decay_exclude", ["*.bias", "*norm*"], note=f"as in {draft.source.title}")
+        draft.put("optimizer.weight_decay_exclude", list(DECAY_EXCLUDE), note=f"as in {draft.source.title}")
 
 
 def _put_lora(draft: Draft, names: Mapping[str, str], defaults: Mapping[str, Any]) -> None:

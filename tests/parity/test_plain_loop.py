@@ -45,3 +45,25 @@ def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> N
         worst = (ours.weights[name] - weight).abs().max()
         assert worst <= 2e-4 * weight.abs().max(), (name, worst)
     assert torch.isfinite(torch.tensor(ours.losses)).all()
+
+
+def test_nothing_excluded_everything_decays(tiny_model: Path, tmp_path: Path) -> None:
+    """Vectors too, as with `torch.optim.AdamW` over all parameters in one group."""
+    text = config_text(tmp_path, tiny_model, ram="5500KiB", optimizer="weight_decay = 5.0\nweight_decay_exclude = []")
+    ours = run_config(text, tmp_path, num_steps=3)
+    config = load_config(tmp_path / "run.toml").config
+    loader = make_loader(config, plan_run(resolve(config)))
+    table = config.optimizer
+    plain = train_plainly(
+        tiny_model,
+        [next(loader).micro_batches for _ in range(3)],
+        lr=lambda step: table.learning_rate,
+        betas=(table.adam_beta1, table.adam_beta2),
+        eps=table.adam_epsilon,
+        weight_decay=table.weight_decay,
+        decays=lambda name, p: True,
+        max_grad_norm=table.max_grad_norm,
+    )
+    assert any(weight.dim() == 1 for weight in plain.weights.values())
+    for name, weight in plain.weights.items():
+        assert (ours.weights[name] - weight).abs().max() <= 2e-4 * weight.abs().max(), name

@@ -208,6 +208,65 @@ def test_a_write_back_leaves_nothing_in_the_tiers_that_it_passes(make: Callable[
     assert hand.read("a", "ram") == 5
 
 
+def _blocked(hand: Hand) -> Any:
+    """Evict ``a``, written in the GPU, while another thread's lease takes the room on its way; return that lease."""
+    hand.add("a", "b")
+    with hand.store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(5)
+    hand.store.prefetch("b", "ram")
+    hand.move()
+    in_the_way = Caller(lambda: hand.store.acquire("b", "ram", timeout_s=0)).join()
+    hand.store.evict("a", "gpu")
+    assert hand.under_way() == []
+    return in_the_way
+
+
+def test_a_copy_with_no_room_on_its_way_out_is_not_used_any_more(make: Callable[..., Hand]) -> None:
+    """Else what moves would depend on whether that room or the next user is there first."""
+    hand = make(2, 1, 8)
+    in_the_way = _blocked(hand)
+    before = hand.store.stats()
+    for mode in ("r", "rw"):
+        with pytest.raises(TimeoutError, match="waiting for: space"):
+            hand.store.acquire("a", "gpu", mode, timeout_s=0)
+    in_the_way.release()
+    assert hand.under_way() == [("gpu", "ram")], "nobody had to ask again"
+    hand.move()
+    assert hand.store.where("a") == {"disk": CopyState.CLEAN}
+    assert hand.read("a", "gpu") == 5
+    assert hand.num_moved(before) == {"gpu->ram": 1, "ram->disk": 1, "disk->ram": 1, "ram->gpu": 1}
+
+
+def test_room_that_an_eviction_leaves_serves_what_was_held_up(make: Callable[..., Hand]) -> None:
+    hand = make(2, 1, 8)
+    store = hand.store
+    in_the_way = _blocked(hand)
+    store.pin("b", "ram")
+    in_the_way.release()
+    assert hand.under_way() == []
+    store.unpin("b", "ram")
+    assert hand.under_way() == [("gpu", "ram")]
+    caller = Caller(store.wait_idle)
+    assert caller.is_waiting()
+    hand.move()
+    assert caller.join() is None
+    assert store.where("a") == {"disk": CopyState.CLEAN}
+
+
+def test_a_copy_stays_where_the_callers_own_leases_leave_it_no_way_out(make: Callable[..., Hand]) -> None:
+    hand = make(2, 1, 8)
+    store = hand.store
+    hand.add("a", "b")
+    with store.acquire("a", "gpu", "w", timeout_s=0) as lease:
+        lease.tensor.fill_(5)
+    hand.read("b", "ram")
+    with store.acquire("b", "ram", timeout_s=0):
+        store.evict("a", "gpu")
+        with store.acquire("a", "gpu", timeout_s=0) as again:
+            assert again.tensor == 5
+    assert store.where("a")["gpu"] is CopyState.DIRTY
+
+
 def test_a_copy_that_is_pinned_before_its_lease_ends_stays_although_it_was_to_go(make: Callable[..., Hand]) -> None:
     hand = make(2, 8)
     store = hand.store

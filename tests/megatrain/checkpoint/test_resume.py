@@ -13,8 +13,11 @@ from click.testing import Result
 
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
-from megatrain.config import load_config
+from megatrain.config import RunConfig, load_config
+from megatrain.config.resolve import resolve
 from megatrain.config.resolved import to_toml
+from megatrain.plan.planner import plan_run
+from megatrain.trainer import describe_model, with_decays
 from processes.saved_run import SavedRun, make_run
 
 
@@ -82,6 +85,47 @@ def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
         check(allow=False)
     check(allow=True)
     assert len(notices) == 1 and "-> another" in notices[0]
+
+
+EXCLUDE = "optimizer.weight_decay_exclude"
+
+
+def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -> None:
+    """What decays counts. A checkpoint of before that was noted is told by its globs, with which no vector decayed."""
+    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    plan = plan_run(resolve(config))
+
+    def check(before: tuple[str, ...], now: tuple[str, ...], *, noted: bool = True) -> list[str]:
+        def with_globs(globs: tuple[str, ...]) -> RunConfig:
+            return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={EXCLUDE[10:]: globs})})
+
+        plans = [replace(plan, run=resolve(with_globs(globs))) for globs in (before, now)]
+        model = {**found.state.model, **describe_model(plans[0])}
+        if not noted:
+            del model["decays"]
+        state = replace(found.state, model=model, config_toml=to_toml(with_globs(before)))
+        saved = with_decays(replace(found, state=state), plan)
+        notices: list[str] = []
+        check_changes(
+            to_toml(with_globs(now)),
+            saved,
+            {**model, **describe_model(plans[1])},
+            found.state.data_fingerprint,
+            allow=False,
+            on_notice=notices.append,
+        )
+        return notices
+
+    default = config.optimizer.weight_decay_exclude
+    for noted in (True, False):
+        (told,) = check(("*.bias", "*norm*", "*embed*"), default, noted=noted)
+        assert told.startswith("changed, without effect on results") and EXCLUDE in told
+        assert check(default, default, noted=noted) == []
+        with pytest.raises(ConfigChangedError, match=f"(?s)^(?!.*checksum).*{EXCLUDE}"):
+            check(default, ("*norm*",), noted=noted)
+    assert check((), ()) == []
+    with pytest.raises(ConfigChangedError, match="the parameters that weight decay applies to"):
+        check((), (), noted=False)
 
 
 def test_another_number_of_threads_is_told(trained: SavedRun) -> None:

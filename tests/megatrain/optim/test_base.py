@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, Trainer
 
+from megatrain.config.schema import OptimizerConfig
 from megatrain.models.layout import build_layout
 from megatrain.optim.base import ParameterGroup, StateKind, build_segments, bytes_per_parameter
+from megatrain.translate.trainers import DECAY_EXCLUDE
+from oracles.families import tiny_config
 
 PARAMETERS = [
     ("model.layers.0.input_layernorm.weight", (64,)),
@@ -29,6 +33,28 @@ def test_only_matrices_that_no_glob_names_decay() -> None:
     assert not any(segment.state_starts for segment in segments)
 
 
+def test_with_nothing_excluded_vectors_decay_too() -> None:
+    segments = build_segments(build_layout("layer", PARAMETERS, trainable=True), 0.1, ())
+    assert {segment.weight_decay for segment in segments} == {0.1}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gpt2"])
+def test_matrices_decay_as_under_transformers(family: str) -> None:
+    """By what `import` writes: biases of fused experts are matrices, and do not decay there. Vectors never do here."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family))
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    theirs = set(Trainer.get_decay_parameter_names(None, model)) & set(shapes)  # a tied head has two names there
+    layout = build_layout("model", list(shapes.items()), trainable=True)
+    ours = {segment.name for segment in build_segments(layout, 0.1, DECAY_EXCLUDE) if segment.weight_decay}
+    assert ours == {name for name in theirs if len(shapes[name]) >= 2}
+    default = OptimizerConfig.model_fields["weight_decay_exclude"].default
+    by_default = {segment.name for segment in build_segments(layout, 0.1, default) if segment.weight_decay}
+    assert by_default == {name for name in ours if "embed" not in name}
+    if family == "gpt_oss":
+        assert any(name.endswith("gate_up_proj_bias") for name in shapes)
+
+
 def test_globs_tell_upper_and_lower_case_apart() -> None:
     layout = build_layout("layer", [("model.Norm.weight", (4, 4))], trainable=True)
     assert build_segments(layout, 0.1, ("*norm*",))[0].weight_decay == 0.1
@@ -40,7 +66,7 @@ def test_the_first_group_that_matches_counts_and_excluded_parameters_never_decay
         ParameterGroup(("*.bias", "*up_proj*"), lr_scale=0.5, weight_decay=0.3),
         ParameterGroup(("*mlp*", "*layernorm*"), lr_scale=2.0),
     )
-    segments = build_segments(layout, 0.1, (), groups)
+    segments = build_segments(layout, 0.1, ("*embed*",), groups)
     assert [segment.lr_scale for segment in segments] == [2.0, 0.5, 0.5, 1.0, 1.0]
     assert [segment.weight_decay for segment in segments] == [0.0, 0.3, 0.0, 0.1, 0.0]
 

@@ -1,0 +1,171 @@
+"""Law 4 where room is scarcest: what moves is what was planned, whatever takes how long."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatrain.config import load_config
+from megatrain.engine.tape import compile_step
+from megatrain.plan import simulate
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.trainer import Trainer
+from oracles.families import tiny_config
+from oracles.tiered_run import QUICKSTART, config_text, plan_of, run_config, write_tiny_model
+from tiered import Transfer
+from tiered.ext import SimulatedChannel
+from tiered.links.base import Workers
+from tiered.simulation import SimulatedLink
+
+NUM_STEPS = 4
+#: Seconds in virtual time of a transfer or a tick: any of them may be the slowest.
+SCALES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A dense model, and a mixture."""
+    dense = write_tiny_model(tmp_path_factory.mktemp("dense"))
+    mixture, config = tmp_path_factory.mktemp("mixture"), tiny_config("qwen3_moe")
+    config.vocab_size = AutoConfig.from_pretrained(QUICKSTART).vocab_size
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(mixture)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(QUICKSTART / name, mixture / name)
+    return {"dense": dense, "mixture": mixture}
+
+
+def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:
+    folder.mkdir(exist_ok=True)
+    path = folder / "plan.toml"
+    path.write_text(config_text(folder, model, ram=f"{ram}B", **tables))
+    return plan_of(load_config(path).config)
+
+
+def least_bytes(tier: str, plan: Callable[[], object]) -> int:
+    """Return what a tier needs at least, of a plan that gives it next to nothing."""
+    with pytest.raises(DoesNotFitError) as refused:
+        plan()
+    found = re.search(rf"tier '{tier}' has .* needs at least (\d+) ", str(refused.value))
+    assert found is not None, refused.value
+    return int(found[1])
+
+
+def tight_gpu(folder: Path, model: Path, share: float, **tables: Any) -> str:
+    return f"{int(share * least_bytes('gpu', lambda: plan_with(folder, model, 64 << 20, gpu='4KiB', **tables)))}B"
+
+
+class UnevenChannel(SimulatedChannel):
+    """Transfers that take any time each, side by side: they end in any order."""
+
+    random = random.Random()
+
+    def submit(self, link: SimulatedLink, transfer: Transfer) -> None:
+        def end() -> None:
+            link.num_bytes += transfer.nbytes
+            transfer.finish()
+
+        self._clock.at(self._clock.now_s + self.random.choice(SCALES) * self.random.random(), end)
+
+
+def replayed(plan: Plan, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, int], int]:
+    """Return what links move in a run whose transfers and ticks take random times, and the fetches for nothing.
+
+    Tiers, links and time are simulated; the store and its prefetcher are the real ones.
+    """
+    chance = random.Random(seed)
+    monkeypatch.setattr(UnevenChannel, "random", chance)
+    monkeypatch.setattr(simulate, "SimulatedChannel", UnevenChannel)
+    monkeypatch.setattr(simulate, "_NUM_STEPS", NUM_STEPS - 1 - simulate._NUM_WARM_STEPS)
+    replay = simulate._Replay(plan, 1, simulate.SimulatedRates(1e9, 1e9, 1e9))
+    monkeypatch.setattr(replay, "_seconds", lambda op: chance.choice(SCALES) * chance.random())
+    before = replay.store.stats()
+    for number in range(NUM_STEPS):
+        replay.step(number)
+    program, placement = plan.program, plan.placement
+    last = compile_step(program, placement.homes, placement.stays, passes=False, pinned=replay._pinned)
+    for op in last.ops:
+        replay.store.advance(NUM_STEPS * len(program.ticks) + op.tick)
+        replay._run(op)
+    replay._copies.evict_pinned()
+    replay.store.wait_idle()
+    window = replay.store.stats() - before
+    return {name: link.num_bytes for name, link in window.links.items()}, window.prefetch_wasted
+
+
+@pytest.mark.parametrize("max_grad_norm", [1, 0], ids=["clipped", "not clipped"])
+@pytest.mark.parametrize("share_of_gpu", [1.0, 1.5, None], ids=["least GPU", "more GPU", "no GPU"])
+def test_whatever_takes_how_long(
+    share_of_gpu: float | None,
+    max_grad_norm: int,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a rule for copies that have no room on their way out, a few of these runs move less, others more."""
+    tables: dict[str, Any] = {"optimizer": f"max_grad_norm = {max_grad_norm}"}
+    model = models["dense"]
+    if share_of_gpu is not None:
+        tables["gpu"] = tight_gpu(tmp_path, model, share_of_gpu, **tables)
+    least = least_bytes("ram", lambda: plan_with(tmp_path, model, 4 << 10, **tables))
+    for share in (1.0, 1.1, 1.2):
+        plan = plan_with(tmp_path, model, int(share * least), **tables)
+        planned = plan.placement.run_traffic_bytes(NUM_STEPS)
+        for seed in range(8):
+            assert replayed(plan, seed, monkeypatch) == (planned, 0), (share, seed)
+
+
+@pytest.fixture
+def late_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have each job of a link begin late, by a time drawn at random."""
+    submit, chance = Workers.submit, random.Random(5)
+
+    def submit_late(self: Workers, job: Callable[[], None], *, urgent: bool = True) -> None:
+        wait_s = chance.choice((0, 0, 0.001, 0.005))
+
+        def late() -> None:
+            time.sleep(wait_s)
+            job()
+
+        submit(self, late, urgent=urgent)
+
+    monkeypatch.setattr(Workers, "submit", submit_late)
+
+
+@pytest.mark.parametrize("kind", ["mixture", "dense"])
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_runs_over_late_links(
+    has_gpu: bool, kind: str, models: dict[str, Path], tmp_path: Path, late_links: None
+) -> None:
+    tables = {"gpu": tight_gpu(tmp_path, models[kind], 1.0)} if has_gpu else {}
+    least = least_bytes("ram", lambda: plan_with(tmp_path, models[kind], 4 << 10, **tables))
+    for number, share in enumerate((1.0, 1.0, 1.1)):
+        text = config_text(tmp_path, models[kind], ram=f"{int(share * least)}B", **tables)
+        run_config(text, tmp_path / str(number), num_steps=3).assert_as_planned()
+
+
+def test_a_run_that_saves_moves_what_its_stretches_move(
+    models: dict[str, Path], tmp_path: Path, late_links: None
+) -> None:
+    """From one checkpoint to the next it is a run of its own: nothing is fetched ahead past an update made for it."""
+    least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10))
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = config_text(folder, models["dense"], ram=f"{least}B").replace("[training]", "[training]\nmax_steps = 6")
+        path = folder / "run.toml"
+        path.write_text(f"{text}\n[checkpoint]\nsave_steps = 2\n")
+        trainer = Trainer(load_config(path).config)
+        summary = trainer.train()
+        planned = trainer.plan.placement.run_traffic_bytes(2)
+        assert summary.link_bytes == {link: 3 * nbytes for link, nbytes in planned.items()}
