@@ -644,25 +644,31 @@ def saving_attention(program: StepProgram, trace: VisitTrace, visits: frozenset[
     blocks, ticks = dict(program.blocks), list(program.ticks)
     for number, tick in enumerate(ticks):
         if tick.phase in ("forward", "backward") and tick.visit in visits:
-            ticks[number] = _saving_attention(tick, program, len(trace.visits[tick.visit].saved))
+            traced = trace.visits[tick.visit]
+            ticks[number] = _saving_attention(tick, program, len(traced.saved) - len(traced.reused))
             nbytes = trace.visits[tick.visit].attention_nbytes
             for key in {key for key, _ in ticks[number].uses} - blocks.keys():
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
     return replace(program, blocks=blocks, ticks=tuple(ticks), saved_attention=program.saved_attention | visits)
 
 
-def _saving_attention(tick: Tick, program: StepProgram, num_inputs: int) -> Tick:
-    """Return the tick of a visit with the blocks of attention's results behind each micro-batch's inputs."""
+def _saving_attention(tick: Tick, program: StepProgram, num_written: int) -> Tick:
+    """Return the tick of a visit with the blocks of attention's results behind each micro-batch's inputs.
+
+    Args:
+        num_written: inputs of a micro-batch that the forward keeps here, and not with an earlier visit.
+    """
     groups: list[Group] = []
+    num_groups = num_written if tick.phase == "forward" else 1
     slots = [slot for slot in range(len(tick.passing)) if activation_key(tick.visit, slot, 0) in program.blocks]
     for slot in slots:
-        inputs = tick.passing[slot * num_inputs : (slot + 1) * num_inputs]
+        inputs = tick.passing[slot * num_groups : (slot + 1) * num_groups]
         key = attention_key(tick.visit, slot)
         if tick.phase == "forward":
             groups += [*inputs, ((key, "w"),)]
         else:  # inputs and results are there together while the unit runs again
             groups.append((*(use for group in inputs for use in group), (key, "r")))
-    others = tick.passing[len(slots) * num_inputs :]
+    others = tick.passing[len(slots) * num_groups :]
     spent = {attention_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
     return replace(tick, passing=(*groups, *others), spent=tick.spent | spent)
 
@@ -1091,14 +1097,20 @@ class ProgramBuilder:
         return [name for name in self._layouts_of(visit) if self._graph.layouts[name].trainable]
 
     def _activations(self, visit: int, group: Sequence[int], mode: Mode) -> tuple[Group, ...]:
-        """Return the activations that a visit writes, or reads: among these are others' that are the same tensors."""
+        """Return the activations that a visit writes, or reads: among these are others' that are the same tensors.
+
+        Each is written as it is computed; what a micro-batch reads is there together while the unit runs again.
+        """
         traced = self._trace.visits[visit]
         places = [
             traced.reused.get(index, (visit, index))
             for index in range(len(traced.saved))
             if mode == "r" or index not in traced.reused
         ]
-        return tuple(((activation_key(at, self._slot_of(m), index), mode),) for m in group for at, index in places)
+        keys = [[activation_key(at, self._slot_of(m), index) for at, index in places] for m in group if places]
+        if mode == "r":
+            return tuple(tuple((key, mode) for key in own) for own in keys)
+        return tuple(((key, mode),) for own in keys for key in own)
 
     def _reused(self, visit: int, group: Sequence[int]) -> frozenset[str]:
         """Return the activations that a visit reads and that others, earlier in the forward, will need as well."""

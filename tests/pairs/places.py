@@ -38,8 +38,8 @@ _VALUES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 96, "mlp_only_layers": []},
     "gpt_oss": {"sliding_window": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "zamba2": {
-        "num_hidden_layers": 4,
-        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "num_hidden_layers": 3,
+        "layers_block_type": ["mamba", "hybrid", "hybrid"],
         "attention_hidden_size": 192,
         "attention_head_dim": 48,
         "head_dim": None,

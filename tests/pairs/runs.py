@@ -268,7 +268,9 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
         for drive in [*folder.glob("drive"), *folder.glob("host*/drive")]:
             shutil.rmtree(drive)
     if row["checkpoints"] == "moved":
-        row, config = {**row, "ranks": "alone"}, all_in_place(config)
+        # From the drives of other hosts one process cannot read.
+        stays = WORLDS[row["ranks"]][1] > 1 and "nvme" in config["tiers"]
+        row, config = row if stays else {**row, "ranks": "alone"}, all_in_place(config)
     run.starts.append(_start(run, "second", config, row, None))
     return run
 

@@ -30,6 +30,20 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zamba: Path, tmp_path: Path) -> None:
+    """Its block of attention is given the embeddings beside the hidden states; with the least room one was too much."""
+    text = config_text(tmp_path, zamba, nvme=0, advanced="keep_graphs = 0\nsave_attention = 0")
+    (tmp_path / "run.toml").write_text(text)
+    plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
+    num_inputs = [len(visit.saved) for visit in plan.trace.visits]
+    assert max(num_inputs) == 2
+    for tick in plan.program.ticks:
+        if tick.phase == "backward":
+            kinds = [[plan.program.blocks[key].kind for key, _ in group] for group in tick.passing]
+            read = [len(group) for group in kinds if "activations" in group]
+            assert read == ([num_inputs[tick.visit]] * plan.num_micro_batches if num_inputs[tick.visit] else []), tick
+
+
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
 def test_weights_that_a_later_use_alone_reaches_are_trained(order: str, zamba: Path, tmp_path: Path) -> None:
     text = config_text(tmp_path, zamba, nvme=0, advanced=f'micro_batch_order = "{order}"')
