@@ -57,7 +57,7 @@ export TORCHINDUCTOR_CACHE_DIR=$cache/inductor TRITON_CACHE_DIR=$cache/triton PA
 export PYTHONPATH=${PYTHONPATH-}
 
 python=("$py") bench=(--device cuda --scratch "$scratch" --out "$out/gpu.jsonl" ${RAM:+--ram "$RAM"})
-# All cases of what no device in software shows, slow ones as well: 160 in 200 s.
+# All cases of what no device in software shows, slow ones as well: 160 in 185 s.
 tests=(-n 8 -m gpu -W "ignore:Synchronization debug mode" -k "not sanitizer and not shape_of_the_bench and not killed and
   not every_size and not host_kernel")
 for name in cuda_link cuda_order page_locking conformance steps kernels_of_layers kept_graphs parity triton_elementwise \
@@ -120,7 +120,7 @@ gpu() { # SECONDS PARTS [OPTIONS]: gpu.py ends by itself, with all of its rows, 
 find_packages() { # wheels on PYTHONPATH; an older numpy where numba refuses the one that is there
   local unpack=("$py" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --target)
   if compgen -G "$wheels/*.whl" >/dev/null; then
-    run "unpack wheels" 60 log.txt "${unpack[@]}" "$scratch/site" "$wheels"/*.whl
+    run "unpack wheels" 30 log.txt "${unpack[@]}" "$scratch/site" "$wheels"/*.whl
     PYTHONPATH=$scratch/site${PYTHONPATH:+:$PYTHONPATH}
   fi
   if ! timeout 60 "$py" -c "import numba" >>"$out/log.txt" 2>&1; then
@@ -209,22 +209,22 @@ find_packages
 export -f facts probe smoke
 export call out py scratch is_quick python_words="${python[*]}"
 case $call in
-  facts | 1 | 4) run "machine facts" 60 machine.txt bash -c facts ;;
+  facts | 1 | 4) run "machine facts" 30 machine.txt bash -c facts ;;
 esac
 profile=("${python[@]}" bench/gpu_profile.py "${bench[@]}" --top 40)
 case $call in
   facts) ;;
   1)
-    run "probe" 40 log.txt bash -c probe
+    run "probe" 30 log.txt bash -c probe
     run "a step of a tiny model" 60 log.txt "${first_step[@]}"
-    run "plan and run packed rows" 60 log.txt bash -c 'read -ra python <<<"$python_words"; smoke'
+    run "plan and run packed rows" 75 log.txt bash -c 'read -ra python <<<"$python_words"; smoke'
     # SIGINT: pytest then tells of what failed so far
-    signal=INT run "tests" 200 tests.txt "${pytest[@]}" "${tests[@]}"
-    run "profile of 7b_4k" 120 log.txt "${profile[@]}" --trace "$out/profile_4k.json.gz"
+    signal=INT run "tests" 185 tests.txt "${pytest[@]}" "${tests[@]}"
+    run "profile of 7b_4k" 110 log.txt "${profile[@]}" --trace "$out/profile_4k.json.gz"
     ;;
   2) gpu 450 7b_64k,7b_4k "${megatrain[@]}" --traces "$out" ;;
   3)
-    gpu 375 plain,7b_64k+by_micro_batch,7b_64k+compile,7b_4k+any_kernel
+    gpu 365 plain,7b_64k+by_micro_batch,7b_64k+compile,7b_4k+any_kernel
     run "profile of 7b_64k" 120 log.txt "${profile[@]}" --part 7b_64k --trace "$out/profile_64k.json.gz"
     ;;
   4) gpu 420 14b,14b+no_streaming ;;

@@ -374,6 +374,18 @@ def write_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{about}/RECORD", "")
 
 
+def test_the_limits_of_a_call_add_up_to_less_than_the_call() -> None:
+    """Else the last run of a call would lack time where each one before it takes what it may."""
+    script = (BENCH / "gpu_first_hour.sh").read_text()
+    limit = re.compile(r'(?:\brun "[^"]+"|\bgpu) (\d+) ')
+    (call_s,) = map(int, re.findall(r"CALL_S:-(\d+)", script))
+    packages, facts = (int(re.findall(rf'"{name}" (\d+) ', script)[0]) for name in ("unpack wheels", "machine facts"))
+    limits = {call: limit.findall(runs) for call, runs in re.findall(r"(?ms)^  (\d)\)(.*?);;", script)}
+    assert sorted(limits) == ["1", "2", "3", "4", "5"] and all(limits.values())
+    for call, of_runs in limits.items():
+        assert sum(map(int, of_runs)) + packages + (facts if call in "14" else 0) < call_s, call
+
+
 def test_a_first_session_that_is_called_wrongly(tmp_path: Path) -> None:
     script = str(BENCH / "gpu_first_hour.sh")
     for words, expected in {

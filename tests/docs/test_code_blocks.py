@@ -29,6 +29,7 @@ NOT_EXECUTED = {
     "docs/embedding.md": 2,
     "docs/gpu.md": 3,
     "docs/lora_in_ten_minutes.md": 2,
+    "docs/null_gpu.md": 2,
     "docs/quickstart.md": 1,
 }
 
