@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.engine.background import BackgroundUpdates
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
 from megatrain.engine.host_io import ArrivingNumbers, read_numbers
 from megatrain.engine.preferences import mean_figures
@@ -194,12 +195,13 @@ class StepEngine:
         self._refuse_if_spoiled()
         scales = None if self._defers else LayerScales(self._max_grad_norm, self._nonfinite)
         self._access.num_tokens = _num_tokens(micro_batches)
-        if scales is None:
-            self._access.start_step(number, self._pending)
-        else:
-            self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
-        queued = self._queue(micro_batches, seed=self._seed + number)
-        self._access.end_step()
+        with self._access.background:
+            if scales is None:
+                self._access.start_step(number, self._pending)
+            else:
+                self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
+            queued = self._queue(micro_batches, seed=self._seed + number)
+            self._access.end_step()
         self._pending = None  # its last group was updated on the way
         result = self._read(queued)
         loss, norm = result.loss, result.grad_norm
@@ -653,6 +655,7 @@ class StoreAccess:
             middle of the step.
         with_gradient: layout -> parameters that got a gradient in this step.
         num_tokens: of the next step; None: they reach all experts.
+        background: runs updates beside the layers. The caller of ``start_step`` leaves it when the step is over.
     """
 
     own_phases: frozenset[Phase] = frozenset({"update"})
@@ -700,6 +703,7 @@ class StoreAccess:
         self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
         self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
         self._shapes: dict[str, torch.Size] = {}
+        self.background = BackgroundUpdates()
         self._unpacked = UnpackedWeights(unpacked_bytes(graph, trace, program))
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.with_gradient: dict[str, set[str]] = {}
@@ -732,9 +736,10 @@ class StoreAccess:
 
     def run_updates(self, pending: PendingUpdate) -> None:
         """Make the updates that a step left, without beginning another one."""
-        self._start(pending.step + 1, updates=True, passes=False)
-        self._pending = pending
-        self.end_step()
+        with self.background:
+            self._start(pending.step + 1, updates=True, passes=False)
+            self._pending = pending
+            self.end_step()
 
     def finish(self) -> None:
         """Evict the copies that are pinned for another step."""
@@ -775,6 +780,7 @@ class StoreAccess:
         if self._op is not None:
             tick = self._op.tick
             self._uses = {self._program.contents(tick, use.key).key: use for use in self._op.uses}
+            self.background.wait_for([use.key for use in self._op.uses])
             # Before the leases of the op: the prefetcher looks ahead from this tick.
             self._store.advance(self._first_tick + self._op.tick)
             unit = self._unit_names[self._op.phase, self._op.visit]
@@ -792,6 +798,11 @@ class StoreAccess:
         name = self._updater.trained[op.visit][0].name
         update = self._pending.of_layout(name)
         parts = self._program.parts_of(self._updater.trained[op.visit][0])
+        if update is not None and self._is_beside_device(op):
+            self._update_in_background(op, update, len(parts), self._pending.with_gradient[name])
+            return
+        if op.tier == "ram":
+            self.background.wait()  # room is planned for what one update on the host takes beside its blocks
         # Leased also where the gradient is not used: what moves in a step does not depend on the data.
         with self._leases(self._own_keys(op, op.held)) as held:
             for part, group in enumerate(op.passing or [()] * len(parts)):
@@ -799,6 +810,33 @@ class StoreAccess:
                     if update is not None:
                         filled = self._pending.with_gradient[name]
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
+
+    def _is_beside_device(self, op: Op) -> bool:
+        """Return whether an update on the host may go on while a device computes the layers that follow it.
+
+        Only where all its blocks are at home there: then leases that are held longer take no room from others. Products
+        of matrices on the device are queued on streams of this thread.
+        """
+        assert self._updater is not None
+        is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
+        return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
+
+    def _update_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
+        """Start an update that waits for no room.
+
+        Leased here, at its place in the tape: from here on nobody can fetch or change the blocks but the update. They
+        are given back where it ends, so that the weights can set out for the device at once.
+        """
+        updater, leases = self._updater, ExitStack()
+        assert updater is not None and not op.passing, op
+        tensors = leases.enter_context(self._leases(self._own_keys(op, op.held)))
+
+        def run() -> None:
+            with leases:
+                for part in range(num_parts):
+                    updater.update(op.visit, part, op.tier, tensors, update, filled)
+
+        self.background.start([use.key for use in op.held], run)
 
     def _own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
         """Return the keys of what an op's blocks hold."""

@@ -1,0 +1,153 @@
+"""Updates on the host beside a device: they go on while other layers are computed, and nobody is ahead of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain.engine.step import StepEngine, StoreAccess, Updater
+from oracles.tiered_run import TieredRun, config_text, run_config
+
+NUM_STEPS = 3
+#: All layers but the last are updated on the host, and fetched for their forward.
+TABLES = {"gpu": "5MiB", "nvme": 0}
+
+
+def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
+    folder.mkdir()
+    return run_config(config_text(folder, model, **tables), folder, num_steps=NUM_STEPS)
+
+
+class Beside:
+    """Holds back each update of a middle layer until the model has the weights of another one, then a moment more.
+
+    Attributes:
+        went_on: for each of them, whether the model did while it was held back.
+        threads: that made updates on the host.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.went_on: list[bool] = []
+        self.threads: set[str] = set()
+        self._leased = threading.Event()
+        update, weights, run_updates = Updater.update, StoreAccess.weights, StoreAccess.run_updates
+
+        def held_back(updater: Updater, index: int, part: int, tier: str, *args: Any) -> None:
+            if tier == "ram":
+                self.threads.add(threading.current_thread().name)
+                if index == 3:
+                    self.went_on.append(self._leased.wait(20))
+                    time.sleep(0.02)
+            update(updater, index, part, tier, *args)
+
+        @contextmanager
+        def noted(access: StoreAccess, unit: Any, visit: int) -> Iterator[Mapping[str, Any]]:
+            with weights(access, unit, visit) as tensors:
+                self._leased.set()
+                yield tensors
+            self._leased.clear()
+
+        def run_last(access: StoreAccess, *args: Any) -> None:
+            self._leased.set()  # no layer comes beside these
+            run_updates(access, *args)
+
+        monkeypatch.setattr(Updater, "update", held_back)
+        monkeypatch.setattr(StoreAccess, "run_updates", run_last)
+        monkeypatch.setattr(StoreAccess, "weights", noted)
+
+
+def test_layers_go_on_beside_an_update_and_wait_for_their_own(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = run(tmp_path / "ram", tiny_model, nvme=0)
+    beside = Beside(monkeypatch)
+    result = run(tmp_path / "gpu", tiny_model, **TABLES)
+    assert beside.went_on == [True] * NUM_STEPS
+    assert len(beside.threads) == 1 and threading.main_thread().name not in beside.threads
+    result.assert_same(expected)
+    assert result.moved is not None
+    moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
+    assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
+
+
+def test_where_layers_run_on_the_host_updates_do_so_in_turn(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    update = Updater.update
+    monkeypatch.setattr(
+        Updater, "update", lambda *args: (threads.add(threading.current_thread().name), update(*args))[1]
+    )
+    run(tmp_path / "ram", tiny_model, nvme=0)
+    assert threads == {threading.main_thread().name}
+
+
+def test_an_error_of_an_update_ends_the_step_and_nothing_runs_on(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Updater.update
+    running: list[int] = []
+    left: list[int] = []
+
+    def broken(updater: Updater, index: int, *args: Any) -> None:
+        if index == 1:
+            raise ArithmeticError("no update of this layer")
+        running.append(index)
+        time.sleep(0.02)
+        update(updater, index, *args)
+        running.remove(index)
+
+    step = StepEngine.step
+
+    def watched(engine: StepEngine, *args: Any, **named: Any) -> Any:
+        try:
+            return step(engine, *args, **named)
+        finally:
+            left.extend(running)
+
+    monkeypatch.setattr(Updater, "update", broken)
+    monkeypatch.setattr(StepEngine, "step", watched)
+    with pytest.raises(ArithmeticError, match="no update of this layer"):
+        run(tmp_path / "gpu", tiny_model, **TABLES)
+    assert not left
+
+
+def test_what_stops_a_step_waits_for_the_updates_that_run(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, begin = Updater.update, StoreAccess.begin
+    begun, ended, seen = threading.Event(), threading.Event(), []
+
+    def slow(updater: Updater, index: int, *args: Any) -> None:
+        begun.set()
+        time.sleep(0.1)
+        update(updater, index, *args)
+        ended.set()
+
+    def stopped(access: StoreAccess, phase: str, visit: int) -> None:
+        begin(access, phase, visit)  # type: ignore[arg-type]
+        if begun.is_set():
+            ended.clear()
+            raise KeyboardInterrupt
+
+    step = StepEngine.step
+
+    def watched(engine: StepEngine, *args: Any, **named: Any) -> Any:
+        try:
+            return step(engine, *args, **named)
+        except KeyboardInterrupt:
+            seen.append(ended.is_set())
+            raise
+
+    monkeypatch.setattr(Updater, "update", slow)
+    monkeypatch.setattr(StoreAccess, "begin", stopped)
+    monkeypatch.setattr(StepEngine, "step", watched)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "gpu", tiny_model, **TABLES)
+    assert seen == [True]
