@@ -29,7 +29,14 @@ sys.path.insert(0, str(ROOT))
 from megatrain.config import load_config  # noqa: E402
 from megatrain.config.resolve import resolve  # noqa: E402
 from megatrain.plan.machine import PlannedMachine  # noqa: E402
-from megatrain.plan.machine_files import find_machine, read_machine  # noqa: E402
+from megatrain.plan.machine_files import (  # noqa: E402
+    Bandwidth,
+    Flops,
+    MachineFile,
+    Updates,
+    find_machine,
+    read_machine,
+)
 from megatrain.plan.placement import DoesNotFitError  # noqa: E402
 from megatrain.plan.plan import Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
@@ -325,6 +332,10 @@ Made by `python docs/what_fits.py`, from the `config.json` of models (`examples/
 project**: bytes are exact plans, speeds are predictions, bounds at the rate of large matrix products, which a run does not
 exceed. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
+A bound because computing is counted as products alone: what element-wise operators read and write, how far attention stays
+below large products, and the host's time to launch kernels are in none of these speeds. Under each machine stand those of
+its rates that are assumed: estimated from data sheets or similar machines, not published as measured.
+
 Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
 exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
 tiers left to the planner. **T\\*** are the tokens per step from which on computing is the limit. One GPU is used of machines
@@ -344,6 +355,13 @@ Where lengths or batches were not published, the number of tokens is an assumpti
 | system | model | machine | tokens per step | published tokens/s | ours, predicted, at most | ratio | ours bound by | what explains it |
 |---|---|---|---|---|---|---|---|---|
 """
+
+
+def assumed_rates(file: MachineFile) -> str:
+    """Return the line that names the rates of a machine that are estimates, by their keys in its file; "": none is."""
+    rates = [place for place, figure in file.figures() if isinstance(figure, Bandwidth | Flops | Updates)]
+    assumed = [f"`{place}`" for place, figure in file.figures() if place in rates and figure.estimate]
+    return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
 
 
 def is_cut_instead(row: Row) -> bool:
@@ -383,7 +401,7 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
     for name in machines:
         file = read_machine(name)[1]
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
-        parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{note}")
+        parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{assumed_rates(file)}{note}")
         parts.append("\n".join(table([row for model in shown for row in found[model, name]])) + "\n")
     by_model = sorted(cases, key=lambda case: (case.model, case.length))  # a model's trace is made once
     lines = {case: published_row(case, rows) for case in by_model}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -166,6 +168,25 @@ def what_fits() -> ModuleType:
     sys.modules["what_fits"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: ModuleType) -> None:
+    """Every rate whose origin in the machine's file is an estimate, and no other."""
+    page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
+    assert page.startswith(what_fits.HEAD)
+    for name in what_fits.MACHINES:
+        tables = tomllib.loads((ROOT / "megatrain" / "plan" / "machines" / f"{name}.toml").read_text(encoding="utf-8"))
+        section = page.split(f"`--machine {name}`\n")[1].split("\n## ")[0]
+        (line,) = [line for line in section.splitlines() if line.startswith("Assumed, ")] or [""]
+        drives = {f"drives.{number}": drive for number, drive in enumerate(tables.get("drives", ()))}
+        rates = {
+            f"{place}.{key}": "estimate" in figure
+            for place, table in {**{each: tables.get(each, {}) for each in ("gpu", "cpu", "ram")}, **drives}.items()
+            for key, figure in table.items()
+            if isinstance(figure, dict) and str(figure["is"]).endswith("/s")
+        }
+        assert set(re.findall("`(.+?)`", line)) == {place for place, is_estimate in rates.items() if is_estimate}
+        assert not line or f" {sum(rates.values())} of {len(rates)} rates" in line
 
 
 @pytest.mark.timeout(PATIENCE_S)
