@@ -58,6 +58,7 @@ WHAT_DECIDES = {
     "decays": "the parameters that weight decay applies to, as a checksum of their names",
 }
 _DECAY_KEY = "optimizer.weight_decay_exclude"
+_KEYS_OF_BLOCKS = ("optimizer.state_dtype",)  # a checkpoint holds the state in this format, and is read in no other
 
 
 class ConfigChangedError(Exception):
@@ -333,10 +334,12 @@ def check_changes(
     if checkpoint.state.data_fingerprint != data_fingerprint:
         altering.append("data: the rows of [[data.train]] are others, or in another order")
     if altering and not allow:
+        is_readable = not any(change.key in _KEYS_OF_BLOCKS for change in changes.altering)
+        ways = ", name another output_dir, or accept it with --allow-config-change"
         raise ConfigChangedError(
             f"this config would continue {checkpoint} with other results:\n"
             + "".join(f"  {line}\n" for line in altering)
-            + "Undo that, name another output_dir, or accept it with --allow-config-change"
+            + f"Undo that{ways if is_readable else ' or name another output_dir'}"
         )
     if altering:
         on_notice("continuing with changes that alter results: " + "; ".join(altering))

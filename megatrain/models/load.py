@@ -17,7 +17,7 @@ from torch import Tensor
 from megatrain.models import folder
 from megatrain.models.carried import CarriedTensors, carried_modules
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
-from megatrain.models.folder import ModelFolder, ModelFolderError, some
+from megatrain.models.folder import ModelFolder, ModelFolderError, read_config_json, some
 from megatrain.models.initialize import Initializer
 from megatrain.models.layout import entries_within
 from megatrain.models.regions import Region, gather
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # ends of the names of classes
 
 
 @dataclass(frozen=True)
@@ -264,13 +265,25 @@ class WeightLoader:
             text = f"{len(missing)} tensors of {model_class} are missing: {some(missing)}"
             if unexpected:
                 text += f"; {len(unexpected)} tensors have no place in it: {some(unexpected)}"
-            raise ModelFolderError(self._folder.path, f"{text}. {_SAME_MODEL}")
+            raise ModelFolderError(self._folder.path, f"{text}. {self._why_others()}")
         if unexpected:
             raise ModelFolderError(
                 self._folder.path,
                 f"{len(unexpected)} tensors have no place in {model_class} and would be lost: {some(unexpected)}. "
-                f"{_SAME_MODEL}",
+                f"{self._why_others()}",
             )
+
+    def _why_others(self) -> str:
+        """Return what explains that a folder has other tensors than the language model, and what to do."""
+        names = read_config_json(self._folder.path).get("architectures") or ()
+        other = next((name for name in map(str, names) if name.endswith(_OTHER_TASKS)), None)
+        if other is None:
+            return _SAME_MODEL
+        return (
+            f"config.json names {other}, which is no causal language model: a config trains those alone. Train it from "
+            "Python with megatrain.offload: docs/embedding.md; with transformers' Trainer or TRL's RewardTrainer by "
+            "megatrain.hf.offloaded(...)"
+        )
 
     def _check_shapes(self) -> None:
         places = self._model.state_dict(keep_vars=True)

@@ -237,3 +237,21 @@ def test_the_folder_of_an_adapter_is_named_as_such(run: SavedRun) -> None:
         (found,) = findings(check(run, "--json"))["model"]
         assert "holds an adapter, not a model. Give the folder of its base model (org/base)" in found["text"]
         (model / "config.json").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("task", ["ForSequenceClassification", "ForTokenClassification"])
+def test_a_model_of_another_task_is_named_with_the_way_to_train_it(run: SavedRun, task: str) -> None:
+    """As transformers saves it: other tensors than those of the language model."""
+    import transformers
+
+    auto = getattr(transformers, f"AutoModel{task}")
+    folder = run.folder / "model"
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model = auto.from_config(config)
+    model.save_pretrained(folder)
+    for found in (findings(check(run, "--json"))["model"], findings(check(run, "--json", "--skip-weights"))["model"]):
+        text = found[0]["text"]
+        assert type(model).__name__ in text and "megatrain.offload" in text and "RewardTrainer" in text, text
+        assert "belong together" not in text
+    result = run.run()
+    assert result.exit_code != 0 and "megatrain.offload" in " ".join(result.stderr.split()), result.output

@@ -40,6 +40,17 @@ def test_no_plan_before_an_error(
     assert "total MiB" not in result.output and "fits" not in result.output
 
 
+def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: SavedRun, tmp_path: Path) -> None:
+    run = trained.copy(tmp_path / "w")
+    words = ("--set", "optimizer.state_dtype=bfloat16", "--set", "lr_scheduler_type=cosine")
+    result = run.run(*words, steps=4)
+    assert result.exit_code == 2 and "Undo that or name another output_dir" in result.stderr, result.output
+    assert "--allow-config-change" not in result.stderr
+    forced = run.run(*words, "--allow-config-change", steps=5)
+    assert forced.exit_code != 0 and "Traceback" not in forced.output, "why it is not offered"
+    assert "checkpoint" in forced.stderr and "continuing after" not in forced.stdout, forced.output
+
+
 def test_a_path_that_is_not_there_is_placed(trained: SavedRun) -> None:
     """The file that `init` wrote, before it was filled in: which line to fill."""
     path = trained.write_config(out="other", steps=4)
