@@ -8,6 +8,7 @@ so does an assertion of ours, or one of a test about exit codes, bytes, waits or
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,6 +37,23 @@ def is_about_numbers(kind: type[BaseException], message: str, frames: Sequence[t
     file, line = frames[-1]
     is_of_a_test = Path(file).is_relative_to(TESTS)
     return issubclass(kind, AssertionError) and is_of_a_test and not JUDGED.search(line)
+
+
+def faults_of_calls(folder: Path) -> list[str]:
+    """Return what is wrong in the results of calls of `bench/gpu_first_hour.sh`, losses aside.
+
+    A bench ends with 1 if any of its rows is not ok; so that is judged by the rows, and by what it printed.
+    """
+    rows, log = folder / "gpu.jsonl", (folder / "log.txt").read_text(encoding="utf-8")
+    found = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()] if rows.exists() else []
+    faults = [row["name"] for row in found if row["ok"] is False and not row["timing"] and ".loss." not in row["name"]]
+    for line in log.splitlines():
+        ends_as_its_rows = "gpu.py" in line and "exit status 1 " in line
+        if line.startswith("Traceback") or (
+            re.match(r"\[.*(no time left|exit status [^0])", line) and not ends_as_its_rows
+        ):
+            faults.append(line)
+    return faults
 
 
 @pytest.hookimpl(wrapper=True)

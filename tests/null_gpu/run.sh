@@ -48,8 +48,18 @@ calls() { # those of a first session, at a tiny size
   local status=0 out each
   out=$(mktemp -d)
   for each in "${@:-1 2 3 4 5}"; do
-    for each in $each; do CALL_S=1800 bash bench/gpu_first_hour.sh --quick "$each" "$out" || status=1; done
+    for each in $each; do CALL_S=1800 bash bench/gpu_first_hour.sh --quick "$each" "$out"; done # losses are none here
   done
+  "$PYTHON" - "$out" <<'EOF' || status=1
+import sys
+from pathlib import Path
+
+from null_gpu.judge import faults_of_calls
+
+faults = faults_of_calls(Path(sys.argv[1]))
+print(*faults, sep="\n")
+sys.exit(bool(faults))
+EOF
   ((status == 0)) || tail -n 100 "$out/log.txt"
   rm -rf "$out"
   return "$status"
