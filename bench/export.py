@@ -17,6 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -27,6 +28,7 @@ from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve_checkpoint
 from megatrain.data.loader import LoaderPosition
+from megatrain.engine.head import ChunkedHead
 from megatrain.run.metrics import RunObserver
 from megatrain.trainer import Trainer
 
@@ -172,10 +174,15 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
         checkpoint = trainer.load(find_candidates(resolve_checkpoint(config), print))
         assert checkpoint is not None and checkpoint.state.step == NUM_STEPS, checkpoint
         engine = trainer.make_engine(1)
-        head = trainer.plan.graph.model.get_output_embeddings()
-        hook = head.register_forward_hook(lambda module, args, logits: pieces.append(logits.detach().float().clone()))
-        engine.step([batch], number=0, lr=0.0)
-        hook.remove()
+        make_logits = ChunkedHead._logits
+
+        def noting(head: ChunkedHead, *given: Any) -> torch.Tensor:
+            logits = make_logits(head, *given)
+            pieces.append(logits.detach().float().clone())
+            return logits
+
+        with mock.patch.object(ChunkedHead, "_logits", noting):
+            engine.step([batch], number=0, lr=0.0)
     logits = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
     return ids, logits[: ids.shape[0] * (ids.shape[1] - 1)]
 
