@@ -47,7 +47,8 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
-        mock.patch.object(device_kernels, "are_for", return_value=False),
+        # No Mock: it keeps what it was called with, and so all the memory.
+        mock.patch.object(device_kernels, "are_for", _without_kernels),
     ]
     with device.in_place(), ExitStack() as stack:
         for patch in patches:
@@ -64,6 +65,10 @@ def _trace_on_cpu(*args: Any, device: Any, **options: Any) -> VisitTrace:
 
 def _trace_generation_on_cpu(*args: Any, device: Any, **options: Any) -> tuple[VisitTrace, dict[int, int]]:
     return trace_generation(*args, device=_CPU, **options)
+
+
+def _without_kernels(tensor: Tensor) -> bool:
+    return False
 
 
 def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
