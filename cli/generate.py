@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
 from .options import load
 from .terminal import Spinner, without_collector
 
@@ -80,7 +80,7 @@ def command(
     The tokens are those of transformers. Each weight is fetched once for a token of all prompts that are --together,
     from the model's folder if RAM has no room for it; what the model keeps of the tokens so far lives in the tiers.
     CONFIG is that of a run, of which model, tiers and precision count: it is the model that the run starts from. FOLDER
-    is the output_dir of a run, or what an export wrote: it is the trained model.
+    is the output_dir of a run, or what an export wrote: it is the trained model; an adapter runs with its base model.
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
@@ -131,10 +131,13 @@ def command(
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or one for the model in a folder."""
     if model.is_dir():
-        model = _whole_model(model)
-        text = f'task = "sft"\noutput_dir = {json.dumps(str(model.absolute() / "generate"))}\n'
-        text += f"[model]\nmodel_name_or_path = {json.dumps(str(model.absolute()))}\n[[data.train]]\npath = 'prompts'\n"
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+        from megatrain.generation import tables_of_folder
+
+        text = f'task = "sft"\noutput_dir = {_toml(str(model.absolute() / "generate"))}\n'
+        for name, table in tables_of_folder(model).items():
+            text += f"[{name}]\n" + "".join(f"{key} = {_toml(value)}\n" for key, value in table.items())
+        text += "[[data.train]]\npath = 'prompts'\n"
+        with tempfile.NamedTemporaryFile("w", suffix=".toml", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             loaded = load(Path(file.name), (), overrides, spinner)
@@ -146,20 +149,9 @@ def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedCo
     return loaded
 
 
-def _whole_model(folder: Path) -> Path:
-    """Return the folder of a model, for that of a run the one that it wrote; an adapter is refused."""
-    from megatrain.run.folder import run_of_final, trained_model
-
-    found = trained_model(folder)
-    if (found / "adapter_config.json").is_file() and not (found / "config.json").is_file():
-        run = run_of_final(found)
-        raise RunFailedError(
-            f"{found}: an adapter, and `generate` runs whole models. Merge it with its model first: megatrain-tier "
-            f"export {'RUN' if run is None else os.path.relpath(run)} MERGED --merge, then megatrain-tier generate "
-            f"MERGED. `megatrain-tier chat {folder}` takes it as it is",
-            EXIT_CONFIG,
-        )
-    return found
+def _toml(value: str | bool) -> str:
+    """Return a value as TOML has it: JSON's strings and booleans are TOML's."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _read(file: Path) -> list[str]:

@@ -13,12 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.chat import ChatError, ChatSettings, prompt_tokens
-from megatrain.config.resolve import resolve, resolve_score, with_packing
+from megatrain.config.problems import ConfigError, find_ungenerable
+from megatrain.config.resolve import resolve, with_packing
+from megatrain.config.resolved import FILE_NAME, load_run
 from megatrain.config.schema import RunConfig, TrainingConfig
 from megatrain.continuation import Continuation
+from megatrain.models.adapters import ADAPTER_CONFIG, base_of_adapter
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse
+from megatrain.run.folder import run_of_final, trained_model
 from megatrain.run.metrics import RunObserver
 from megatrain.trainer import Trainer, tokenizer_of
 
@@ -27,7 +31,11 @@ if TYPE_CHECKING:
 
     from megatrain.plan.forward import GenerationPlan
 
-__all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate"]
+__all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate", "tables_of_folder"]
+
+
+#: Keys of ``[model]`` that say which model a run had, and how it computed.
+_OF_MODEL = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +54,50 @@ class Completion:
 
 
 def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
-    """Return a config whose model is that of an exported folder; nothing is trained or written.
+    """Return a config whose model is that of a folder; nothing is trained or written.
 
     Args:
-        folder: of a model.
+        folder: of a model, of an adapter, or of the run that wrote one of them.
         tables: more of the config, such as ``tiers``.
+
+    Raises:
+        AdapterError: the folder is of an adapter that names no base model.
     """
     values = {
         "task": "sft",
         "output_dir": str(folder.absolute() / "generate"),
-        "model": {"model_name_or_path": str(folder.absolute())},
         "data": {"train": [{"path": "prompts"}]},  # nothing reads it
     }
-    return RunConfig.model_validate({**values, **tables})
+    return RunConfig.model_validate({**values, **tables_of_folder(folder), **tables})
+
+
+def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of a config that say which model is in a folder: for an adapter its base, with it.
+
+    Args:
+        folder: of a model, of an adapter, or of the run that wrote one of them. A run's adapter is put on the model
+            as the run has it (revision, attention, precision); any other one on the model that it names.
+
+    Raises:
+        AdapterError: the folder is of an adapter that names no base model.
+        ConfigError: the config of the run cannot be read.
+    """
+    folder = trained_model(folder).absolute()
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return {"model": {"model_name_or_path": str(folder)}}
+    model: dict[str, Any] = {}
+    tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
+    run = run_of_final(folder)
+    if run is not None and (run / FILE_NAME).is_file():
+        config = load_run(run)
+        trained = config.model.model_dump(mode="json", include=set(_OF_MODEL), exclude_none=True)
+        model.update({name: value for name, value in trained.items() if value != ""})
+        tables["precision"] = {"compute_dtype": config.precision.compute_dtype}
+    else:
+        model["model_name_or_path"] = base_of_adapter(folder)
+    if (folder / "tokenizer.json").is_file():
+        model["tokenizer_name_or_path"] = str(folder)
+    return tables
 
 
 def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
@@ -87,7 +126,8 @@ def generate(
 
     Args:
         config: a config, of which model, tiers, precision and the size of a step count (rows of a micro-batch are the
-            prompts that are padded to one length, those of a step are the prompts at once), or an exported folder.
+            prompts that are padded to one length, those of a step are the prompts at once), or a folder: of a model, of
+            an adapter, which runs with its base model, or of a run.
         prompts: turns of a chat where the model has a template, else beginnings of texts.
         max_new_tokens: of each completion.
         temperature: 0: the likeliest token each time. None: as the model's generation_config.json says.
@@ -134,7 +174,8 @@ class Generator:
         *,
         observer: RunObserver | None = None,
     ) -> None:
-        resolve_score(config)  # refuses what is no plain model
+        if problems := list(find_ungenerable(config)):
+            raise ConfigError("the config", problems)
         run = forward_run(resolve(config))
         self._settings, self._prompts = settings, list(prompts)
         self._observer = observer or RunObserver()

@@ -415,11 +415,25 @@ def _check_gradients(config: RunConfig) -> Iterator[Problem]:
 
 
 def find_unscorable(config: RunConfig) -> Iterator[Problem]:
-    """Yield what of a config keeps its model from being run alone, to score or to generate."""
+    """Yield what of a config keeps its model from being scored."""
     if config.lora.is_on:
-        text = "[lora]: only whole models are scored and continued, not a model with adapters beside it"
+        text = "[lora]: only whole models are scored, not a model with adapters beside it"
         advice = "Merge them (megatrain-tier export RUN MERGED --merge), and use the merged folder without [lora]"
         yield Problem("lora", text, advice)
+    yield from _find_unreadable(config)
+
+
+def find_ungenerable(config: RunConfig) -> Iterator[Problem]:
+    """Yield what of a config keeps its model from continuing prompts."""
+    if config.lora.is_on and config.lora.adapter_name_or_path is None:
+        text = "[lora] without adapter_name_or_path: new adapters change no word of the model"
+        advice = "For those that a run trained, name its folder: megatrain-tier generate RUN. Else leave [lora] out"
+        yield Problem("lora", text, advice)
+    yield from _find_unreadable(config)
+
+
+def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
+    """Yield what of a config keeps its model from being run alone."""
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")

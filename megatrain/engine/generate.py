@@ -383,7 +383,8 @@ def frozen_program(
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         packing, stays = packed.get(layout.name), layout.name in in_place
-        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=in_folder, in_place=stays)
+        has_it = in_folder and not layout.trainable  # adapters are in a folder of their own, and read into a block
+        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=has_it, in_place=stays)
         blocks[block.key] = block
     return StepProgram(blocks, (), compute_tier, defers_updates=False, packed=packed)
 

@@ -39,6 +39,7 @@ __all__ = [
     "Adapters",
     "LoraSpec",
     "add_adapters",
+    "base_of_adapter",
     "read_adapter_settings",
 ]
 
@@ -452,6 +453,24 @@ def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapte
 
 
 # -- folders of adapters -----------------------------------------------------------------------------------------------
+
+
+def base_of_adapter(folder: Path) -> str:
+    """Return the folder or the name on the hub of the model that an adapter belongs to.
+
+    Raises:
+        AdapterError: the adapter names none, or one whose folder is gone.
+    """
+    path = folder / ADAPTER_CONFIG
+    try:
+        base = json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        base = None
+    if not isinstance(base, str) or not base:
+        raise AdapterError(f"{path}: names no base model. Export the run again")
+    if Path(base).is_absolute() and not Path(base).is_dir():
+        raise AdapterError(f"{folder}: its base model is gone: {base}. Bring it back, or write its place into {path}")
+    return base
 
 
 def read_adapter_settings(folder: Path | str) -> Any:

@@ -296,9 +296,9 @@ def build_graph(
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
         text_only: Take the causal language model where the folder is of a class that reads images as well.
-        lora: Adapters to train; the model's own weights are frozen then.
+        lora: Adapters, to train or only to run; the model's own weights are frozen then.
         images: As in `build_skeleton`.
-        is_trained: False: all of it is frozen.
+        is_trained: False: it is only run; its own weights are frozen.
         cuts_experts: As in `ModelSpec`.
 
     Raises:
@@ -318,7 +318,7 @@ def build_graph(
         images=images,
     )
     adapters = None if lora is None else add_adapters(model, lora, images)
-    if not is_trained:
+    if not is_trained and adapters is None:  # beside adapters they are frozen as it is, in layouts of their own
         model.requires_grad_(False)
     return graph_of(
         model,

@@ -117,7 +117,7 @@ def test_other_folders_are_named(run: SavedRun, tmp_path: Path, monkeypatch: pyt
     shutil.copy(run.out / "final/model.safetensors", tmp_path / "adapter/adapter_model.safetensors")
     unfinished = shutil.copytree(run.out, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
     refused = run.call("generate", tmp_path / "adapter", "-p", "Hi")
-    assert refused.exit_code == 2 and "export RUN MERGED --merge" in refused.stderr, refused.output
+    assert refused.exit_code == 2 and f"its base model is gone: {tmp_path / 'gone'}" in refused.stderr, refused.output
     for path, message in {
         unfinished: f"has no model yet. Write one with megatrain-tier export {unfinished} OUT",
         run.folder / "run.toml": "this is a config",

@@ -14,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
+from megatrain.chat import ChatSettings
 from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.generation import Generator, config_of_folder
 from megatrain.models.adapters import AdapterError
 from megatrain.models.export import ExportTargetError
 from megatrain.precision import high_half
@@ -161,6 +164,44 @@ def test_merge_at_the_end_of_a_run_is_that_of_its_checkpoint(model: Path, tmp_pa
     merged = export_checkpoint(tmp_path / "out", tmp_path / "merged")
     final = tmp_path / "out/final/model.safetensors"
     assert final.read_bytes() == (merged / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("lora", [LORA, DORA], ids=["LoRA", "DoRA"])
+def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
+    model: Path, tmp_path: Path, lora: str
+) -> None:
+    """From the run's folder, from its adapter, and from a copy of that: tokens are peft's, whatever is in RAM."""
+    run = lora_text(tmp_path, model, lora).replace("learning_rate = 1e-3", "learning_rate = 0.05")
+    train(tmp_path, run + '[export]\ndtype = "float32"\n')
+    copy = shutil.copytree(tmp_path / "out/final", tmp_path / "copy")
+    prompts, num_new = ["Call me", "Some years ago, never mind"], 6
+    tokenizer = AutoTokenizer.from_pretrained(copy, padding_side="left")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    batch = tokenizer(prompts, return_tensors="pt", padding=True)
+    theirs = opened(model, copy).eval()
+
+    def said(here: Any) -> list[list[int]]:
+        out = here.generate(**batch, max_new_tokens=num_new, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        return out[:, batch["input_ids"].shape[1] :].tolist()
+
+    expected = said(theirs)
+    with theirs.disable_adapter():
+        assert said(theirs) != expected, "the adapters change no token"
+    tables: dict[str, Any] = {
+        "device": "cpu",
+        "precision": {"compute_dtype": "float32"},
+        "training": {"per_device_train_batch_size": 2},
+    }
+    for folder, more in (
+        (tmp_path / "out", {"tiers": {"ram": {"size": "64MiB"}}}),
+        (tmp_path / "out/final", {"tiers": {"ram": {"size": "6MiB"}}, "placement": {"weights": ["folder", "ram"]}}),
+        (copy, {"tiers": {"ram": {"size": "64MiB"}}}),
+    ):
+        config = config_of_folder(folder, **tables, **more)
+        generator = Generator(config, prompts, ChatSettings(num_new, 0.0))
+        found = [list(each.token_ids) for each in generator.run()]
+        assert all(ids and ids == row[: len(ids)] for ids, row in zip(found, expected, strict=True)), folder
+        assert any(len(ids) < num_new for ids in found) or generator.moved_bytes == generator.planned_bytes
 
 
 def test_training_goes_on_from_an_adapter(model: Path, tmp_path: Path) -> None:
