@@ -233,6 +233,9 @@ def explain_error(detail: ErrorDetails) -> Problem | None:
     if kind in ("too_short", "string_too_short") or (kind == "is_instance_of" and value == ""):
         is_needed = name in TABLES or is_required(name)
         return Problem(key, f"{shown} is empty", how_to_fill_in(name) if is_needed else "Leave the key out or fill it")
+    if kind == "string_unicode":  # bytes of another encoding than the process reads arguments in
+        text = f"{key} = {value!a} holds bytes that this process cannot read as text"
+        return Problem(key, text, "Use a UTF-8 locale (export LC_ALL=C.UTF-8, or PYTHONUTF8=1) and UTF-8 names")
     if kind == "finite_number":
         return Problem(key, f"{shown} is not a finite number", what_to_write(name))
     if kind in _KINDS:

@@ -280,7 +280,7 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
     ("change", "text"),
     [
         ("score.top_k=5000", "score.top_k = 5000, but the model has"),
-        ("lora.r=4", "merged is"),
+        ("lora.r=4", "only whole models are scored"),
         ("score.formats=[]", "is empty"),
         ('score.formats="csv"', "score.formats"),
     ],

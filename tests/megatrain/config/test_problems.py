@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import ConfigError, load_config
+from megatrain.config.problems import explain_error
 
 HEAD = """task = "sft"
 output_dir = "out"
@@ -264,3 +265,9 @@ def test_adapters(tmp_path: Path, lora: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert words in str(caught.value)
+
+
+def test_bytes_of_another_encoding_are_named_with_the_locale_that_reads_them() -> None:
+    problem = explain_error({"type": "string_unicode", "loc": ("output_dir",), "msg": "", "input": "caf\udce9"})
+    assert problem is not None
+    assert r"output_dir = 'caf\udce9' holds bytes" in problem.message and "LC_ALL=C.UTF-8" in problem.remedy
