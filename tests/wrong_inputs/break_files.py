@@ -14,12 +14,12 @@ from wrong_inputs.mutate_config import SEED
 from wrong_inputs.workplace import ROWS, Workplace, WrongInput
 
 GOOD = json.dumps(ROWS[0])
-#: The second line of three -> what it is.
+#: The second line of three -> what it is. Sound JSON that is no object is a row that is dropped and counted.
 BROKEN_LINES = {
     "cut off": GOOD[:30], "no JSON": "hello", "single quotes": GOOD.replace('"', "'"), "a comma too much": GOOD + ",",
-    "two objects": GOOD + GOOD, "a list": "[1, 2]", "text": '"hello"', "a number": "7", "null": "null", "true": "true",
+    "two objects": GOOD + GOOD,
     "a closing bracket": "]", "deeply nested": "[" * 100_000, "a number of 5000 digits": '{"text": ' + "7" * 5000 + "}",
-    "no quotes": "{messages: []}", "NaN for a row": "NaN", "a control character": '{"text": "\x01"}',
+    "no quotes": "{messages: []}", "a control character": '{"text": "\x01"}',
     "a comment": "// no", "an open string": '{"messages": "',
 }  # fmt: skip
 #: Name of a file -> its bytes -> what else must be named.
@@ -30,7 +30,6 @@ TEXT_FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "json text": ("x.json", b'"a"', ()),
     "json of numbers": ("x.json", b"[1, 2]", ("row 1",)),
     "json empty list": ("x.json", b"[]", ()),
-    "json of datasets by name": ("x.json", b'{"train": [{"text": "a"}]}', ()),
     "json deeply nested": ("x.json", b"[" * 100_000, ()),
     "json number of 5000 digits": ("x.json", b'[{"text": ' + b"7" * 5000 + b"}]", ()),
     "jsonl that is a list": ("x.jsonl", b'[\n{"text": "a"}\n]\n', ("line 1",)),
@@ -40,9 +39,7 @@ TEXT_FILES: dict[str, tuple[str, bytes, tuple[str, ...]]] = {
     "csv with a bad quote": ("x.csv", b'prompt,completion\na,"b"c\n', ("line 2",)),
     "csv without rows": ("x.csv", b"prompt,completion\n", ()),
     "csv without columns that are known": ("x.csv", b"a,b\n1,2\n", ("row 1",)),
-    "csv with semicolons": ("x.csv", b"prompt;completion\na;b\n", ("row 1",)),
     "csv with a column twice": ("x.csv", b"prompt,completion,completion\na,b,c\n", ("completion",)),
-    "tsv with commas": ("x.tsv", b"prompt,completion\na,b\n", ("row 1",)),
     "txt of spaces": ("x.txt", b" \n \n", ()),
     "gzip that is none": ("x.jsonl.gz", b"not gzip", ()),
     "gzip cut off": ("x.jsonl.gz", gzip.compress(GOOD.encode() * 50, mtime=0)[:-20], ()),

@@ -76,7 +76,6 @@ OTHER_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "only content": ({"content": "x"}, "auto"),
     "only input and output": ({"input": "x", "output": "y"}, "auto"),
     "another format": (SOUND["text"], "messages"),
-    "names of another case": ({"Prompt": "x", "Completion": "y"}, "prompt_completion"),
     "chats as prompts": ({"prompt": [USER], "completion": "x"}, "auto"),
     "history is no list of pairs": ({**SOUND["alpaca"], "history": [["a"]]}, "alpaca"),
     "history is broken JSON": ({**SOUND["alpaca"], "history": "[["}, "alpaca"),
