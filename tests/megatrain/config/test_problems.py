@@ -268,6 +268,10 @@ def test_adapters(tmp_path: Path, lora: str, words: str) -> None:
 
 
 def test_bytes_of_another_encoding_are_named_with_the_locale_that_reads_them() -> None:
-    problem = explain_error({"type": "string_unicode", "loc": ("model", "model_name_or_path"), "msg": "", "input": "caf\udce9"})
+    problem = explain_error(
+        {"type": "string_unicode", "loc": ("model", "model_name_or_path"), "msg": "", "input": "caf\udce9"}
+    )
     assert problem is not None
-    assert r"model.model_name_or_path = 'caf\udce9' holds bytes" in problem.message and "LC_ALL=C.UTF-8" in problem.remedy
+    assert (
+        r"model.model_name_or_path = 'caf\udce9' holds bytes" in problem.message and "LC_ALL=C.UTF-8" in problem.remedy
+    )
