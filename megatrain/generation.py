@@ -89,10 +89,10 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
     run = run_of_final(folder)
     if run is not None and (run / FILE_NAME).is_file():
-        config = load_run(run)
-        trained = config.model.model_dump(mode="json", include=set(_OF_MODEL), exclude_none=True)
-        model.update({name: value for name, value in trained.items() if value != ""})
-        tables["precision"] = {"compute_dtype": config.precision.compute_dtype}
+        wanted: Any = {"model": set(_OF_MODEL), "precision": {"compute_dtype"}}
+        values = load_run(run).model_dump(mode="json", include=wanted, exclude_none=True)
+        model.update({name: value for name, value in values["model"].items() if value != ""})
+        tables["precision"] = values["precision"]
     else:
         model["model_name_or_path"] = base_of_adapter(folder)
     if (folder / "tokenizer.json").is_file():
