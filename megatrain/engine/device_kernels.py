@@ -13,13 +13,27 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-__all__ = ["add_rows", "are_for", "copy_rows", "gradient_of_logits", "row_groups", "take_in_logits", "warm_up"]
+__all__ = [
+    "add_rows",
+    "are_for",
+    "copy_rows",
+    "gradient_of_logits",
+    "reads_sync_host",
+    "row_groups",
+    "take_in_logits",
+    "warm_up",
+]
 
 _BLOCK_COLUMNS = 1024
 #: Logits of a row whose exponentials are summed at once, by 8 warps.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
 #: Rows of a program of `group_rows`, and with how many others it compares them at once.
 _BLOCK_ROWS, _BLOCK_OTHERS = 64, 128
+
+
+def reads_sync_host(device: torch.device) -> bool:
+    """Return whether reading a value of a tensor waits for all work queued on the device."""
+    return device.type == "cuda"
 
 
 def are_for(tensor: Tensor) -> bool:

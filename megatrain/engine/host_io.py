@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatrain.engine.device_kernels import reads_sync_host
 from megatrain.engine.head import LabelledRows, labelled_rows
 from megatrain.engine.objective import TEACHER_KEYS, TeacherRows, teacher_rows
 from tiered.ext import HostSlab
@@ -25,18 +26,12 @@ __all__ = [
     "MicroBatches",
     "Staging",
     "read_numbers",
-    "reads_sync_host",
     "sent_to_host",
 ]
 
 Name = TypeVar("Name")
 
 _ALIGNMENT_BYTES = 64
-
-
-def reads_sync_host(device: torch.device) -> bool:
-    """Return whether reading a value of a tensor waits for all work queued on the device."""
-    return device.type == "cuda"
 
 
 class MicroBatches:

@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from megatrain.engine import device_kernels
+from megatrain.engine.device_kernels import reads_sync_host
 from megatrain.engine.lanes import Lanes, Subtree
 from megatrain.models.layout import InPieces
 
@@ -266,7 +267,7 @@ def _add_rows_in_ranges(place: Tensor, held: range, indexes: Tensor, rows: Tenso
         is_here = (at >= held.start) & (at < held.stop)
         if ignored is not None:
             is_here &= at != ignored
-        if at.device.type == "cpu" and not isinstance(at, FakeTensor):
+        if not reads_sync_host(at.device) and not isinstance(at, FakeTensor):
             chosen = is_here.nonzero().squeeze(1)
             place.index_add_(0, at[chosen].sub_(held.start), values.index_select(0, chosen).to(place.dtype))
             continue

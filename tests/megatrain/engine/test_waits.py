@@ -12,7 +12,7 @@ import torch
 from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.config.resolve import resolve
-from megatrain.engine import host_io, step
+from megatrain.engine import host_io, step, weight_gradients
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.optim import clip
@@ -29,7 +29,8 @@ BATCHES = {"padded": padded_batches, "packed": packed_batches}
 @pytest.fixture
 def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
-    monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
+    for module in (host_io, weight_gradients):
+        monkeypatch.setattr(module, "reads_sync_host", lambda device: True)
     monkeypatch.setattr(step, "SquaredNorm", NormOnDevice)
 
 
