@@ -49,7 +49,7 @@ from megatrain.config.resolved import check_writable, config_from_toml, config_l
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
-from megatrain.data.rows_report import check_losses
+from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.engine.environment import deterministic_kernels, device_errors_explained
 from megatrain.engine.ranked import RankedStepEngine, describe_collectives
@@ -396,10 +396,14 @@ class Trainer:
         data, tokenizer = self.run.data, tokenizer_of(self.run.model)
         dataset = load_dataset(data, tokenizer, self.observer.on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
+        try:
+            losses = check_losses(dataset.report, data.source_names, data.max_dropped)
+        except DataError:
+            self.observer.on_message(str(dataset.report))  # why rows were dropped
+            raise
         tell = tell or self.observer.on_message
-        tell(str(dataset.report))
-        for text in check_losses(dataset.report, data.source_names, data.max_dropped):
-            tell(f"warning: {text}")
+        for text in (str(dataset.report), *(f"warning: {text}" for text in losses)):
+            tell(text)
         return make_loader(self.plan, dataset, tokenizer)
 
     def tell(self, text: str) -> None:

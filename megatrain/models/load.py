@@ -281,7 +281,7 @@ class WeightLoader:
             return _SAME_MODEL
         return (
             f"config.json names {other}, which is no causal language model: a config trains those alone. Train it from "
-            "Python with megatrain.offload: docs/embedding.md; with transformers' Trainer or TRL's RewardTrainer by "
+            "Python with megatrain.offload; with transformers' Trainer or TRL's RewardTrainer by "
             "megatrain.hf.offloaded(...)"
         )
 

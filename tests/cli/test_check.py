@@ -63,7 +63,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
     result = check(run, more="[training2]\nbogus = 1\n", ram="100")
     assert result.exit_code == 2
     problems = [line for line in result.stdout.splitlines() if line.startswith("problem")]
-    assert len(problems) == 4, result.output
+    assert len(problems) == 5, result.output
     for part in (
         "unknown table `training2`",
         "tiers.ram.size = 100 has no unit",
@@ -71,7 +71,7 @@ def test_everything_is_wrong_at_once(run: SavedRun) -> None:
         "there is no such file",
     ):
         assert part in " ".join(result.stdout.split()), part
-    assert result.stdout.splitlines()[-1] == "4 problems"
+    assert result.stdout.splitlines()[-1] == "5 problems"
 
 
 def test_the_exit_code_is_that_of_the_first_kind(run: SavedRun) -> None:

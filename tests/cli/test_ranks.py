@@ -149,7 +149,8 @@ def test_each_rank_takes_its_gpu_before_it_asks_for_any(made: SavedRun, tmp_path
     """CUDA reads the variable when it is first asked, be it only whether there is a GPU: later is too late."""
     files = [tmp_path / f"asked{rank}" for rank in range(2)]
     happens = ";".join(f"{rank}:asks:{file}" for rank, file in enumerate(files))
-    with launched_with(2, tmp_path, happens, made.write_config(), *OPTIONS, *options("device=auto")) as process:
+    config = made.copy(tmp_path / "run").write_config()
+    with launched_with(2, tmp_path, happens, config, *OPTIONS, *options("device=auto")) as process:
         ended = Ended([], *process.communicate(timeout=LIMIT_S))
     assert process.returncode == 0, ended.err
     assert [set(file.read_text().split()) for file in files] == [{"0"}, {"1"}]

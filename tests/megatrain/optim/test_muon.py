@@ -43,7 +43,8 @@ def test_matrices_follow_torch_and_the_rest_adamw(adjust_lr: Any, nesterov: bool
     twins = [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, nesterov=nesterov, adjust_lr_fn=adjust_lr),
         torch.optim.AdamW(
-            [{"params": plain["norm"], "weight_decay": 0.0}, {"params": plain["lm_head"], "weight_decay": 0.1}],
+            others,  # nothing is excluded: vectors decay, too
+            weight_decay=0.1,
             lr=1e-2,
             betas=(0.9, 0.95),
         ),
