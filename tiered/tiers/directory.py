@@ -65,7 +65,7 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
                 continue
             if not any(fnmatch(entry.name, pattern) for pattern in patterns):
                 continue
-            if entry.name in _OWN_FOLDERS or not entry.is_dir():
+            if entry.name in _OWN_FOLDERS or not os.path.isdir(entry.path):  # which a link in a circle is not
                 raise UnusableDirectoryError(
                     f"'{path / entry.name}' is a symbolic link, where this program keeps a file of its own: nothing in "
                     f"'{path}' is touched. Remove the link, or name another directory"
