@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -177,16 +178,19 @@ def test_status_is_written_at_most_once_a_second(tmp_path: Path, monkeypatch: py
     assert written(5) == 5
 
 
-def test_a_full_drive_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "step"), [(errno.ENOSPC, 2), (errno.EIO, 1)])
+def test_a_full_drive_is_no_failure(error: int, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full drive the status is written over the one that is there; on a broken one that stays."""
+
     def refuse(source: object, target: object) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(error, os.strerror(error))
 
     with RunFolder(tmp_path) as folder:
         write_status(folder.path, RunStatus("training", step=1))
         monkeypatch.setattr(os, "replace", refuse)
         write_status(folder.path, RunStatus("done", step=2))
         found = read_status(tmp_path)
-        assert found is not None and found.step == 1
+        assert found is not None and found.step == step
         assert sorted(os.listdir(tmp_path)) == ["LOCK", "status.json"]
 
 
