@@ -41,7 +41,7 @@ import tiered.durable.commit
 from bench.common import QUICKSTART, Report
 from bench.models import write_llama
 from bench.sides import run_config
-from megatrain.run.metrics import CheckpointMetrics, RunObserver, StepMetrics
+from megatrain.base.observer import CheckpointMetrics, RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import CommitFigures, NvmeTier, RamTier, TieredStore
 from tiered.durable.arrays import flush_arrays

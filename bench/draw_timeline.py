@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from megatrain.run.timeline import COMPUTE, WAITING
+from megatrain.base.timeline import COMPUTE, WAITING
 
 PASSES, UPDATES = "layers", "updates"
 WIDTH, LEFT, RIGHT, TOP = 1280, 150, 20, 84

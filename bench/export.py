@@ -24,12 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import QUICKSTART, ROOT, Report
+from megatrain.base.observer import RunObserver
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_checkpoint
 from megatrain.data.loader import LoaderPosition
 from megatrain.engine.head import ChunkedHead
-from megatrain.run.metrics import RunObserver
+from megatrain.resolve import resolve_checkpoint
 from megatrain.trainer import Trainer
 
 NUM_STEPS = 10
@@ -78,7 +78,7 @@ with torch.no_grad():
 
 #: Runs in a fresh process: peak memory of the libraries that the export needs, in KiB.
 IMPORT = """
-import megatrain.checkpoint.export
+import megatrain.export
 import transformers.models.llama.modeling_llama
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from bench.common import Report
+from megatrain.base.precision import decode, encode
 from megatrain.optim.base import Segment, Update
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads
-from megatrain.precision import decode, encode
 
 TARGET_MOVED, TARGET_COSINE = 0.99, 0.999
 WEIGHT_STD, NOISE_STD, BATCH_ROWS = 0.02, 0.5, 64

@@ -185,6 +185,8 @@ class Comparison:
             result, failure = self._run_side(side, num_left=len(sides) - number)
             if failure:
                 self._rows.failed(side, failure, is_ours=side == OURS)
+            if "start_s" in result:  # all there is where time ended before a step did
+                self._rows.start(side, result)
             if result.get("steps"):
                 found[side] = result
                 self._rows.side(side, result, self._warm_ups())

@@ -35,15 +35,16 @@ from torch import Tensor
 from bench.common import QUICKSTART, ROOT, Report
 from bench.compare.processes import import_failure
 from bench.compare.trl_rows import compare_with_trl
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_evaluation
 from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
 from megatrain.evaluation import load_evaluation_sets
-from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.resolve import resolve_evaluation
 from megatrain.trainer import Trainer
-from megatrain.verify.proof import IGNORED, make_plain_optimizer
+from megatrain.verify.proof import make_plain_optimizer
 
 #: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows), and Adam's first
 #: steps divide by gradients near zero, which carries differences on from step to step.
@@ -341,7 +342,7 @@ def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
     for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):
         tokens = torch.from_numpy(data.tokens[first:end].astype("int64"))
         trained = torch.from_numpy(data.trained[first:end].copy())
-        rows.append({"input_ids": tokens[None], "labels": torch.where(trained, tokens, IGNORED)[None]})
+        rows.append({"input_ids": tokens[None], "labels": torch.where(trained, tokens, IGNORED_LABEL)[None]})
     return rows
 
 
@@ -349,7 +350,7 @@ def test_rows(trainer: Trainer) -> list[dict[str, Tensor]]:
 def test_loss(model: Any, rows: Sequence[Mapping[str, Tensor]]) -> tuple[float, int]:
     """Return the mean loss over all trained tokens of rows, and their number."""
     model.eval()
-    counts = [int((row["labels"][:, 1:] != IGNORED).sum()) for row in rows]
+    counts = [int((row["labels"][:, 1:] != IGNORED_LABEL).sum()) for row in rows]
     sums = [model(**row, use_cache=False).loss.item() * count for row, count in zip(rows, counts, strict=True)]
     return math.fsum(sums) / sum(counts), sum(counts)
 

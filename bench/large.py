@@ -37,16 +37,16 @@ from bench.common import QUICKSTART, Report, forget_high_water, high_water_bytes
 from bench.models import write_shape
 from bench.nvme_step import ON_NVME, Drive
 from bench.sides import MicroBatches, Ours, batches, run_config
-from megatrain.config.resolve import resolve
+from megatrain.base.layout import UnitLayout
 from megatrain.config.schema import RunConfig
 from megatrain.models.export import ReadMaster, export_model
 from megatrain.models.graph import ModelGraph, Unit, build_graph
-from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.weights import RandomWeights
 from tiered.units import MiB
 

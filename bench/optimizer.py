@@ -31,11 +31,11 @@ import torch
 
 from bench.common import Report
 from bench.update_sides import MEMORY_BYTES, TEMPORARY_BYTES, Block, Side, ceilings, chains, make_blocks, ours, peers
+from megatrain.base.precision import decode, encode
 from megatrain.optim import clip
 from megatrain.optim.base import Segment, Update
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, default_num_threads
-from megatrain.precision import decode, encode
 
 MILLION = 1 << 20
 #: A sample works through at least this many parameters, block after block: small blocks come from memory too, as they

@@ -7,7 +7,8 @@
 Each case is a model of another shape, or another placement, with random weights. `plan --measure --json` predicts it in
 a process of its own; then `run --json` trains it in another one, which knows nothing of what was timed. What
 `--what-if` says of other sizes is held against a run with those sizes. Claim: predicted / measured lies in 0.85 to
-1.15, and every planned byte is a moved byte.
+1.15, and every planned byte is a moved byte. Rows "by_rates" are of a plan that times no steps: what doctor measured,
+and the work that the trace counted, are all that it knows.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.accuracy_cases import CASES, QUICK_CASES, Case, write_config
 from bench.common import QUICKSTART, ROOT, Report
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain_tier_cli.plan import overrides_of
 
 TOLERANCE = 0.15
@@ -62,7 +63,7 @@ def main() -> int:
     unknown = sorted(set(wanted) - set(cases))
     if unknown:
         raise SystemExit(f"no such case: {', '.join(unknown)}; there are {', '.join(cases)}")
-    all_ok, ratios = True, []
+    all_ok, ratios, by_rates = True, [], []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         os.environ["XDG_CACHE_HOME"] = str(Path(scratch, "cache"))  # rates that are measured here stay here
         text = Path(scratch, "text.txt")
@@ -71,12 +72,15 @@ def main() -> int:
             report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=cases[name].tokens_per_step)
             found = Comparison(name, cases[name], Path(scratch, name), text, arguments.steps, report)
             ratios += found.run()
+            by_rates.append(found.by_rates)
             all_ok &= report.all_ok
         report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=None)
         within, total = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios), len(ratios)
         report.row("ratios.median", statistics.median(ratios), "x")
         report.row("ratios.each", [round(ratio, 3) for ratio in ratios], "x")
         report.row("ratios.within_15_percent", within, "ratios", target=total, ok=within == total, timing=True)
+        report.row("by_rates.median", statistics.median(by_rates), "x")
+        report.row("by_rates.each", [round(ratio, 3) for ratio in by_rates], "x")
         report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
     return 0 if all_ok else 1
 
@@ -101,6 +105,7 @@ class Comparison:
         self._config = write_config(case, folder, text, num_steps)
         self._tight = self._tight_ram() if any("TIGHT" in part for part in (case.ram, case.what_if)) else ""
         self._overrides = [f"tiers.ram.size={self._tight}"] if case.ram == "TIGHT" else []
+        self.by_rates = 0.0
 
     def run(self) -> list[float]:
         """Compare; return predicted / measured of the case, and of its alternative where it has one."""
@@ -111,6 +116,11 @@ class Comparison:
         real = self._real(self._overrides, "run")
         self._report.row(f"{self._name}.parameters", self._num_parameters(), "1")
         ratios = [self._tell_time(self._name, plan["estimate"]["predicted_step_s"], real)]
+        by_rates = command("plan", self._config, "--json", *sets)["estimate"]
+        for resource, seconds in by_rates["busy_s"].items():
+            self._report.row(f"{self._name}.by_rates.{resource}", seconds, "s")
+        self.by_rates = by_rates["predicted_step_s"] / real.step_s
+        self._report.row(f"{self._name}.by_rates.ratio", self.by_rates, "x")
         self._tell_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
         if change:
             other = plan["what_if"][1]

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from bench.sides import Ours, StepTimes, batches
-from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.engine.ranked import RankedStepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
+from megatrain.resolve import resolve
 
 #: Until a rank has taken all of its steps; one that hangs must not take the bench along.
 TIMEOUT_S = 1200.0

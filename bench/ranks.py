@@ -37,15 +37,15 @@ from bench.common import QUICKSTART, ROOT, Report, step_shape
 from bench.models import write_llama
 from bench.rank_sides import RankSteps, run_world
 from bench.sides import run_config, with_tight_ram
-from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
-from megatrain.plan.machine import PlannedMachine
-from megatrain.plan.machine_files import find_machine
+from megatrain.machine.files import find_machine
+from megatrain.machine.machine import PlannedMachine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.ranks.world import World
+from megatrain.resolve import resolve
 
 TEXT = QUICKSTART / "loomings.txt"
 MODELS = ROOT / "examples" / "models"

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.config.resolve import resolve, resolve_data
+from megatrain.base.layout import TensorEntry
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.head import shifted_labels
-from megatrain.models.layout import TensorEntry
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve, resolve_data
 from megatrain.trainer import Trainer
 from tiered import GpuTier, RamTier, StoreStats
 

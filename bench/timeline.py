@@ -29,11 +29,11 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.draw_timeline import PASSES, UPDATES, WAITING, Bar, busy_s, draw, read_bars
 from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
-from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from tiered.units import MiB, parse_size
 
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}

@@ -13,12 +13,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from megatrain.base.precision import encode
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.threads import KernelThreads, cut
-from megatrain.precision import encode
 
 #: Bytes per parameter of everything in a `Block`, and of the largest temporary (the norm in fp64, and foreach).
 MEMORY_BYTES, TEMPORARY_BYTES = 24, 12

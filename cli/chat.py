@@ -44,7 +44,7 @@ def command(
         import torch
 
         from megatrain.chat import ChatError, ChatSettings, open_chat
-        from megatrain.plan.machine import available_ram_bytes, gpu_memory_bytes, resolve_device
+        from megatrain.machine.machine import available_ram_bytes, gpu_memory_bytes, resolve_device
 
         found = resolve_device(device)
         places = [(found, gpu_memory_bytes(found)[0])] if found.type == "cuda" else []

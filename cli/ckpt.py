@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,7 +15,7 @@ from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.catalog import CheckpointInfo
+    from megatrain.checkpoint.document import Checkpoint
 
 step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
 
@@ -34,7 +34,7 @@ def list_command(run: Path, as_json: bool) -> int:
 
     infos = list_checkpoints(run)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [dataclasses.asdict(info) for info in infos]}))
+        click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos]}))
     else:
         _print(infos)
     return 0
@@ -60,13 +60,13 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
             click.echo("\r\x1b[K", nl=False, err=True)
         if not as_json:
             count = "sound" if not problems else "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-            click.echo(f"{_name(info)} (generation {info.generation}): {count}")
+            click.echo(f"{_name(info)} (generation {info.number}): {count}")
             for problem in problems:
                 click.echo(f"  {problem}")
             if info.note is not None:
                 click.echo(f"  note: {info.note}")
     if as_json:
-        values = [{**dataclasses.asdict(info), "problems": problems} for info, problems in results]
+        values = [{**_fields(info), "problems": problems} for info, problems in results]
         click.echo(json.dumps({"checkpoints": values}))
     num_damaged = sum(bool(problems) for _, problems in results)
     if num_damaged:
@@ -106,17 +106,34 @@ def remove_command(
     if not remove_all:
         _check_that_one_stays(run, infos)
     for info in infos:
-        remove_checkpoint(run, info.generation, is_copy=info.is_copy, force=remove_all, num_ranks=info.num_ranks)
+        remove_checkpoint(run, info, force=remove_all)
         if not as_json:
-            click.echo(f"removed {_name(info)} (generation {info.generation})")
+            click.echo(f"removed {_name(info)} (generation {info.number})")
     if as_json:
-        click.echo(json.dumps({"removed": [dataclasses.asdict(info) for info in infos]}))
+        click.echo(json.dumps({"removed": [_fields(info) for info in infos]}))
     elif not infos:
         click.echo(f"no checkpoint in '{run}'")
     return 0
 
 
-def _chosen(run: Path, step: int | None, generation: int | None) -> list[CheckpointInfo]:
+def _fields(info: Checkpoint) -> dict[str, Any]:
+    """Return what `--json` says of a checkpoint."""
+    return {
+        "step": info.step,
+        "generation": info.number,
+        "saved_at": info.saved_at or None,
+        "nbytes": info.nbytes,
+        "loss": info.loss,
+        "is_newest": info.is_newest,
+        "problem": info.problem,
+        "is_copy": info.is_copy,
+        "note": info.note,
+        "lost": [dataclasses.asdict(part) for part in info.lost],
+        "num_ranks": info.world,
+    }
+
+
+def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
     """Return the checkpoints to remove; all where neither is given."""
     from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 
@@ -127,15 +144,15 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
             find_checkpoint(run, step)  # says what there is
         return chosen
     if generation is not None:
-        chosen = [info for info in infos if info.generation == generation]
+        chosen = [info for info in infos if info.number == generation]
         if not chosen:
-            known = ", ".join(str(info.generation) for info in infos) or "none"
+            known = ", ".join(str(info.number) for info in infos) or "none"
             raise RunFailedError(f"no generation {generation} in '{run}'. There are: {known}", EXIT_FAILED)
         return chosen
     return infos
 
 
-def _check_that_one_stays(run: Path, chosen: list[CheckpointInfo]) -> None:
+def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
     """Refuse to remove a checkpoint and its copy where nothing else can be used, before the first of them goes."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
@@ -145,7 +162,7 @@ def _check_that_one_stays(run: Path, chosen: list[CheckpointInfo]) -> None:
         raise RunFailedError(f"nothing else in '{run}' can be used: {names}. Remove them with --all", EXIT_FAILED)
 
 
-def _is_agreed(infos: list[CheckpointInfo], *, as_json: bool) -> bool:
+def _is_agreed(infos: list[Checkpoint], *, as_json: bool) -> bool:
     if as_json or not _is_terminal():
         return False
     return click.confirm(f"Remove {', '.join(map(_name, infos))}?")
@@ -155,12 +172,12 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def _name(info: CheckpointInfo) -> str:
+def _name(info: Checkpoint) -> str:
     name = "step ?" if info.step is None else f"step {info.step}"
     return f"copy of {name}" if info.is_copy else name
 
 
-def _print(infos: list[CheckpointInfo]) -> None:
+def _print(infos: list[Checkpoint]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -182,14 +199,14 @@ def _print(infos: list[CheckpointInfo]) -> None:
     table.add_column("", overflow="fold")
     for info in infos:
         state = ["lost"] if info.lost else ["unusable"] if info.problem else []
-        ranks = [f"{info.num_ranks} ranks"] * (info.num_ranks > 1)
+        ranks = [f"{info.world} ranks"] * (info.world > 1)
         notes = ["copy"] * info.is_copy + ranks + ["newest"] * info.is_newest + state
         table.add_row(
             "?" if info.step is None else str(info.step),
-            (info.saved_at or "").replace("+00:00", "Z"),
+            info.saved_at.replace("+00:00", "Z"),
             format_size(info.nbytes),
-            "" if info.loss is None else f"{info.loss:.4f}",
-            str(info.generation),
+            "" if (loss := info.loss) is None else f"{loss:.4f}",
+            str(info.number),
             Text(", ".join(notes), style="red" if info.problem else "green"),
         )
     console.print(table)

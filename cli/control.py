@@ -9,7 +9,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,7 +23,8 @@ from .options import json_option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from megatrain.run.folder import Owner
+    from megatrain.base.owner import Owner
+    from megatrain.checkpoint.document import Checkpoint
     from megatrain.run.status import RunStatus
 
 _POLL_S = 0.1
@@ -114,7 +115,7 @@ def _find_runs(root: Path) -> Iterator[Path]:
 
 def _one_of(root: Path) -> Path:
     """Return the run to follow: the folder itself, or the only living run below it."""
-    from megatrain.run.folder import living_owner
+    from megatrain.base.owner import living_owner
 
     if living_owner(root) is not None:
         return root
@@ -127,8 +128,9 @@ def _one_of(root: Path) -> Path:
 
 
 def _look(path: Path) -> _Seen:
-    from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints
-    from megatrain.run.folder import living_owner
+    from megatrain.base.owner import living_owner
+    from megatrain.checkpoint.scan import saved_checkpoints
+    from megatrain.checkpoint.whereabouts import bytes_on_drives
     from megatrain.run.status import read_status
 
     owner = living_owner(path)
@@ -138,11 +140,15 @@ def _look(path: Path) -> _Seen:
         path,
         owner,
         status,
-        next((checkpoint.step for checkpoint in saved if not checkpoint.missing), None),
+        next((checkpoint.step for checkpoint in saved if not checkpoint.is_gone), None),
         bytes_on_drives(path),
-        sorted(checkpoint.step for checkpoint in saved if checkpoint.is_copy and not checkpoint.missing),
-        sorted({checkpoint.step for checkpoint in saved if checkpoint.missing}),
+        _steps(checkpoint for checkpoint in saved if checkpoint.is_copy and not checkpoint.is_gone),
+        _steps(checkpoint for checkpoint in saved if checkpoint.is_gone),
     )
+
+
+def _steps(checkpoints: Iterable[Checkpoint]) -> list[int]:
+    return sorted({checkpoint.step for checkpoint in checkpoints if checkpoint.step is not None})
 
 
 def _print(seen: _Seen) -> None:
@@ -173,7 +179,7 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
         return lines
     if status is None:
         return [("starting", owner.text)]
-    from megatrain.run.metrics import format_rank
+    from megatrain.base.observer import format_rank
 
     lines = [(status.state, _progress(status))]
     if silence := _silence(status):
@@ -224,7 +230,7 @@ def _places(seen: _Seen) -> list[tuple[str, str]]:
 
 def _evaluations(status: RunStatus | None) -> list[tuple[str, str]]:
     """Return a line for each evaluation set; figures that are not finite were written as text."""
-    from megatrain.run.metrics import format_preferences
+    from megatrain.base.observer import format_preferences
 
     lines = []
     for name, each in (status.evaluations if status is not None else {}).items():
@@ -251,7 +257,7 @@ def _progress(status: RunStatus) -> str:
 
 
 def _memory(status: RunStatus) -> str:
-    from megatrain.run.metrics import format_tiers
+    from megatrain.base.observer import format_tiers
     from tiered.units import format_size
 
     metrics = status.metrics
@@ -283,7 +289,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
     Returns:
         The exit code of the run; 0 if the view was left; 1 if the run died.
     """
-    from megatrain.run.folder import living_owner
+    from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
 
     owner = living_owner(run)
@@ -339,7 +345,7 @@ class _Lines:
 
     def show(self, status: RunStatus) -> None:
         """Show what is new."""
-        from megatrain.run.metrics import format_step
+        from megatrain.base.observer import format_step
 
         if status.metrics is not None and status.metrics.step != self._step:
             self._step = status.metrics.step
@@ -371,7 +377,7 @@ class _View(_Lines):
     def __init__(self) -> None:
         from rich.console import Console
 
-        from megatrain.run.activity import Moment
+        from megatrain.base.progress import Moment
 
         super().__init__()
         self._console = Console(highlight=False)
@@ -384,7 +390,7 @@ class _View(_Lines):
         self._live = LiveView(self._console, self._picture)
 
     def show(self, status: RunStatus) -> None:
-        from megatrain.run.activity import Moment
+        from megatrain.base.progress import Moment
 
         moment = Moment.from_json(status.activity)
         # The status is written once a second: in between the seconds of the same activity are counted here.
@@ -403,7 +409,7 @@ class _View(_Lines):
         self._live.close(stays=self._status is not None and self._status.metrics is not None)
 
     def _picture(self) -> RenderableType:
-        from megatrain.run.metrics import EvaluationMetrics
+        from megatrain.base.observer import EvaluationMetrics
 
         from .render import live_view
 
@@ -431,7 +437,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
     RUN is the run's output_dir. Returns once the checkpoint is on disk.
     """
-    from megatrain.run.folder import check_reachable, living_owner, send_signal
+    from megatrain.base.owner import check_reachable, living_owner, send_signal
 
     owner = _require_owner(run)
     try:
@@ -474,7 +480,7 @@ def _wait_for_handler(run: Path, owner: Owner, timeout_s: float) -> RunStatus:
     Raises:
         ProcessLookupError: it has ended.
     """
-    from megatrain.run.folder import catches_signal, living_owner
+    from megatrain.base.owner import catches_signal, living_owner
 
     seen: list[RunStatus] = []
 
@@ -514,7 +520,8 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
     RUN is the run's output_dir. Returns once the run has ended. A second stop ends the run at once, without saving.
     """
-    from megatrain.run.folder import committed_step, living_owner, send_signal
+    from megatrain.base.owner import living_owner, send_signal
+    from megatrain.run.folder import committed_step
     from megatrain.run.status import read_status
 
     owner = _require_owner(run)
@@ -545,7 +552,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
 def _require_owner(run: Path) -> Owner:
     """Return the living process of a run; without one end the command, saying how the run ended."""
-    from megatrain.run.folder import living_owner
+    from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
 
     owner = living_owner(run)
@@ -599,9 +606,12 @@ def _describe_ended(run: Path) -> str:
 
 def _what_next(run: Path) -> str:
     """Return from which step a run would continue, and which checkpoints are lost with a drive."""
-    from megatrain.checkpoint.whereabouts import usable_checkpoint
+    from megatrain.checkpoint.scan import usable_checkpoint
+    from megatrain.checkpoint.whereabouts import foreign_drives
 
     found, lost = usable_checkpoint(run), _lost(run)
+    if foreign := foreign_drives(run):
+        return "\n".join(["it cannot continue", *foreign, *[lost] * bool(lost)])
     if found is not None:
         where = "the copy of step" if found.is_copy else "step"
         return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
@@ -615,9 +625,9 @@ def _what_next(run: Path) -> str:
 
 def _lost(run: Path) -> str:
     """Return which checkpoints of a run are lost with a drive, "" if none is."""
-    from megatrain.checkpoint.whereabouts import Lost, saved_checkpoints
+    from megatrain.checkpoint.scan import Lost, saved_checkpoints
 
-    lost = Lost.of(saved_checkpoints(run))
+    lost = Lost.among(saved_checkpoints(run))
     return "" if lost is None else str(lost)
 
 

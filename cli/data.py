@@ -42,9 +42,9 @@ def preview_command(
     """
     loaded = load(config, extra_files, overrides)
 
-    from megatrain.config.resolve import resolve_data, resolve_model
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import preview_rows
+    from megatrain.resolve import resolve_data, resolve_model
 
     model = resolve_model(loaded.config)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
@@ -107,11 +107,11 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     """
     loaded = load(config, extra_files, overrides)
 
-    from megatrain.config.resolve import resolve_batch, resolve_data, resolve_model
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
+    from megatrain.machine.machine import resolve_device
     from megatrain.models.packed_rows import settle_packing_of
-    from megatrain.plan.machine import resolve_device
+    from megatrain.resolve import resolve_batch, resolve_data, resolve_model
 
     model, data = resolve_model(loaded.config), resolve_data(loaded.config)
     # Also on a machine without the GPU that the config is for.

@@ -93,7 +93,7 @@ def _absolute(path: Path) -> Path:
 def _paths_of(config_file: Path | None) -> list[Path]:
     """Return the folders of a config's drives, or their nearest parents that exist; else a folder that can be used."""
     if config_file is not None:
-        from megatrain.plan.machine import existing_parent
+        from megatrain.machine.machine import existing_parent
 
         found = [existing_parent(table.path) for table in load(config_file, (), ()).config.tiers.nvme]
         if found:
@@ -103,7 +103,7 @@ def _paths_of(config_file: Path | None) -> list[Path]:
 
 
 def _store(examination: Examination) -> tuple[Path | None, str | None]:
-    from megatrain.plan.machine import profile_path, store_profile
+    from megatrain.machine.machine import profile_path, store_profile
 
     try:
         return store_profile(examination.profile), None
@@ -161,6 +161,15 @@ def _machine_lines(examination: Examination) -> list[str]:
     ]
     if gpu is not None:
         lines[-1] += "  " + "  ".join(f"gpu {dtype} {_flops(rate)}" for dtype, rate in gpu.matmul_flops.items())
+    for device, result in (("cpu", processor), ("gpu", gpu)):
+        if result is None:
+            continue
+        for dtype, rate in result.attention_flops.items():
+            others = format_rate(result.elementwise[dtype])
+            lines.append(f"layers   {device} {dtype} attention {_flops(rate)}  other operators {others}")
+    if examination.launches_per_s is not None:
+        lines.append(f"host     {1e6 / examination.launches_per_s:,.0f} us for each operator of a step")
+    if gpu is not None:
         pinned = "pinned" if gpu.is_pinned else "not pinned"
         lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")
     return lines

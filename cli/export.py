@@ -73,10 +73,10 @@ def command(
 
     import torch
 
-    from megatrain.checkpoint.export import export_checkpoint
+    from megatrain.base.names import run_of_final
+    from megatrain.export import export_checkpoint
     from megatrain.models.export import exported_step
     from megatrain.models.hub import push
-    from megatrain.run.folder import run_of_final
     from tiered.units import format_size
 
     run = run_of_final(checkpoint)

@@ -93,11 +93,11 @@ def command(
         loaded = _config(model, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
+            from megatrain.base.observer import RunObserver
             from megatrain.chat import ChatSettings
             from megatrain.generation import Generator, config_for_prompts
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
-            from megatrain.run.metrics import RunObserver
 
             from .render import print_plan
 

@@ -12,7 +12,7 @@ from .main import EXIT_CONFIG, RunFailedError
 from .options import json_option
 
 if TYPE_CHECKING:
-    from megatrain.translate.names import Tool
+    from megatrain.base.other_tools import Tool
     from megatrain.translate.translate import Translation
 
 
@@ -75,7 +75,7 @@ def _write(out: Path, text: str) -> None:
 
 def _print_rest(translation: Translation, out: Path | None) -> None:
     """Say on stderr what a person should look at."""
-    from megatrain.translate.names import TITLES
+    from megatrain.base.other_tools import TITLES
     from megatrain.translate.translate import one_line
 
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from dataclasses import replace
 from importlib import resources
 from importlib.util import find_spec
@@ -72,10 +73,11 @@ def command(
         raise RunFailedError(f"{path}: is there already; nothing was written. Name another file", EXIT_CONFIG)
     if not path.absolute().parent.is_dir():
         raise RunFailedError(f"{path.parent}: there is no such folder", EXIT_CONFIG)
+    _check_writable(path.absolute().parent)
 
-    from megatrain.config.resolve import default_tiers
     from megatrain.config.starter import starter_toml
-    from megatrain.plan.machine import machine_facts, model_facts
+    from megatrain.plan.facts import machine_facts, model_facts
+    from megatrain.resolve import default_tiers
     from megatrain.translate.templates import own_template
 
     folder = path.absolute().parent
@@ -117,12 +119,33 @@ def command(
     return 0
 
 
+def _check_writable(folder: Path) -> None:
+    """Refuse a folder that nothing can be written in: said of it, and not of the first file."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RunFailedError(
+            f"{folder}: nothing can be written in this folder ({error.strerror}). Name a file in another one: "
+            "megatrain-tier init FOLDER",
+            EXIT_CONFIG,
+        ) from None
+
+
 def _write_example(folder: Path, *, as_json: bool) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise RunFailedError(f"{folder}: is there already; nothing was written. Name another folder", EXIT_CONFIG)
     assert __package__ is not None
     source = resources.files(f"{__package__}.example")
-    (folder / "model").mkdir(parents=True, exist_ok=True)
+    try:
+        (folder / "model").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFailedError(
+            f"{folder}: this folder cannot be made ({error.strerror}). Name another one: megatrain-tier init --example "
+            "FOLDER",
+            EXIT_CONFIG,
+        ) from None
+    _check_writable(folder)
     names = [_EXAMPLE, "loomings.txt", *(f"model/{file.name}" for file in (source / "model").iterdir())]
     for name in names:
         (folder / name).write_bytes((source / name).read_bytes())

@@ -32,12 +32,12 @@ DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 
 #: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
-    ("megatrain.config.problems", "ConfigError", EXIT_CONFIG),
+    ("megatrain.base.errors", "ConfigError", EXIT_CONFIG),
     ("megatrain.chat", "ChatError", EXIT_CONFIG),
     ("megatrain.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
     ("megatrain.ranks.world", "WorldError", EXIT_CONFIG),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
-    ("megatrain.models.errors", "UnsupportedModelError", EXIT_CONFIG),
+    ("megatrain.base.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
     ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
@@ -52,11 +52,11 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.models.export", "ExportTargetError", EXIT_CONFIG),
     ("tiered.errors", "UnusableDirectoryError", EXIT_CONFIG),
     ("megatrain.checkpoint.state", "CheckpointError", EXIT_FAILED),
-    ("megatrain.run.folder", "UnreachableRunError", EXIT_FAILED),
+    ("megatrain.base.owner", "UnreachableRunError", EXIT_FAILED),
     ("megatrain.report.history", "NotARunError", EXIT_CONFIG),
     ("megatrain.plan.placement", "DoesNotFitError", EXIT_DOES_NOT_FIT),
     ("megatrain.plan.limits", "BeyondMachineError", EXIT_DOES_NOT_FIT),
-    ("megatrain.plan.machine_files", "MachineFileError", EXIT_CONFIG),
+    ("megatrain.machine.files", "MachineFileError", EXIT_CONFIG),
     ("megatrain.data.rows_report", "DataError", EXIT_DATA),
     ("megatrain.data.scores", "ScoresError", EXIT_CONFIG),
     ("megatrain.engine.environment", "DeviceError", EXIT_FAILED),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatrain.plan.measure import PlanTimer
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.simulate import SimulatedStep
-    from megatrain.plan.what_if import Alternative, RunLength
+    from megatrain.what_if import Alternative, RunLength
 
 
 _NEXT_CHANGE = re.compile(r",(?=\s*[A-Za-z_][\w.]*\s*=)")
@@ -96,14 +96,14 @@ def command(
             )
         spinner.say("importing torch")
         with without_collector():
-            from megatrain.config.resolve import resolve, resolve_evaluation
-            from megatrain.plan.machine import carried_tensors
-            from megatrain.plan.machine_files import find_machine
+            from megatrain.base.observer import RunObserver
+            from megatrain.machine.files import find_machine
+            from megatrain.plan.facts import carried_tensors
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.planner import plan_run
-            from megatrain.plan.what_if import plan_alternative
-            from megatrain.run.metrics import RunObserver
+            from megatrain.resolve import resolve, resolve_evaluation
             from megatrain.trainer import Trainer
+            from megatrain.what_if import plan_alternative
 
         machine = None if machine_name is None else find_machine(machine_name)
         run = resolve(loaded.config, machine)
@@ -196,9 +196,9 @@ def _runs_of(
     alternatives: Iterable[Sequence[str]], path: Path, extra_files: Sequence[Path], overrides: Sequence[str]
 ) -> Iterator[RunSpec]:
     """Yield the runs of the valid alternatives, which may name other drives."""
+    from megatrain.base.errors import ConfigError
     from megatrain.config import load_config
-    from megatrain.config.problems import ConfigError
-    from megatrain.config.resolve import resolve
+    from megatrain.resolve import resolve
 
     for changes in alternatives:
         with contextlib.suppress(ConfigError):
@@ -213,7 +213,7 @@ def _measure(runs: Iterable[RunSpec]) -> PlanTimer:
     """
     from megatrain.doctor.drives import terminated_as_interrupted
     from megatrain.doctor.examine import examine
-    from megatrain.plan.machine import existing_parent, profile_path, store_profile
+    from megatrain.machine.machine import existing_parent, profile_path, store_profile
     from megatrain.plan.measure import PlanTimer
 
     def say(what: str) -> None:
@@ -239,7 +239,7 @@ def _print(
     simulate: bool,
     num_steps: int | None,
 ) -> None:
-    from megatrain.plan.what_if import GIVEN, describe, run_length
+    from megatrain.what_if import GIVEN, describe, run_length
 
     from .render import plan_to_json, print_plan
 

@@ -18,8 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatrain.run.activity import Activity, Moment
-from megatrain.run.metrics import (
+from megatrain.base.observer import (
     CheckpointMetrics,
     EvaluationMetrics,
     RunInfo,
@@ -35,6 +34,7 @@ from megatrain.run.metrics import (
     format_step,
     format_tiers,
 )
+from megatrain.base.progress import Activity, Moment
 from tiered.units import GiB, MiB, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def print_plan(
         problem: why a run would be refused although its blocks fit the tiers; "": it would not be.
     """
     from megatrain.plan import show
+    from megatrain.plan.process import process_memory
 
     console = console or Console()
     if not console.is_terminal:
@@ -84,7 +85,7 @@ def print_plan(
         return
     console.print(Text(show.headline(plan), style="bold"))
     console.print(plan_table(plan))
-    print_line(console, show.process_line(plan, _own_bytes()), indent=16)
+    print_line(console, show.process_line(process_memory(plan)), indent=16)
     if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items() if nbytes):
         print_line(console, f"moved per step  {moved}", indent=16)
     for line in show.estimate_lines(plan.estimate) if plan.estimate is not None else ():
@@ -133,7 +134,9 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values, sizes in bytes."""
     from megatrain.plan import show
+    from megatrain.plan.process import process_memory
 
+    memory = process_memory(plan)
     estimate, objections, machine = plan.estimate, plan.objections, plan.run.tiers.machine
     return {
         "headline": show.headline(plan),
@@ -141,7 +144,8 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "machine": None if machine is None else {"name": machine.name, "title": machine.title},
         "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in show.table_rows(plan)],
         "totals": dict(plan.totals),
-        "process_bytes": plan.totals.get("ram", 0) + _own_bytes(),
+        "process_bytes": memory.total_bytes,
+        "process": dataclasses.asdict(memory),
         "budgets": dict(plan.budgets),
         "traffic_per_step": dict(plan.traffic),
         "workspace_is_exact": not plan.guesses,
@@ -151,13 +155,6 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "fits_this_machine": plan.fits and not any(each.refuses for each in objections),
         "objections": [dataclasses.asdict(each) for each in objections],
     }
-
-
-def _own_bytes() -> int:
-    """Return the resident memory of this process, which has planned and allocated no block."""
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
 
 
 def plan_table(plan: Plan) -> Table:

@@ -33,12 +33,12 @@ from .options import config_options, json_option, load, placed
 from .terminal import RunOutput, Spinner, without_collector
 
 if TYPE_CHECKING:
+    from megatrain.base.observer import RunInfo, RunSummary
     from megatrain.config import LoadedConfig
     from megatrain.models.hub import FetchedFile
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
     from megatrain.ranks.watch import Failure
-    from megatrain.run.metrics import RunInfo, RunSummary
 
 #: Environment variable with the file descriptor on which a detached run reports its start.
 _VARIABLE = "MEGATRAIN_TIER_DETACHED"
@@ -141,12 +141,12 @@ def _run(
         spinner.stop()
     spinner.say("importing torch")
     with without_collector():
+        from megatrain.base.observer import Observers, RunObserver
+        from megatrain.base.progress import Activity
         from megatrain.checkup import look_first
-        from megatrain.config.resolve import resolve_distributed
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
-        from megatrain.run.activity import Activity
-        from megatrain.run.metrics import Observers, RunObserver
+        from megatrain.resolve import resolve_distributed
         from megatrain.trainer import Trainer
 
         from .render import PlanObserver, make_observer, print_plan
@@ -242,8 +242,8 @@ def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
     size = loaded.config.distributed.processes
     if size == 1:
         return None
-    from megatrain.config.resolve import resolve
     from megatrain.plan.planner import plan_run
+    from megatrain.resolve import resolve
     from megatrain.trainer import with_kept_lanes
 
     return plan_run(with_kept_lanes(resolve(loaded.config)).as_fullest_rank(size))

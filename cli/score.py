@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,9 +38,9 @@ def command(
         loaded = load(config, extra_files, overrides, spinner)
         spinner.say("importing torch")
         with without_collector():
+            from megatrain.base.observer import RunObserver
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
-            from megatrain.run.metrics import RunObserver
             from megatrain.scoring import Scorer
 
             from .render import print_plan
@@ -47,14 +48,21 @@ def command(
             spinner.say("reading the model and planning")
 
             class Lines(RunObserver):
-                """Prints messages on stderr."""
+                """Prints messages on stderr, and the plan of scores that are begun; a line of those that go on."""
 
                 def on_message(self, text: str) -> None:
                     click.echo(text, err=True)
 
+                def on_ready(self, step: int | None) -> None:
+                    if step is None and not as_json:
+                        print_plan(scorer.plan)
+                    elif not as_json:
+                        self.on_message(f"plan   as `megatrain-tier score {shlex.quote(str(config))} --dry-run` shows")
+
             scorer = Scorer(loaded.config, observer=Lines())
     plan = scorer.plan
-    print_plan(plan, as_json=as_json)
+    if as_json or dry_run or not plan.fits:
+        print_plan(plan, as_json=as_json)
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)

@@ -25,7 +25,7 @@ def command(run: Path, out: Path | None, as_json: bool) -> int:
     RUN is the run's output_dir. A run writes trace.json there after the steps of [profile] trace_steps: a row for what
     computes, one for what waits, one for each link between tiers.
     """
-    from megatrain.run.timeline import NoTimelineError, TimelineError, find_timeline, summarize
+    from megatrain.base.timeline import NoTimelineError, TimelineError, find_timeline, summarize
 
     try:
         path = find_timeline(run)

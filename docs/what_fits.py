@@ -27,9 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatrain.config import load_config  # noqa: E402
-from megatrain.config.resolve import resolve  # noqa: E402
-from megatrain.plan.machine import PlannedMachine  # noqa: E402
-from megatrain.plan.machine_files import (  # noqa: E402
+from megatrain.machine.files import (  # noqa: E402
     Bandwidth,
     Flops,
     MachineFile,
@@ -37,9 +35,11 @@ from megatrain.plan.machine_files import (  # noqa: E402
     find_machine,
     read_machine,
 )
+from megatrain.machine.machine import PlannedMachine  # noqa: E402
 from megatrain.plan.placement import DoesNotFitError  # noqa: E402
 from megatrain.plan.plan import Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
+from megatrain.resolve import resolve  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
@@ -67,7 +67,7 @@ class Row:
     Attributes:
         missing: what it lacks, in words; "": it fits.
         totals: tier -> bytes that it needs.
-        step_s: predicted, a bound.
+        step_s: predicted, at most.
         bound_by: the resource that takes so long.
         crossing_tokens: T*.
         written_bytes: to drives, in a step.
@@ -328,13 +328,14 @@ def published_row(case: Published, rows: Rows) -> str:
 HEAD = f"""# What fits where
 
 Made by `python docs/what_fits.py`, from the `config.json` of models (`examples/models`) and the figures of machines
-(`megatrain/plan/machines`, each figure with its source or what it is estimated from). **Nothing here was measured by this
-project**: bytes are exact plans, speeds are predictions, bounds at the rate of large matrix products, which a run does not
-exceed. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
+(`megatrain/machine/machines`, each figure with its source or what it is estimated from). **Nothing here was measured by this
+project**: bytes are exact plans, speeds are predictions from rates. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
-A bound because computing is counted as products alone: what element-wise operators read and write, how far attention stays
-below large products, and the host's time to launch kernels are in none of these speeds. Under each machine stand those of
-its rates that are assumed: estimated from data sheets or similar machines, not published as measured.
+Computing is [counted](sizing.md#how-good-the-prediction-is) as products, attention, bytes of all other operators, and the
+host's launches, which go on beside a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
+at the rate of updates in memory, and 40 us of the host for a launch, 52 us with a GPU, where a row that is bound by `host` has
+micro-batches too short for its GPU. Under each machine stand those of its own rates that are assumed: estimated from data
+sheets or similar machines, not published as measured. Everything overlaps that can, so these are speeds at most.
 
 Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
 exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatrain.run.metrics import EvaluationMetrics
+    from megatrain.base.observer import EvaluationMetrics
 
 __all__ = ["Best", "BestSpec", "MetricError"]
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+from megatrain.base.names import CHECKPOINTS_NAME, trained_model
 from megatrain.models.folder import ModelFolder, TensorFile
-from megatrain.run.folder import trained_model
 from tiered.units import format_size
 
 if TYPE_CHECKING:

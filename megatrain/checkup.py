@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from megatrain.advice import model_warnings, schedule_warnings
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.owner import living_owner
 from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
@@ -24,7 +27,29 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
-from megatrain.config.resolve import (
+from megatrain.config.resolved import config_from_toml, to_toml, with_commit, with_lanes, with_packing
+from megatrain.data.dataset import TokenDataset, load_dataset
+from megatrain.data.encoding import CHOSEN
+from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.sources import is_hub_name, source_files
+from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.machine import machine
+from megatrain.models.adapters import AdapterError
+from megatrain.models.checkpoint_names import ConversionError
+from megatrain.models.export import ExportError, check_target
+from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, some
+from megatrain.models.graph import FreezeError, ModelGraph
+from megatrain.models.hub import missing_weights
+from megatrain.models.initialize import InitializationError
+from megatrain.models.internals import TransformersVersionError
+from megatrain.models.load import open_loader
+from megatrain.optim.lr import ScheduleError
+from megatrain.optim.plugins import OptimizerError
+from megatrain.plan.limits import drive_paths, find_objections
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import (
     resolve,
     resolve_best,
     resolve_checkpoint,
@@ -36,34 +61,7 @@ from megatrain.config.resolve import (
     resolve_optimizer,
     resolve_preference,
     resolve_tiers,
-    with_commit,
-    with_lanes,
-    with_packing,
 )
-from megatrain.config.resolved import config_from_toml, to_toml
-from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.encoding import CHOSEN
-from megatrain.data.rows_report import DataError, check_losses
-from megatrain.data.sources import is_hub_name, source_files
-from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
-from megatrain.models.adapters import AdapterError
-from megatrain.models.checkpoint_names import ConversionError
-from megatrain.models.errors import UnsupportedModelError
-from megatrain.models.export import ExportError, check_target
-from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, some
-from megatrain.models.graph import FreezeError, ModelGraph
-from megatrain.models.hub import missing_weights
-from megatrain.models.initialize import InitializationError
-from megatrain.models.internals import TransformersVersionError
-from megatrain.models.load import open_loader
-from megatrain.optim.lr import ScheduleError
-from megatrain.optim.plugins import OptimizerError
-from megatrain.plan import machine
-from megatrain.plan.limits import drive_paths, find_objections
-from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run
-from megatrain.run.folder import FINAL_NAME, living_owner
 from megatrain.run.loggers import check_loggers
 from megatrain.tiers import check_drives
 from megatrain.trainer import (

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.observer import EvaluationMetrics, RunObserver, Sample
 from megatrain.chat import ChatSettings
-from megatrain.config.problems import ConfigError, Problem
 from megatrain.continuation import Continuation, StoppedError
 from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
 from megatrain.data.encoding import pad_token_id
@@ -28,23 +29,21 @@ from megatrain.engine.program import evaluation_program
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.graph import num_learned_positions
-from megatrain.models.liger import LigerCrossEntropy
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.ranks.collectives import Collectives
-from megatrain.run.metrics import EvaluationMetrics, RunObserver, Sample
 from megatrain.tiers import room_lent, set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+    from megatrain.base.progress import Activity
+    from megatrain.base.timeline import Timeline
     from megatrain.data.dataset import DataSpec, TokenDataset
     from megatrain.engine.preferences import PreferenceLoss
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
-    from megatrain.run.activity import Activity
-    from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
 __all__ = [
@@ -299,7 +298,6 @@ class Evaluator:
     ) -> None:
         self._spec, self.samplers = spec, samplers
         self._plans = plans_of_evaluations(spec, plan) if plans is None else plans
-        self._cross_entropy = LigerCrossEntropy() if plan.run.model.use_liger_kernel else None
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
@@ -391,7 +389,6 @@ class Evaluator:
             plan.placement.homes,
             device=plan.device,
             timeline=self._timeline,
-            cross_entropy=self._cross_entropy,
             activity=self._activity,
             make_access=None if self._collectives is None else partial(RankedAccess, self._collectives),
         )

@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.errors import ConfigError
+from megatrain.base.names import RESOLVED_NAME, run_of_final, trained_model
+from megatrain.base.observer import RunObserver
 from megatrain.chat import ChatError, ChatSettings, prompt_tokens
-from megatrain.config.problems import ConfigError, find_ungenerable
-from megatrain.config.resolve import resolve, with_packing
-from megatrain.config.resolved import FILE_NAME, load_run
+from megatrain.config.problems import find_ungenerable
+from megatrain.config.resolved import load_run, with_packing
 from megatrain.config.schema import RunConfig, TrainingConfig
 from megatrain.continuation import Continuation
 from megatrain.models.adapters import ADAPTER_CONFIG, base_of_adapter
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse
-from megatrain.run.folder import run_of_final, trained_model
-from megatrain.run.metrics import RunObserver
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer, tokenizer_of
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     model: dict[str, Any] = {}
     tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
     run = run_of_final(folder)
-    if run is not None and (run / FILE_NAME).is_file():
+    if run is not None and (run / RESOLVED_NAME).is_file():
         wanted: Any = {"model": set(_OF_MODEL), "precision": {"compute_dtype"}}
         values = load_run(run).model_dump(mode="json", include=wanted, exclude_none=True)
         model.update({name: value for name, value in values["model"].items() if value != ""})

@@ -28,7 +28,6 @@ from megatrain.engine.program import evaluation_program
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.adapters import ADAPTER_WEIGHTS
-from megatrain.models.liger import LigerCrossEntropy
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.tiers import set_schedule
@@ -36,10 +35,10 @@ from tiered import checksum
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
+    from megatrain.base.progress import Activity
+    from megatrain.base.timeline import Timeline
     from megatrain.data.loader import BatchLoader
     from megatrain.plan.plan import Plan
-    from megatrain.run.activity import Activity
-    from megatrain.run.timeline import Timeline
     from tiered import TieredStore
 
 __all__ = ["FOLDER_NAME", "RECORD", "Reference", "num_reference_passes"]
@@ -177,7 +176,6 @@ class Reference:
             plan.placement.homes,
             device=plan.device,
             timeline=self._timeline,
-            cross_entropy=LigerCrossEntropy() if plan.run.model.use_liger_kernel else None,
             activity=self._activity,
             make_access=ranked,
         )

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolve import resolve, resolve_score
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.observer import RunObserver
+from megatrain.base.progress import Activity
 from megatrain.config.resolved import check_writable
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import pad_token_id
@@ -28,9 +29,8 @@ from megatrain.engine.step import EvaluationEngine
 from megatrain.models.folder import ModelFolder
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
-from megatrain.run.activity import Activity
+from megatrain.resolve import resolve, resolve_score
 from megatrain.run.folder import RunFolder
-from megatrain.run.metrics import RunObserver
 from megatrain.run.signals import RunSignals
 from megatrain.tiers import set_schedule
 from megatrain.trainer import Trainer, check_token_ids, tokenizer_of
@@ -161,6 +161,7 @@ class Scorer:
                 self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
                 return ScoreSummary(folder.path, kind.num_rows, kind.num_rows, 0, 0, 0, math.nan, 0.0, {}, {}, False)
             rest = sum(map(len, cuts))
+            self._observer.on_ready(kind.num_rows - rest or None)
             if rest < kind.num_rows:
                 self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
             with self._trainer.open() as trainer:

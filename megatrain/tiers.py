@@ -12,12 +12,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.drive_folders import write_readme
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
+from megatrain.machine.machine import existing_parent, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
-from megatrain.plan.machine import existing_parent, own_drive_bytes
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
@@ -270,6 +270,8 @@ def check_drives(plan: Plan) -> None:
                 message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
                 message += " (checkpoint.min_free_disk)"
             advice = "Free some, or name another drive."
+            if reserve and need - reserve < have:
+                advice = "Lower checkpoint.min_free_disk, free some, or name another drive."
             if spec.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
                 advice += f" {spec.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
             if checkpoints in paths and spec.num_copies and plan.checkpoint_bytes_on_drives:

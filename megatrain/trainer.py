@@ -17,13 +17,16 @@ import psutil
 import torch
 
 from megatrain.advice import model_warnings, schedule_warnings
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
+from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.base.progress import Activity
+from megatrain.base.timeline import TIMELINE_NAME, Timeline
 from megatrain.best import Best, MetricError
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.drive_folders import describe_drives
-from megatrain.checkpoint.export import export_checkpoint
-from megatrain.checkpoint.ranks import CheckpointId, RankCopies, RankSaves
 from megatrain.checkpoint.resume import (
-    Checkpoint,
     LostCheckpointsError,
     already_done,
     check_changes,
@@ -34,34 +37,38 @@ from megatrain.checkpoint.resume import (
 )
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
-from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.resolve import (
-    resolve,
-    resolve_best,
-    resolve_evaluation,
-    resolve_logging,
+from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
+from megatrain.config.resolved import (
+    check_writable,
+    config_from_toml,
+    config_lines,
+    to_toml,
     with_commit,
     with_lanes,
     with_packing,
+    write_resolved,
 )
-from megatrain.config.resolved import check_writable, config_from_toml, config_lines, to_toml, write_resolved
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
-from megatrain.engine.environment import deterministic_kernels, device_errors_explained
+from megatrain.engine.environment import (
+    deterministic_kernels,
+    device_errors_explained,
+    give_back_freed_memory,
+)
 from megatrain.engine.ranked import RankedStepEngine, describe_collectives
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
 from megatrain.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.export import export_checkpoint
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_merge, check_target, export_adapter, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.hub import fetch_weights
-from megatrain.models.liger import LigerCrossEntropy, apply_liger_kernels
+from megatrain.models.liger import apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.base import decays
 from megatrain.optim.factory import segment_builder
@@ -72,15 +79,12 @@ from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
 from megatrain.reference import RECORD, Reference
-from megatrain.report.history import write_plan, write_summary
-from megatrain.run.activity import Activity
-from megatrain.run.folder import FINAL_NAME, RunFolder
+from megatrain.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
+from megatrain.run.folder import RunFolder, open_to_all
 from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
-from megatrain.run.metrics import Observers, RunInfo, RunObserver, RunSummary, StepMetrics
+from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
-from megatrain.run.timeline import FILE_NAME as TIMELINE_NAME
-from megatrain.run.timeline import Timeline
 from megatrain.tiers import (
     check_drives,
     claim_folders,
@@ -278,6 +282,7 @@ class Trainer:
             self.save_last()
             self.store.wait_idle()
             moved = self.store.stats() - before
+            moved_beside = _added(moved_beside, self.evaluator.moved_bytes)  # of ranks, that of evaluations
             summary = partial(self._summary, moved, _added(_link_bytes(moved), moved_beside))
             if self._stops:
                 self._finish_copies()
@@ -447,6 +452,10 @@ class Trainer:
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
             self.observer.on_ready(None if continued is None else continued.step)
+            spec = self.run.checkpoint
+            folders = (spec.output_dir, spec.output_dir / CHECKPOINTS_NAME, spec.output_dir / COPIES_NAME, *spec.drives)
+            if everyone := open_to_all(folders):
+                self._warn(everyone)
         if continued is None or continued.data_fingerprint != self.loader.fingerprint():
             for text in self._told_at_start:
                 self.observer.on_message(text)
@@ -503,10 +512,10 @@ class Trainer:
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
         """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
-        if not checkpoint.is_copy and checkpoint.ranks is None:
+        if not checkpoint.is_copy and not checkpoint.is_listed:  # else all its ranks are to copy, and this one is alone
             drive_bytes = self.plan.checkpoint_bytes_on_drives
             with CheckpointCopier(self.run.checkpoint, drive_bytes, self.observer.on_message) as copier:
-                copier.offer(checkpoint.generation, checkpoint.state.step, is_last=True)
+                copier.offer(checkpoint, is_last=True)
                 copier.finish()
 
     # -- load ----------------------------------------------------------------------------------------------------
@@ -521,6 +530,7 @@ class Trainer:
             LockedError: another run uses an NVMe path.
         """
         run, plan = self.run, self.plan
+        give_back_freed_memory()
         # Everything that can be refused is looked at before anything is allocated.
         if run.model.hub is not None and not run.model.from_scratch:
             fetch_weights(run.model.hub, lambda file: self.observer.on_message(str(file)))
@@ -618,14 +628,14 @@ class Trainer:
         # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
         with ExitStack() as stack:
             self.copier = stack.enter_context(self._make_copier())
-            in_store = checkpoint is not None and checkpoint.is_own and not checkpoint.is_copy
-            in_store = in_store and checkpoint is not None and checkpoint.world == run.world.size
-            if checkpoint is not None and in_store:  # a kill may have cut its copy short
-                self.copier.offer(checkpoint.generation, checkpoint.state.step, ranks=checkpoint.ranks)
+            saved = None
+            if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
+                saved = checkpoint
+                self.copier.offer(saved)  # a kill may have cut its copy short
             step = None if checkpoint is None else checkpoint.state.step
             if self.group.world.is_first:
                 write_resolved(self.config)
-                write_plan(plan, self.config, step)
+                write_plan(plan, step)
             # Before the loggers: one of them drops what the file has of later steps.
             evaluations = {}
             if step is not None and self.group.world.is_first:
@@ -662,6 +672,7 @@ class Trainer:
             self._saver = self.saver = Saver(
                 run.checkpoint,
                 self.store,
+                self._make_writer(checkpoint, self._find_best(candidates)),
                 self._observers,
                 self._begin_checkpoint,
                 self.copier,
@@ -669,21 +680,18 @@ class Trainer:
                 should_stop=lambda: self.signals.stop_requested,
                 written_bytes=plan.checkpoint_bytes_in_output_dir,
                 steps_per_epoch=self.loader.steps_per_epoch,
-                saved_step=step if in_store else None,
-                saved_number=checkpoint.generation if checkpoint is not None and in_store else None,
-                ranks=self._rank_saves(checkpoint),
-                best=self._find_best(candidates),
+                saved=saved,
             )
             yield
 
-    def _find_best(self, candidates: Sequence[Checkpoint]) -> CheckpointId | None:
+    def _find_best(self, candidates: Sequence[Checkpoint]) -> Checkpoint | None:
         """Return the checkpoint of the best evaluation so far. Where it is gone, the next one is compared with none."""
         best = Best.of_state(self.state.best)
         if best is None or not self._best.is_kept:
             return None
         for each in candidates:
-            if each.is_own and not each.is_copy and each.state.step == best.step:
-                return CheckpointId(each.generation, is_of_ranks=each.ranks is not None)
+            if each.is_of(self.run.output_dir) and not each.is_copy and each.step == best.step:
+                return each
         self._warn(
             f"the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the best"
         )
@@ -691,28 +699,21 @@ class Trainer:
         return None
 
     def _make_copier(self) -> CheckpointCopier:
-        spec, tell, world = self.run.checkpoint, self.observer.on_message, self.run.world
         drive_bytes = sum(self.group.gather(self.plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
-        copies = None
-        if not world.is_single and spec.num_copies:
-            gather = Collectives().gather_objects
-            copies = RankCopies(self.run.output_dir / COPIES_NAME, world.rank, gather, spec.keep)
-        return CheckpointCopier(spec, drive_bytes, tell, world.rank, copies)
+        rank, gather = self.run.world.rank, self.group.gather
+        return CheckpointCopier(self.run.checkpoint, drive_bytes, self.observer.on_message, rank, gather)
 
-    def _rank_saves(self, loaded: Checkpoint | None) -> RankSaves | None:
-        """Return what the ranks of a run do together to save it; None: it is one process."""
-        run = self.run
-        if run.world.is_single:
-            return None
-        return RankSaves(
-            run.output_dir / CHECKPOINTS_NAME,
-            run.world.rank,
-            Collectives().gather_objects,
+    def _make_writer(self, loaded: Checkpoint | None, best: Checkpoint | None) -> CheckpointWriter:
+        run, tell = self.run, self._observers.on_message
+        path = run.output_dir / CHECKPOINTS_NAME
+        folder = CheckpointFolder(path, run.world.rank, self.group.gather, run.checkpoint.keep, tell)
+        folder.best = best
+        return CheckpointWriter(
+            folder,
             self.store,
             lanes=run.num_lanes,
             elements={key: place.num_elements for key, place in saved_places(self.plan).items()},
-            keep=run.checkpoint.keep,
-            is_past=lambda each: loaded is None or not loaded.is_own or is_not_after(each, loaded),
+            is_past=lambda each: loaded is None or not loaded.is_of(run.output_dir) or is_not_after(each, loaded),
         )
 
     def _ask_reference(self, checkpoint: Checkpoint | None) -> None:
@@ -832,7 +833,6 @@ class Trainer:
             seed=run.seed,
             objective=run.objective,
             compiler=LayerCompiler.of(run.model.compile_backend),
-            cross_entropy=LigerCrossEntropy() if run.model.use_liger_kernel else None,
             timeline=self.timeline,
             device_optimizer=plan.device_optimizer,
             activity=self.activity,
@@ -1326,4 +1326,4 @@ def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
         return checkpoint
     exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
     decayed = _decays(plan, exclude or ("",))  # names nothing, but is not empty
-    return replace(checkpoint, state=replace(checkpoint.state, model={**model, "decays": decayed}))
+    return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.checkpoint.catalog import reader_of
+from megatrain.base.layout import TensorEntry, UnitLayout, entries_within
+from megatrain.base.precision import MASTER_ELEMENTS, decode, encode, high_half
+from megatrain.base.progress import Activity
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.step import weight_is_split
@@ -21,11 +24,8 @@ from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import cut_otherwise
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
-from megatrain.models.layout import TensorEntry, UnitLayout, entries_within
 from megatrain.optim.average import EMA
 from megatrain.plan.placement import FOLDER
-from megatrain.precision import MASTER_ELEMENTS, decode, encode, high_half
-from megatrain.run.activity import Activity
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from megatrain.checkpoint.ranks import RanksReader
-    from megatrain.checkpoint.resume import Checkpoint
+    from megatrain.checkpoint.document import Checkpoint
     from megatrain.models.export import ReadMaster
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FrozenBlock
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from megatrain.optim.base import StateKind
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
-    from tiered import GenerationReader, Lease, TieredStore
+    from tiered import Lease, TieredStore
 
 #: Elements that are read at a time where a checkpoint has a weight in other blocks.
 _READ_ELEMENTS = 1 << 20
@@ -257,19 +256,18 @@ class Weights:
             for text in reasons:
                 self._on_notice(f"{checkpoint} cannot be used: {text}")
         raise CheckpointError(
-            f"none of the {len(candidates)} checkpoints in '{candidates[0].path}' can be used; the newest: {problem}"
+            f"none of the {len(candidates)} checkpoints in '{candidates[0].folder}' can be used; the newest: {problem}"
         )
 
     def _load_blocks(self, checkpoint: Checkpoint) -> None:
         program = self._plan.program
         saved = {key: block for key, block in program.blocks.items() if block.is_saved}
-        reader = reader_of(checkpoint)
+        reader = CheckpointReader(checkpoint)
         self._check_formats(checkpoint, reader)
-        is_here = checkpoint.is_own and not checkpoint.is_copy and checkpoint.world == program.shares.size
+        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.shares.size)
         if is_here and saved.keys() == reader.blocks.keys():
-            ranks = checkpoint.ranks
-            own = checkpoint.generation if ranks is None else ranks.ranks[program.shares.rank].generation
-            self._store.load(own, on_bytes=self._activity.moved)
+            own = checkpoint.ranks[program.shares.rank]
+            self._store.load(own.generation, on_bytes=self._activity.moved)
             return
         places = saved_places(self._plan)
         for key, block in saved.items():
@@ -287,7 +285,7 @@ class Weights:
             self._evict(key)
             self._count(key)
 
-    def _check_formats(self, checkpoint: Checkpoint, reader: GenerationReader | RanksReader) -> None:
+    def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
         if layer := cut_otherwise(self._plan.graph, reader.blocks):
             is_split = self._plan.run.model.cuts_experts
@@ -313,7 +311,7 @@ class Weights:
                     "run from its exported model, whose moments begin at zero"
                 )
 
-    def _read_cut_otherwise(self, reader: GenerationReader | RanksReader, key: str, start: int, out: Tensor) -> None:
+    def _read_cut_otherwise(self, reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
         """Read a range of a weight that the checkpoint has in other blocks: whole, or in parts."""
         name = key.rpartition("/")[0]
         begin = 0
@@ -693,7 +691,7 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
     return found
 
 
-def _read_elements(reader: GenerationReader | RanksReader, key: str, start: int, out: Tensor) -> None:
+def _read_elements(reader: CheckpointReader, key: str, start: int, out: Tensor) -> None:
     """Read a range of a block, a few pieces at a time.
 
     Raises:

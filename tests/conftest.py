@@ -25,7 +25,7 @@ import hypothesis
 import pytest
 import torch
 
-from megatrain.plan.machine import file_system_of
+from megatrain.machine.machine import file_system_of
 
 # A run refuses tmpfs as a drive, and on many systems the usual folder for temporary files is one.
 if file_system_of(Path(tempfile.gettempdir())).nature == "memory" and os.access("/var/tmp", os.W_OK):

@@ -37,7 +37,7 @@ LAUNCHER = ROOT / "tests" / "fakes" / "on_virtual_gpu.py"
 FIELDS = {"bench", "hardware", "versions", "commit", "T", "name", "value", "unit", "target", "ok", "timing"}
 
 #: Benches that measure resident memory: a new interpreter has none of others.
-COLD = ("activations", "large")
+COLD = ("activations", "large", "process_memory")
 #: Command line of every bench at its smallest.
 ARGUMENTS = {
     "step": ["--quick", "--steps", "2", "--tokens", "2x1x32"],
@@ -58,6 +58,7 @@ ARGUMENTS = {
     "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
     "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],
     "plan_accuracy": ["--quick", "--only", "small_on_nvme", "--steps", "3"],
+    "process_memory": ["--quick", "--only", "narrow.ram.1024"],
     "gpu": [
         *["--quick", "--device", "cpu", "--steps", "1", "--parts", "rates,7b_4k"],
         *["--megatrain", str(ROOT / "tests" / "fakes" / "stand_in_megatrain")],
@@ -122,6 +123,13 @@ def test_step_compares_the_sides() -> None:
     assert rows["ratio.ours_ram/plain"]["target"] == 1.10
     assert rows["ours_nvme.nvme->ram.moved"]["value"] > 0  # the drive takes part
     assert rows["loss.steps_that_differ_by_placement"]["value"] == 0
+
+
+@pytest.mark.slow
+def test_the_process_is_foreseen_at_long_rows() -> None:
+    rows = {row["name"]: row for row in run("process_memory", "--only", "narrow.ram.16384")}
+    assert rows["narrow.ram.16384.ratio"]["ok"], rows
+    assert rows["narrow.ram.16384.planned.tier"]["value"] > 128 << 20
 
 
 @pytest.mark.slow
@@ -520,6 +528,19 @@ def test_a_gpu_that_is_not_there_and_time_that_is_over_are_said(tmp_path: Path) 
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [row["name"] for row in rows] == ["14b.ours.skipped", "zero3.ours.skipped", "zero3.zero3.skipped"]
     assert all("out of time" in row["value"] for row in rows)
+
+
+def test_a_side_without_time_for_a_step_tells_of_its_start(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    part = part_named("14b").small()
+    result = {"num_parameters": 5, "optimizer": "AdamW", "start_s": 2.0, "start_parts_s": {"plan": 1.0}, "steps": []}
+    rows = Rows(Report("gpu", as_json=True, tokens_per_step=part.tokens), "14b", part)
+    arguments = argparse.Namespace(layers=None, quick=True, megatrain=None)
+    comparison = gpu.Comparison("14b", part, tmp_path, arguments, rows, time.monotonic() + 600)
+    comparison._run_side = Mock(return_value=({**result, "start_bytes": {}}, "out of time"))  # type: ignore[method-assign]
+    comparison.run()
+    found = {row["name"]: row["value"] for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["14b.ours.failed"] == "out of time" and found["14b.ours.start"] == 2.0
+    assert found["14b.ours.start.plan"] == 1.0 and "14b.ours.step" not in found
 
 
 def test_optimizer_compares_every_format_with_its_ceiling() -> None:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, Report
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.formats import IGNORED, Conversation
+from megatrain.data.formats import Conversation
 from megatrain.data.sources import read_rows
-from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 
 ROWS_PER_STEP = 2
@@ -162,7 +163,7 @@ def documents_of(data: TokenDataset) -> list[dict[str, list[int]]]:
     rows = []
     for first, end in zip(data.starts[:-1], data.starts[1:], strict=True):
         ids, trained = data.tokens[first:end].tolist(), data.trained[first:end].tolist()
-        labels = [token if wanted else IGNORED for token, wanted in zip(ids, trained, strict=True)]
+        labels = [token if wanted else IGNORED_LABEL for token, wanted in zip(ids, trained, strict=True)]
         rows.append({"ids": ids, "labels": labels})
     return rows
 
@@ -198,12 +199,14 @@ def tell_masks(report: Report, kind: str, ours: Rows, theirs: Rows, config: RunC
         shared = min(len(mine["ids"]), len(other["ids"]))
         num_other_ids += mine["ids"][:shared] != other["ids"][:shared]
         for name, row, against in (("ours", mine, other), ("trl", other, mine)):
-            labels = [*against["labels"], *[IGNORED] * len(row["labels"])]
-            found = [label for label, seen in zip(row["labels"], labels, strict=False) if label not in (IGNORED, seen)]
+            labels = [*against["labels"], *[IGNORED_LABEL] * len(row["labels"])]
+            found = [
+                label for label, seen in zip(row["labels"], labels, strict=False) if label not in (IGNORED_LABEL, seen)
+            ]
             only[name] += [tokenizer.decode([token]) for token in found]
     report.row(f"trl.{kind}.rows", len(theirs), "rows")
     report.row(f"trl.{kind}.rows_with_other_tokens", num_other_ids, "rows", target=0, ok=num_other_ids == 0)
-    trained = sum(label != IGNORED for row in ours for label in row["labels"])
+    trained = sum(label != IGNORED_LABEL for row in ours for label in row["labels"])
     report.row(f"trl.{kind}.trained_by_ours", trained, "tokens")
     for name, tokens in only.items():
         is_claimed = kind == "text" or name == "ours"

@@ -15,17 +15,17 @@ from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, W
 from bench.gpu_sides.cases import merged
 from bench.gpu_sides.job import SEED, Job, StepSeen, fill_range
 from bench.sides import Ours, run_config, with_tight_ram
-from megatrain.config.resolve import resolve
+from megatrain.base.layout import UnitLayout, entries_within
+from megatrain.base.timeline import COMPUTE
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
-from megatrain.models.layout import UnitLayout, entries_within
 from megatrain.models.load import WeightLoader
 from megatrain.plan.placement import Placement
 from megatrain.plan.planner import plan_run
-from megatrain.plan.what_if import step_seconds
-from megatrain.run.timeline import COMPUTE
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from megatrain.weights import RandomWeights
+from megatrain.what_if import step_seconds
 
 
 class _SeededWeights(RandomWeights):

@@ -43,9 +43,8 @@ class Rows:
         if is_ours:
             self.row(f"{side}.runs", 0, "1", target=1, ok=False)
 
-    def side(self, side: str, result: Result, num_warm: int) -> None:
-        """Print what every side tells: size, optimizer, seconds and their parts, peaks, losses."""
-        steps = measured(result, num_warm)
+    def start(self, side: str, result: Result) -> None:
+        """Print what a side tells before its first step: size, optimizer, seconds of the start and of its parts."""
         row = self.row
         row(f"{side}.parameters", result["num_parameters"], "1")
         if "num_layers" in result:
@@ -56,6 +55,11 @@ class Rows:
             row(f"{side}.start.{part}", seconds, "s")
             if nbytes := result["start_bytes"].get(part):
                 row(f"{side}.start.{part}_per_gb", seconds / (nbytes / 1e9), "s/GB")
+
+    def side(self, side: str, result: Result, num_warm: int) -> None:
+        """Print what steps of every side tell: seconds and their parts, peaks, losses."""
+        steps = measured(result, num_warm)
+        row = self.row
         if result.get("num_steps_missing"):
             row(f"{side}.steps_without_time", result["num_steps_missing"], "1")
         row(f"{side}.step", step_s(steps), "s")

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatrain.base.precision import decode, encode
 from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, master_kinds
-from megatrain.precision import decode, encode
 
 
 class Signum:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import threading
 import time
@@ -9,15 +10,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.ranks import RANKS_NAME, prune_other_worlds, rank_folder_name
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME
-from tiered import CopyFigures, GenerationReader, WholeCopies, newest_first
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.writer import CheckpointFolder, CopyWriter
+from tiered import CopyFigures, GenerationReader, WholeCopies
 from tiered.errors import TieredError
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.ranks import RankCopies, RanksCheckpoint
+    from megatrain.checkpoint.document import Checkpoint
     from megatrain.checkpoint.state import CheckpointSpec
+    from megatrain.checkpoint.writer import Gather
 
 __all__ = ["CheckpointCopier"]
 
@@ -30,11 +32,9 @@ class _CancelledError(Exception):
 class _Job:
     """One copy: its checkpoint, the thread that makes it, and what came of it."""
 
-    number: int
-    step: int
-    ranks: RanksCheckpoint | None = None
+    checkpoint: Checkpoint
     stays: Sequence[int] = ()
-    """Of several ranks: the copies of this one that are not removed."""
+    """The copies of this rank that are not removed."""
     thread: threading.Thread | None = None
     figures: CopyFigures | None = None
     error: Exception | None = None
@@ -49,15 +49,15 @@ class CheckpointCopier:
     being copied is queued; a later one replaces it in the queue. Training waits only where the checkpoint being
     copied would be pruned. A failed copy is reported and costs the copy, never the run.
 
-    Of several ranks each copies its own part, and all call the same methods in the same order.
+    Each rank copies its own part, and all call the same methods in the same order.
 
     Args:
         spec: which checkpoints are copied, and where.
         drive_bytes: of one checkpoint, what lies on drives and is copied, by all ranks together. 0: checkpoints are
             whole without copies.
         tell: called with messages for the user.
-        rank: this one, of several.
-        ranks: what it does together with the others; None: it is alone.
+        rank: number of this process.
+        gather: returns what all ranks gave, by rank (``RankGroup.gather``); default: there is one.
     """
 
     def __init__(
@@ -66,16 +66,18 @@ class CheckpointCopier:
         drive_bytes: int,
         tell: Callable[[str], None],
         rank: int = 0,
-        ranks: RankCopies | None = None,
+        gather: Gather = lambda item: [item],
     ) -> None:
         self.is_on = spec.num_copies > 0 and drive_bytes > 0
         self._every = spec.copy_every
-        self._keep, self._min_free_disk = spec.keep, spec.min_free_bytes
+        self._min_free_disk = spec.min_free_bytes
         self._drive_bytes, self._tell = drive_bytes, tell
-        self._folder, self._rank, self._ranks = spec.output_dir / COPIES_NAME, rank, ranks
-        own = "" if ranks is None else rank_folder_name(rank)
-        self._source, self._path = spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
-        self._drives = [path / own for path in spec.drives]
+        self._folder = spec.output_dir / COPIES_NAME
+        if self.is_on:
+            folder = CheckpointFolder(self._folder, rank, gather, spec.keep, tell, passes_over_damage=True)
+            own, self._writer = folder.own, CopyWriter(folder)
+            self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
+            self._drives = [path / own for path in spec.drives]
         self._copies: WholeCopies | None = None
         self._job: _Job | None = None  # under way
         self._next: _Job | None = None  # due after it
@@ -89,21 +91,19 @@ class CheckpointCopier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def offer(self, number: int, step: int, *, ranks: RanksCheckpoint | None = None, is_last: bool = False) -> None:
-        """Copy a checkpoint that was committed, if one is due.
+    def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
+        """Copy a checkpoint that was made, if one is due.
 
         Args:
-            number: of the generation; of several ranks: of their checkpoint.
-            step: steps done.
-            ranks: what each rank has of it.
+            checkpoint: of the stores of these ranks.
             is_last: it is the last one of this start of the run: it is copied unless it is already.
         """
         if not self.is_on:
             return
         self.poll()
-        if not (self._newest() != number if is_last else self._is_due(number)):
+        if not (self._newest() != checkpoint.number if is_last else self._is_due(checkpoint.number)):
             return
-        job = _Job(number, step, ranks)
+        job = _Job(checkpoint)
         if self._job is None:
             self._start(job)
         else:
@@ -114,26 +114,26 @@ class CheckpointCopier:
         """Report a copy that has finished, and start the next one."""
         if self._job is None or self._job.thread is None:
             return
-        is_done = not self._job.thread.is_alive()
-        if not (is_done if self._ranks is None else self._ranks.are_done(is_done)):
+        if not self._writer.are_done(not self._job.thread.is_alive()):
             return
         job, self._job = self._job, None
-        if self._ranks is not None and job.ranks is not None:
-            job.figures, problem = self._ranks.finish(job.ranks, job.figures, job.error)
-            job.error = None if job.figures is not None else TieredError(problem)
-        self._report(job)
+        moved, problem = self._writer.finish(job.checkpoint, job.figures, job.error)
+        if self._copies is not None and moved is not None:
+            with contextlib.suppress(OSError):  # the next copy tries this again
+                self._copies.keep_only(self._writer.folder.generations(self._writer.folder.known))
+        self._report(job, moved, problem)
         if self._next is not None:
             job, self._next = self._next, None
             self._start(job)
 
-    def wait_for_those_that_go(self, outgoing: Sequence[int]) -> None:
+    def wait_for_those_that_go(self, outgoing: Sequence[Checkpoint]) -> None:
         """Wait until no checkpoint that the next commit prunes is being copied.
 
         Args:
-            outgoing: numbers of the checkpoints that go.
+            outgoing: the checkpoints that go.
         """
         self.poll()
-        if self._job is None or self._job.number not in outgoing:
+        if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
         self._pass_over_next()  # the one that is committed now takes its place, and has more time
         self._wait()
@@ -143,7 +143,7 @@ class CheckpointCopier:
         while self._job is not None:
             if self._job.thread is not None and self._job.thread.is_alive():
                 size = format_size(self._drive_bytes)
-                self._tell(f"copying the checkpoint of step {self._job.step} into '{self._folder}', {size}")
+                self._tell(f"copying the checkpoint of step {self._job.checkpoint.step} into '{self._folder}', {size}")
             self._wait()
 
     def close(self) -> None:
@@ -169,24 +169,24 @@ class CheckpointCopier:
 
     def _newest(self) -> int:
         """Return the number of the newest copy, also one that is not made yet; 0: there is none."""
-        pending = [job.number for job in (self._job, self._next) if job is not None]
-        made = newest_first(self._path) if self._ranks is None else [self._ranks.newest]
-        return max([*made, *pending], default=0)
+        pending = [job.checkpoint.number for job in (self._job, self._next) if job is not None]
+        return max(self._writer.folder.newest_number, *pending, 0)
 
     def _pass_over_next(self) -> None:
         if self._next is None or self._job is None:
             return
         if not self._said_slow:
             self._said_slow = True
+            due, going = self._next.checkpoint.step, self._job.checkpoint.step
             self._tell(
-                f"the checkpoint of step {self._next.step} is not copied: the copy of step {self._job.step} still goes "
-                "on, and a newer one is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
+                f"the checkpoint of step {due} is not copied: the copy of step {going} still goes on, and a newer one "
+                "is due. Save less often, or copy fewer: checkpoint.save_copy = 2"
             )
         self._next = None
 
     def _start(self, job: _Job) -> None:
         self._hurry.clear()
-        job.stays = () if self._ranks is None else self._ranks.begin()
+        job.stays = self._writer.begin()
         job.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-copy")
         self._job = job
         job.thread.start()
@@ -207,10 +207,7 @@ class CheckpointCopier:
             self._copies = WholeCopies(self._path)
         copies = self._copies
         # Before the new one is made, so that the drive never holds more than the plan says; the newest always stays.
-        if job.ranks is None:
-            copies.prune(self._keep - 1)
-        else:
-            copies.keep_only(job.stays)
+        copies.keep_only(job.stays)
         free, need = shutil.disk_usage(self._path).free, self._drive_bytes + self._min_free_disk
         if free < need:
             raise TieredError(
@@ -218,14 +215,8 @@ class CheckpointCopier:
                 f"{format_size(self._drive_bytes)} and checkpoint.min_free_disk is {format_size(self._min_free_disk)}. "
                 f"Free {format_size(need - free)}"
             )
-        generation = job.number if job.ranks is None else job.ranks.ranks[self._rank].generation
-        reader = GenerationReader(self._source, generation, self._drives)
-        figures = copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
-        if job.ranks is None:
-            copies.prune(self._keep)
-            if (self._path / RANKS_NAME).exists():  # of an earlier start
-                prune_other_worlds(self._path, self._keep, 1)
-        return figures
+        reader = GenerationReader(self._source, job.checkpoint.ranks[self._rank].generation, self._drives)
+        return copies.copy(reader, _Pace(self._hurry, self._cancelled).rest)
 
     def _wait(self) -> None:
         """Wait for the copy under way, and start the next one; a signal may interrupt it."""
@@ -235,18 +226,17 @@ class CheckpointCopier:
         self.poll()
         self._hurry.set()
 
-    def _report(self, job: _Job) -> None:
-        if job.error is not None:
+    def _report(self, job: _Job, moved: tuple[int, int] | None, problem: str) -> None:
+        step = job.checkpoint.step
+        if moved is None:
             self._tell(
-                f"the checkpoint of step {job.step} was not copied into '{self._folder}': {job.error}. It is whole "
+                f"the checkpoint of step {step} was not copied into '{self._folder}': {problem}. It is whole "
                 "where it lies; the next one is copied again"
             )
-        elif job.figures is not None:
-            copied, linked = format_size(job.figures.copied_bytes), format_size(job.figures.linked_bytes)
-            parts = f"{copied} copied" + (f", {linked} linked" if job.figures.linked_bytes else "")
-            self._tell(
-                f"copied checkpoint at step {job.step} into '{self._folder}': {parts}, compared, in {job.seconds:.1f} s"
-            )
+            return
+        copied, linked = map(format_size, moved)
+        parts = f"{copied} copied" + (f", {linked} linked" if moved[1] else "")
+        self._tell(f"copied checkpoint at step {step} into '{self._folder}': {parts}, compared, in {job.seconds:.1f} s")
 
 
 class _Pace:

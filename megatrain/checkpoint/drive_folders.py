@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME, COPIES_NAME, bytes_on_drives
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.whereabouts import bytes_on_drives
 from tiered.ext import read_owner, snapshot_folders
 from tiered.units import format_size
 

@@ -5,28 +5,19 @@ from __future__ import annotations
 import contextlib
 import json
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
+from megatrain.base.observer import RunSummary
 from megatrain.best import Best
-from megatrain.checkpoint.ranks import RanksCheckpoint, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints
+from megatrain.checkpoint.scan import Lost, scan
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
-from megatrain.checkpoint.whereabouts import (
-    CHECKPOINTS_NAME,
-    COPIES_NAME,
-    Lost,
-    in_order,
-    saved_checkpoints,
-)
-from megatrain.config.resolve import with_lanes
-from megatrain.config.resolved import compare, config_from_toml
+from megatrain.config.resolved import compare, config_from_toml, with_lanes
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
-from megatrain.run.folder import FINAL_NAME
-from megatrain.run.metrics import RunSummary
-from tiered import newest_first, read_manifest
 from tiered.errors import GenerationError, NewerFormatError
 
 if TYPE_CHECKING:
@@ -36,7 +27,6 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "Checkpoint",
     "ConfigChangedError",
     "LostCheckpointsError",
     "NoSuchCheckpointError",
@@ -85,39 +75,6 @@ class LostCheckpointsError(CheckpointError):
         super().__init__(message)
 
 
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A committed generation that is a checkpoint; its blocks are not read yet.
-
-    Attributes:
-        path: directory of generations.
-        generation: its number.
-        state: where the run stands.
-        is_own: whether it lies in the run's own folder, else in that of the run it is to start from.
-        is_copy: whether it is a whole copy, which the store of the run does not know.
-        ranks: what each rank has of it; None: one process wrote it, and ``generation`` has all of it.
-    """
-
-    path: Path
-    generation: int
-    state: RunState
-    is_own: bool = True
-    is_copy: bool = False
-    ranks: RanksCheckpoint | None = None
-
-    @property
-    def world(self) -> int:
-        """Number of ranks that wrote it."""
-        return 1 if self.ranks is None else self.ranks.world
-
-    def __str__(self) -> str:
-        what = "copy of the checkpoint" if self.is_copy else "checkpoint"
-        number = (
-            f"generation {self.generation}" if self.ranks is None else f"number {self.generation}, {self.world} ranks"
-        )
-        return f"the {what} of step {self.state.step} in '{self.path}' ({number})"
-
-
 def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> list[Checkpoint]:
     """Return the checkpoints and copies the run may resume from, best first; empty: it starts from scratch.
 
@@ -132,22 +89,22 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
         CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
     """
     source = spec.resume_from
-    found = _all(spec.output_dir, True, on_notice)
+    found = _all(spec.output_dir, spec.drives, on_notice)
     if source == "no":
         if found:
             raise CheckpointError(
-                f"'{spec.output_dir}' holds a run that was saved at step {found[0].state.step}, and "
+                f"'{spec.output_dir}' holds a run that was saved at step {found[0].step}, and "
                 'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, name another output_dir, or '
                 f"remove its checkpoints: megatrain-tier ckpt rm {spec.output_dir} --all"
             )
         return []
     if found or source == "auto":
-        return _with_all_parts(found, spec.output_dir, spec.drives, on_notice)
+        return _with_all_parts(found, spec.output_dir, on_notice)
     other = Path(source)
     if any((other / name).is_dir() for name in (CHECKPOINTS_NAME, COPIES_NAME)):
-        found = _with_all_parts(_all(other, False, on_notice), other, spec.drives, on_notice)
+        found = _with_all_parts(_all(other, spec.drives, on_notice), other, on_notice)
     else:  # a directory of generations itself
-        found = _whole(other, False, on_notice)
+        found = _readable(other, spec.drives, on_notice)
     if not found:
         raise NoSuchCheckpointError(
             f"checkpoint.resume_from_checkpoint: '{other}' holds no checkpoint. Name the output_dir of a run that saved"
@@ -155,11 +112,11 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
     return found
 
 
-def is_not_after(of_ranks: RanksCheckpoint, loaded: Checkpoint) -> bool:
-    """Return whether a checkpoint of several ranks in a run's folder is not newer than the one that was loaded."""
-    if loaded.ranks is not None:
-        return of_ranks.number <= loaded.ranks.number
-    return str(of_ranks.meta.get("saved_at", "")) <= loaded.state.saved_at
+def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
+    """Return whether a checkpoint in a run's folder is not newer than the one that was loaded."""
+    if checkpoint.is_listed == loaded.is_listed:
+        return checkpoint.number <= loaded.number
+    return checkpoint.saved_at <= loaded.saved_at
 
 
 def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
@@ -174,59 +131,48 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
     other = [] if resume_from == "auto" else [Path(resume_from)]
     folders = [folder for run in (output_dir, *other) for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)]
     for folder in folders:
-        metas = [*_newest_meta(folder), *_newest_meta_of_ranks(folder)]
-        if metas:
-            meta = max(metas, key=lambda meta: str(meta.get("saved_at", "")))
+        # What cannot be read, whoever loads it says.
+        known = read_checkpoints(folder, on_damage=lambda error: None)
+        newest = next((each for each in reversed(known) if each.problem is None and not each.is_future), None)
+        if newest is not None:
             try:
-                lanes = tomllib.loads(str(meta.get("config_toml", ""))).get("training", {}).get("gradient_lanes", 1)
+                table = tomllib.loads(str(newest.meta.get("config_toml", "")))
             except tomllib.TOMLDecodeError:
-                continue  # whoever loads it says so
+                continue
+            lanes = table.get("training", {}).get("gradient_lanes", 1)
             return lanes if isinstance(lanes, int) else 1
     return None
 
 
-def _newest_meta(folder: Path) -> Iterator[Mapping[str, Any]]:
-    for generation in newest_first(folder):
-        with contextlib.suppress(GenerationError):  # whoever loads it says so
-            yield read_manifest(folder, generation).meta
-            return
+def _all(output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
+    """Return the checkpoints of a run and their copies whose documents can be read, newest first.
 
-
-def _newest_meta_of_ranks(folder: Path) -> Iterator[Mapping[str, Any]]:
-    with contextlib.suppress(GenerationError):
-        yield from (each.meta for each in read_checkpoints(folder)[-1:])
-
-
-def _all(output_dir: Path, is_own: bool, on_notice: Callable[[str], None]) -> list[Checkpoint]:
-    """Return the checkpoints of a run and their copies whose manifests can be read, newest first.
-
-    Raises as ``_whole`` where there is no copy.
+    Raises as ``_readable`` where there is no copy.
     """
-    copies = _whole(output_dir / COPIES_NAME, is_own, on_notice, is_copy=True)
+    copies: list[Checkpoint] = []
+    with contextlib.suppress(UnreadableCheckpointsError):
+        copies = _readable(output_dir / COPIES_NAME, drives, on_notice)
     try:
-        own = _whole(output_dir / CHECKPOINTS_NAME, is_own, on_notice)
+        own = _readable(output_dir / CHECKPOINTS_NAME, drives, on_notice)
     except UnreadableCheckpointsError as error:
         if not copies:
             raise
         on_notice(str(error))
         own = []
-    return in_order(own, copies, lambda checkpoint: checkpoint.state.saved_at)
+    return in_order(own, copies)
 
 
 def _with_all_parts(
-    found: Sequence[Checkpoint], output_dir: Path, drives: Sequence[Path], on_notice: Callable[[str], None]
+    found: Sequence[Checkpoint], output_dir: Path, on_notice: Callable[[str], None]
 ) -> list[Checkpoint]:
     """Return those of which no part is gone with a drive; says so of the others, in one message.
 
     Raises:
         LostCheckpointsError: none is left.
     """
-    saved = saved_checkpoints(output_dir, drives)
-    gone = {(each.is_copy, each.generation) for each in saved if each.missing}
-    # Where parts of ranks lie their manifests say, which are read when the checkpoint is loaded.
-    left = [each for each in found if each.ranks is not None or (each.is_copy, each.generation) not in gone]
-    lost = Lost.of(saved)
-    if lost is None or len(left) == len(found):
+    left = [each for each in found if not each.is_gone]
+    lost = Lost.among(found)
+    if lost is None:
         return left
     if not left:
         raise LostCheckpointsError(
@@ -246,48 +192,34 @@ def _what_is_left(output_dir: Path) -> str:
     return "There is no copy of them in output_dir, and nothing that a run could continue"
 
 
-def _whole(folder: Path, is_own: bool, on_notice: Callable[[str], None], *, is_copy: bool = False) -> list[Checkpoint]:
-    """Return the checkpoints in a folder whose manifests can be read, newest first.
+def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], None]) -> list[Checkpoint]:
+    """Return the checkpoints in a folder whose documents can be read, newest first; of some, parts may be gone.
 
     Raises:
         CheckpointError: a newer version of this program wrote the newest one, or there are some and none can be read:
             then what was saved is neither passed over nor overwritten.
     """
-    checkpoints: list[Checkpoint] = []
     problems: list[str] = []
-    for generation in newest_first(folder):
-        where = f"generation {generation} in '{folder}'"
-        try:
-            manifest = read_manifest(folder, generation)
-            state = RunState.from_meta(manifest.meta, where=where)
-        except (NewerFormatError, CheckpointError) as error:
-            if not checkpoints:
-                raise CheckpointError(str(error)) from error
-        except GenerationError as error:
-            problems.append(str(error))
-            on_notice(f"a checkpoint is passed over: {error}")
-        else:
-            checkpoints.append(Checkpoint(folder, generation, state, is_own, is_copy))
-    try:
-        of_ranks = [
-            Checkpoint(
-                folder,
-                each.number,
-                RunState.from_meta(each.meta, where=f"checkpoint {each.number} in '{folder}'"),
-                is_own,
-                is_copy,
-                each,
-            )
-            for each in reversed(read_checkpoints(folder))
-        ]
-    except (NewerFormatError, CheckpointError) as error:
-        raise CheckpointError(str(error)) from error
-    except GenerationError as error:
-        of_ranks = []
+
+    def pass_over(error: GenerationError) -> None:
+        if isinstance(error, NewerFormatError):
+            raise CheckpointError(str(error)) from error
         problems.append(str(error))
         on_notice(f"checkpoints of several ranks are passed over: {error}")
-    checkpoints = in_order(checkpoints, of_ranks, lambda checkpoint: checkpoint.state.saved_at)
-    if problems and not checkpoints and not is_copy:
+
+    checkpoints: list[Checkpoint] = []
+    for each in scan(folder, drives, on_damage=pass_over):
+        if each.is_future:
+            continue
+        if each.problem is None or each.lost:
+            checkpoints.append(each)
+        elif each.is_foreign:
+            if not checkpoints:
+                raise CheckpointError(each.problem)
+        else:
+            problems.append(each.problem)
+            on_notice(f"a checkpoint is passed over: {each.problem}")
+    if problems and not checkpoints:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "
             "Bring their files back, or name another output_dir"
@@ -378,7 +310,7 @@ def already_done(
     """
     state, folder = checkpoint.state, output_dir / FINAL_NAME
     best = Best.of_state(state.best)
-    if not checkpoint.is_own or (state.step < num_steps and not rule.is_over(best)):
+    if not checkpoint.is_of(output_dir) or (state.step < num_steps and not rule.is_over(best)):
         return None
     try:
         record = json.loads((folder / RECORD_FILE).read_bytes())

@@ -7,20 +7,17 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.ranks import RANKS_NAME, CheckpointId, prune_other_worlds
+from megatrain.base.observer import CheckpointMetrics, RunObserver
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
-from megatrain.run.metrics import CheckpointMetrics, RunObserver
-from tiered import newest_first
-from tiered.errors import TieredError
-from tiered.ext import files_below, generation_folder
 from tiered.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain.base.progress import Activity
     from megatrain.checkpoint.copier import CheckpointCopier
-    from megatrain.checkpoint.ranks import RankSaves
-    from megatrain.run.activity import Activity
+    from megatrain.checkpoint.document import Checkpoint
+    from megatrain.checkpoint.writer import CheckpointWriter
     from tiered import Commit, TieredStore
 
 #: Seconds between checks of a drive with too little free space.
@@ -37,13 +34,10 @@ class Saver:
         activity: is told what is being written.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
-        saved_step: step of the newest checkpoint; None without one.
-        saved_number: that of its generation, or of the checkpoint of several ranks; None without one.
-        ranks: what this rank does together with the others, whose savers are called in the same order; None: alone.
-        best: checkpoint of the best evaluation, which stays; None without one.
+        writer: makes checkpoints, together with the other ranks: their savers are called in the same order.
+        saved: the newest checkpoint of these ranks; None without one.
 
     Attributes:
-        saved_step: as above, kept current.
         is_waiting: paused until disk space is freed.
     """
 
@@ -51,6 +45,7 @@ class Saver:
         self,
         spec: CheckpointSpec,
         store: TieredStore,
+        writer: CheckpointWriter,
         observer: RunObserver,
         begin: Callable[[], None],
         copier: CheckpointCopier,
@@ -59,25 +54,23 @@ class Saver:
         should_stop: Callable[[], bool],
         written_bytes: int,
         steps_per_epoch: int,
-        saved_step: int | None = None,
-        saved_number: int | None = None,
-        ranks: RankSaves | None = None,
-        best: CheckpointId | None = None,
+        saved: Checkpoint | None = None,
     ) -> None:
-        if ranks is None:
-            store.keep_also(self._best_one)
-        self._ranks = ranks
-        self._set_best(best)
-        self.saved_step, self._saved_number = saved_step, saved_number
+        self._writer, self._saved = writer, saved
         self.is_waiting = False
         self._spec = spec
         self._store, self._observer, self._begin = store, observer, begin
         self._copier, self._should_stop, self._activity = copier, should_stop, activity
-        self._written_bytes = written_bytes * (1 if ranks is None else ranks.world)
+        self._written_bytes = written_bytes * len(writer.folder.paths)
         self._steps_per_epoch = steps_per_epoch
         self._path = Path(store.path or spec.output_dir)
         self._last_s = time.monotonic()
         self._in_flight: tuple[Commit, RunState, float] | None = None  # seconds stalled
+
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the newest checkpoint; None without one."""
+        return None if self._saved is None else self._saved.step
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
@@ -110,11 +103,9 @@ class Saver:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_room(state.step)
-            outgoing = self._outgoing(self._spec.keep - 1) if self._ranks is None else self._ranks.outgoing()
-            self._copier.wait_for_those_that_go(outgoing)
+            self._copier.wait_for_those_that_go(self._writer.outgoing())
             self._begin()
-            if self._ranks is not None:
-                self._ranks.begin()
+            self._writer.begin()
             commit = self._store.commit(state.to_meta())
             self._activity.saving = commit
             self._in_flight = commit, state, time.perf_counter() - start_s
@@ -124,10 +115,8 @@ class Saver:
 
     def poll(self) -> None:
         """Report a checkpoint, and a copy, that has ended meanwhile. Raises as ``finish``."""
-        if self._in_flight is not None:
-            commit = self._in_flight[0]
-            if commit.is_done if self._ranks is None else self._ranks.are_whole(commit):
-                self.finish()
+        if self._in_flight is not None and self._writer.are_whole(self._in_flight[0]):
+            self.finish()
         self._copier.poll()
 
     def copy_last(self) -> None:
@@ -136,64 +125,30 @@ class Saver:
 
     def _offer(self, *, is_last: bool = False) -> None:
         """Have the newest checkpoint copied, if one is due."""
-        number, step = self._saved_number, self.saved_step
-        if number is not None and step is not None:
-            of_ranks = None if self._ranks is None else self._ranks.find(number)
-            self._copier.offer(number, step, ranks=of_ranks, is_last=is_last)
+        if self._saved is not None:
+            self._copier.offer(self._saved, is_last=is_last)
 
     def finish(self) -> None:
         """Wait for the checkpoint in flight, if there is one, and report it.
 
         Raises:
+            CheckpointError: a rank could not write its part.
             TransferError: it could not be written.
         """
         if self._in_flight is None:
             return
         commit, state, stall_s = self._in_flight
-        step = state.step
         wait_start_s = time.perf_counter()
-        if self._ranks is None:
-            commit.wait()
-            number = commit.generation
-            if (self._path / RANKS_NAME).exists():
-                self._prune_of_ranks()
-        else:
-            number = self._ranks.finish(commit, state.to_meta()).number
+        saved = self._writer.finish(commit, state.to_meta())
         stall_s += time.perf_counter() - wait_start_s
-        self._in_flight = None
-        self.saved_step, self._saved_number = step, number
-        if state.best is not None and state.best["step"] == step and number is not None:
-            self._set_best(CheckpointId(number, is_of_ranks=self._ranks is not None))
-        figures, path = commit.figures, self._path
-        sizes = figures.nbytes, figures.written_bytes, figures.linked_bytes
-        if self._ranks is not None:
-            path, sizes = path.parent, self._ranks.of_all(sizes)
-        self._observer.on_checkpoint(
-            CheckpointMetrics(
-                step,
-                path,
-                *sizes,
-                figures.seconds,
-                stall_s,
-            )
-        )
+        self._in_flight, self._saved = None, saved
+        if state.best is not None and state.best["step"] == state.step:
+            self._writer.folder.best = saved
+        figures = commit.figures
+        sizes = self._writer.of_all((figures.nbytes, figures.written_bytes, figures.linked_bytes))
+        path = self._writer.folder.path
+        self._observer.on_checkpoint(CheckpointMetrics(state.step, path, *sizes, figures.seconds, stall_s))
         self._offer()
-
-    def _set_best(self, best: CheckpointId | None) -> None:
-        self._best = best
-        if self._ranks is not None:
-            self._ranks.best = best
-
-    def _best_one(self) -> list[int]:
-        """Return the generation of the best checkpoint, where one process wrote it."""
-        return [] if self._best is None or self._best.is_of_ranks else [self._best.number]
-
-    def _prune_of_ranks(self) -> None:
-        """Remove checkpoints of several ranks that are older than those to be kept: an earlier start wrote them."""
-        try:
-            prune_other_worlds(self._path, self._spec.keep, 1, self._best)
-        except (TieredError, OSError) as error:
-            self._observer.on_message(f"old checkpoints in '{self._path}' could not be removed: {error}")
 
     def _wait_for_room(self, step: int) -> None:
         """Wait until the drive of the checkpoints has room for one more and ``min_free_disk``.
@@ -236,17 +191,4 @@ class Saver:
     def _room(self) -> tuple[int, bool]:
         """Return the bytes that a checkpoint may take, and whether a stop was requested; the same on all ranks."""
         drive = next(path for path in (self._path, *self._path.parents) if path.exists())
-        if self._ranks is not None:
-            return self._ranks.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())
-        return shutil.disk_usage(drive).free + self._outgoing_bytes(), self._should_stop()
-
-    def _outgoing(self, keep: int) -> list[int]:
-        """Return the generations that a commit removes of which the newest ``keep`` stay."""
-        known = sorted(set(newest_first(self._path)) - set(self._best_one()))
-        return known[: max(0, len(known) - keep)]
-
-    def _outgoing_bytes(self) -> int:
-        """Return what the generations take in ``output_dir`` that make way for the next one; copies may link it too."""
-        outgoing = self._outgoing(max(1, self._spec.keep - 1))
-        files = (file for number in outgoing for file in files_below(generation_folder(self._path, number)))
-        return sum(status.st_blocks * 512 for file in files if (status := file.lstat()).st_nlink == 1)
+        return self._writer.agree_on_room(lambda: shutil.disk_usage(drive).free, self._should_stop())

@@ -1,10 +1,10 @@
 """The config file: its schema, how it is read, and what is wrong with it."""
 
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.sizes import Size
 from megatrain.config.load import LoadedConfig, load_config
-from megatrain.config.problems import ConfigError, Problem
 from megatrain.config.resolved import config_from_toml, to_toml, write_resolved
 from megatrain.config.schema import RunConfig
-from megatrain.config.sizes import Size
 
 __all__ = [
     "ConfigError",

@@ -12,8 +12,8 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from megatrain.base.other_tools import ALWAYS_ON, NOT_YET, TRANSLATIONS
 from megatrain.config.schema import Alters, RunConfig
-from megatrain.translate.names import ALWAYS_ON, NOT_YET, TRANSLATIONS
 
 #: Name of the file that ``init`` writes beside a config, and that the first line of the config names.
 SCHEMA_FILE_NAME = "megatrain-tier.schema.json"

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -33,8 +35,6 @@ from megatrain.config.keys import (
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.problems import (
-    ConfigError,
-    Problem,
     encoding_problem,
     explain_error,
     find_bad_combinations,
@@ -42,7 +42,6 @@ from megatrain.config.problems import (
     syntax_problem,
 )
 from megatrain.config.schema import RunConfig
-from megatrain.translate.names import ACCEPTED, ALWAYS_ON
 
 OVERRIDE = "--set"
 _MOST_ROUNDS = 20

@@ -10,11 +10,12 @@ import functools
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from megatrain.base.errors import Problem
+from megatrain.base.names import ELEMENT_WISE
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -35,52 +36,6 @@ from megatrain.config.schema import PreferenceConfig, RunConfig
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One mistake.
-
-    Attributes:
-        key: dotted key it is about, or "".
-        message: what is wrong, as a sentence without a full stop.
-        remedy: what to write instead, or "".
-        where: the file, or ``--set``, that holds it.
-        line: line in that file, counted from 1; None where unknown.
-    """
-
-    key: str
-    message: str
-    remedy: str = ""
-    where: str = ""
-    line: int | None = None
-
-    def __str__(self) -> str:
-        place = f"line {self.line}: " if self.line is not None else ""
-        return f"{place}{self.message}" + (f". {self.remedy}" if self.remedy else "")
-
-
-class ConfigError(Exception):
-    """A config cannot be used. Holds every problem that was found, in the order of the file.
-
-    Attributes:
-        problems: the problems, at least one.
-        source: the config file.
-    """
-
-    def __init__(self, source: str, problems: Iterable[Problem]) -> None:
-        self.source = source
-        self.problems = tuple(sorted(problems, key=lambda problem: (problem.line is None, problem.line or 0)))
-        assert self.problems, "a ConfigError without a problem"
-        count = f"{len(self.problems)} problem{'s' if len(self.problems) > 1 else ''}"
-        lines = [f"{count} in {source}"]
-        for problem in self.problems:
-            elsewhere = f"{problem.where}, " if problem.where and problem.where != source else ""
-            lines.append(f"  {elsewhere}{problem}")
-        super().__init__("\n".join(lines))
-
-
-#: Optimizers that treat every element alone, so that a parameter can be updated part by part.
-ELEMENT_WISE = ("adamw", "lion", "sgd")
 
 # The text is no TOML
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.other_tools import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
 from megatrain.config.keys import (
     KEYS,
     TABLES,
@@ -25,8 +27,6 @@ from megatrain.config.keys import (
     plain,
     schema_key,
 )
-from megatrain.config.problems import ConfigError, Problem
-from megatrain.translate.names import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
 
 _INTRODUCTION = """\
 # Config file

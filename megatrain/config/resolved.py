@@ -13,10 +13,12 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.names import RESOLVED_NAME
 from megatrain.config.keys import (
     ARRAY_TABLES,
     FREE_TABLES,
@@ -31,13 +33,14 @@ from megatrain.config.keys import (
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
-from megatrain.config.problems import ConfigError, Problem, explain_error, idle_with
+from megatrain.config.problems import explain_error, idle_with
 from megatrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-FILE_NAME = "config.resolved.toml"
+    from megatrain.models.hub import HubModel
+
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
 #: Schedules whose learning rate after so many steps does not depend on how many there are in all.
@@ -104,7 +107,7 @@ def write_resolved(config: RunConfig) -> Path:
     Raises:
         ConfigError: the folder cannot be made or written.
     """
-    path = config.output_dir / FILE_NAME
+    path = config.output_dir / RESOLVED_NAME
     partial = path.with_suffix(".toml.partial")
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
@@ -347,15 +350,39 @@ def load_run(path: Path) -> RunConfig:
         ConfigError: there is none, or it is not valid.
     """
     if not path.is_dir():
-        if path.name == FILE_NAME and path.is_file():
+        if path.name == RESOLVED_NAME and path.is_file():
             return config_from_toml(path.read_text(encoding="utf-8"), str(path))
         return load_config(path).config
-    file = path / FILE_NAME
+    file = path / RESOLVED_NAME
     try:
         text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         problem = Problem(
-            "", f"there is no {FILE_NAME} in this folder", "Give a config file, or the output_dir of a run"
+            "", f"there is no {RESOLVED_NAME} in this folder", "Give a config file, or the output_dir of a run"
         )
         raise ConfigError(str(path), [problem]) from None
     return config_from_toml(text, str(file))
+
+
+# With another value
+
+
+def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
+    """Return a config that names the commit of its model on the hub, or the config itself where it names a folder."""
+    if hub is None:
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"revision": hub.commit})})
+
+
+def with_lanes(config: RunConfig, num_lanes: int) -> RunConfig:
+    """Return a config with a number in place of "auto" for ``training.gradient_lanes``, or the config itself."""
+    if config.training.gradient_lanes != "auto":
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"gradient_lanes": num_lanes})})
+
+
+def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:
+    """Return a config with another ``data.packing``, or the config itself."""
+    if config.data.packing == packing:
+        return config
+    return config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})

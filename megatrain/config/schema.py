@@ -27,7 +27,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from megatrain.config.sizes import (
+from megatrain.base.sizes import (
     DURATION_SCHEMA,
     RATE_SCHEMA,
     SIZE_SCHEMA,
@@ -310,7 +310,7 @@ class ModelConfig(Table):
         used_if={"compile": [True]},
     )
     use_liger_kernel: bool = key(
-        "Norms, gated MLPs and cross entropy computed by the package liger-kernel, where it has kernels "
+        "Norms and gated MLPs computed by the package liger-kernel, where it has kernels "
         "for the model; needs a GPU. Other roundings than without.",
         False,
         alters="yes",

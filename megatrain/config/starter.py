@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
 from tiered.units import GiB, format_size
 
@@ -38,42 +39,6 @@ _ROWS = {
     "tokenized": "rows of `input_ids`: used as they are",
     "preference": "rows of preferences: answers to one prompt that are compared, or one that is judged",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Drive:
-    """A folder that could hold blocks.
-
-    Attributes:
-        path: the folder, as it is written.
-        free_bytes: on its drive.
-        kind: its file system.
-        objection: why it is better not used, or "".
-    """
-
-    path: str
-    free_bytes: int
-    kind: str
-    objection: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class MachineFacts:
-    """What decides sizes. ``gpu_bytes`` is what is free now; None: there is no CUDA device."""
-
-    ram_bytes: int
-    free_ram_bytes: int
-    gpu_bytes: int | None
-    drives: Sequence[Drive]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What is known of the model: its path or hub name, and 0 for numbers that are not known."""
-
-    path: str
-    num_parameters: int = 0
-    max_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,9 @@ _LISTS_WITHIN_ROWS = (
 )
 _PIECE_CHARACTERS = 1 << 22  # text files are tokenized in pieces of about this size, so that they need not fit in RAM
 _MIN_ROWS_OF_BATCH = 256
+_TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose values are texts or bytes
+#: Of a value in a list: itself, and where lists begin and end.
+_BYTES_PER_NESTED_VALUE = 16
 #: Of one row, unpacked. A long book has some MB; a small file of a stranger may unpack to more than the RAM.
 _MAX_ROW_BYTES = 256 * MiB
 #: Bytes of RAM for each byte of a JSON list: its text, and the objects made of it.
@@ -352,20 +355,14 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
     number = 0
     try:
         if suffix == ".parquet":
-            # Texts as numbers of a dictionary, where the file has one: a text that is there once in the file, and a
-            # thousand times in its rows, is a thousand texts otherwise.
-            schema = pyarrow.parquet.read_schema(file, memory_map=True)
-            texts = [field.name for field in schema if pyarrow.types.is_string(field.type)]
-            with pyarrow.parquet.ParquetFile(file, memory_map=True, read_dictionary=texts) as parquet:
-                for batch in parquet.iter_batches(batch_size=_MIN_ROWS_OF_BATCH):
-                    for value in _rows_of(batch, f"{file} row {number + 1}"):
-                        number += 1
-                        yield f"{file} row {number}", value
+            for value in _parquet_values(file):
+                number += 1
+                yield f"{file} row {number}", value
             return
         with pyarrow.memory_map(str(file)) as mapped:
             for batch in _record_batches(mapped):
                 for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
-                    for value in batch.slice(start, _MIN_ROWS_OF_BATCH).to_pylist():
+                    for value in _rows_of(batch.slice(start, _MIN_ROWS_OF_BATCH), file, number + 1):
                         number += 1
                         yield f"{file} row {number}", value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -377,21 +374,73 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
         ) from None
 
 
-def _rows_of(batch: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a batch: all made at once, or one by one where the texts of all may be too many."""
+def _parquet_values(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the values of all rows; what is unpacked at a time is bounded by bytes, however few the file has."""
+    import psutil
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file, memory_map=True) as parquet:
+        leaves = [parquet.schema.column(index) for index in range(len(parquet.schema))]
+    # Texts as numbers of a dictionary: a text that is there once in the file, and a thousand times in its rows or in a
+    # list of one row, is a thousand texts otherwise.
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXTS]
+    number = 1
+    with pyarrow.parquet.ParquetFile(file, memory_map=True, read_dictionary=texts) as parquet:
+        for index in range(parquet.num_row_groups):
+            group = parquet.metadata.row_group(index)
+            columns = [group.column(column) for column in range(group.num_columns)]
+            nested = [
+                column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
+            ]
+            # Of values in lists nothing tells how many are in which row before they are unpacked.
+            if sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
+                raise DataError(
+                    f"{file} row {number}",
+                    f"the group of {group.num_rows:,} rows that it begins has {max(nested):,} values in lists, too "
+                    "many to be unpacked in this machine's RAM",
+                    "Write the file with smaller groups (row_group_size)",
+                )
+            nbytes = max(
+                sum(column.total_uncompressed_size for column in columns), sum(nested) * _BYTES_PER_NESTED_VALUE
+            )
+            size = max(1, min(_MIN_ROWS_OF_BATCH, _MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
+            for batch in parquet.iter_batches(batch_size=size, row_groups=[index]):
+                yield from _rows_of(batch, file, number)
+                number += batch.num_rows
+
+
+def _rows_of(batch: Any, file: Path, number: int) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a batch, ``number`` and on: made at once, or one by one where all may be too many bytes."""
+    step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= _MAX_ROW_BYTES else 1
+    for start in range(0, batch.num_rows, step):
+        rows = batch.slice(start, step)
+        if step == 1 and _unpacked_bytes(rows) > _MAX_ROW_BYTES:
+            raise _too_large(f"{file} row {number + start}")
+        yield from rows.to_pylist()
+
+
+def _unpacked_bytes(rows: Any) -> int:
+    """Return the bytes of all values of a batch or an array, each text of a dictionary as often as it is there."""
     import pyarrow
     import pyarrow.compute
 
-    longest = [
-        pyarrow.compute.max(pyarrow.compute.binary_length(column.dictionary)).as_py() or 0
-        for column in batch.columns
-        if pyarrow.types.is_dictionary(column.type)
-    ]
-    if sum(longest) > _MAX_ROW_BYTES:
-        raise _too_large(where)
-    step = max(1, batch.num_rows) if sum(longest) * batch.num_rows <= _MAX_ROW_BYTES else 1
-    for start in range(0, batch.num_rows, step):
-        yield from batch.slice(start, step).to_pylist()
+    if isinstance(rows, pyarrow.RecordBatch):
+        return sum(map(_unpacked_bytes, rows.columns))
+    if pyarrow.types.is_dictionary(rows.type):
+        values = rows.dictionary
+        try:
+            lengths = pyarrow.compute.binary_length(values).take(rows.indices)
+        except pyarrow.ArrowNotImplementedError:  # of no texts
+            return len(rows) * (_unpacked_bytes(values) // max(1, len(values)))
+        return int(pyarrow.compute.sum(lengths.cast(pyarrow.int64())).as_py() or 0)
+    if pyarrow.types.is_struct(rows.type):
+        return sum(map(_unpacked_bytes, rows.flatten()))
+    if pyarrow.types.is_map(rows.type):
+        first, last = rows.offsets[0].as_py(), rows.offsets[-1].as_py()
+        return sum(_unpacked_bytes(part.slice(first, last - first)) for part in (rows.keys, rows.items))
+    if hasattr(rows, "flatten"):
+        return _unpacked_bytes(rows.flatten())
+    return int(rows.nbytes)
 
 
 def _too_large(where: str) -> DataError:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
 Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
-IGNORED = -100  # label of a token that is not trained; the value that Hugging Face's losses skip
 
 _FIELDS = (
     "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
@@ -585,11 +585,11 @@ def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -
         if field == "attention_mask":
             kept = range(*_attended(numbers, where, names[field]))
             continue
-        found = tuple(number != (IGNORED if field == "labels" else 0) for number in numbers)
+        found = tuple(number != (IGNORED_LABEL if field == "labels" else 0) for number in numbers)
         if field == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
             raise RowError(
                 where,
-                f"`{names[field]}` is neither the token nor {IGNORED} at each place",
+                f"`{names[field]}` is neither the token nor {IGNORED_LABEL} at each place",
                 "Write labels that are not shifted: the loss compares each token with the prediction before it",
             )
         trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))

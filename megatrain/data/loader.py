@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
 from megatrain.data.encoding import CHOSEN
-from megatrain.data.formats import IGNORED
 from megatrain.data.packing import pack_documents
-from megatrain.engine.preferences import DESIRABLE, REFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -166,7 +165,7 @@ class BatchLoader:
         return StepBatch(
             micro_batches,
             num_real_tokens=num_real_tokens,
-            num_trained_tokens=sum(int((batch["labels"] != IGNORED).sum()) for batch in micro_batches),
+            num_trained_tokens=sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in micro_batches),
             epoch=epoch,
             position=self._position,
         )
@@ -219,13 +218,13 @@ class BatchLoader:
         """Return ids and labels of a document."""
         part = slice(int(self._dataset.starts[index]), int(self._dataset.starts[index + 1]))
         tokens = self._dataset.tokens[part].astype(np.int64)
-        return tokens, np.where(self._dataset.trained[part], tokens, IGNORED)
+        return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of exactly ``max_length`` tokens; what is left of a row is one more, untrained, document."""
         shape = (len(rows), self._max_length)
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         position_ids = np.empty(shape, dtype=np.int64)
         for number, row in enumerate(rows):
             at = 0
@@ -269,7 +268,7 @@ class BatchLoader:
         documents = [self._document(row[0]) if row else None for row in rows]
         shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         attention_mask[:, 0] = 1  # an empty row attends to one token: a fully masked row has no softmax
         for number, document in enumerate(documents):

@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.data.rows_report import DataError
-from megatrain.engine.objective import TEACHER_KEYS
 from tiered import checksum
 
 if TYPE_CHECKING:

@@ -19,10 +19,11 @@ from megatrain.doctor.findings import (
     read_system,
     system_findings,
 )
+from megatrain.doctor.host import launches_per_s
 from megatrain.doctor.processes import ProcessesResult, measure_processes
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
-from megatrain.plan.machine import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes
-from megatrain.plan.machine_files import machine_toml
+from megatrain.machine.files import machine_toml
+from megatrain.machine.machine import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes
 from tiered.units import MiB
 
 #: RAM that is worked on, and seconds per measurement: quick, and in full.
@@ -42,6 +43,7 @@ class Examination:
     gds: GdsResult
     drives: tuple[DriveResult, ...]
     processes: ProcessesResult | None = None
+    launches_per_s: float | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -57,8 +59,11 @@ class Examination:
     def profile(self) -> MachineProfile:
         """The rates, in the form that is stored."""
         processor, gpu = self.processor, self.gpu
-        flops = {f"cpu/{dtype}": rate for dtype, rate in processor.matmul_flops.items()}
-        flops |= {f"cuda/{dtype}": rate for dtype, rate in gpu.matmul_flops.items()} if gpu else {}
+
+        def by_device(name: str) -> dict[str, float]:
+            found = {f"cpu/{dtype}": rate for dtype, rate in getattr(processor, name).items()}
+            return found | ({f"cuda/{dtype}": rate for dtype, rate in getattr(gpu, name).items()} if gpu else {})
+
         return MachineProfile(
             host=self.system.host,
             cpu=self.system.cpu,
@@ -70,7 +75,10 @@ class Examination:
             ram_copy_bytes_per_s=processor.ram_copy,
             ram_update_bytes_per_s=processor.ram_update,
             adamw_params_per_s=dict(processor.adamw_params),
-            matmul_flops_per_s=flops,
+            matmul_flops_per_s=by_device("matmul_flops"),
+            attention_flops_per_s=by_device("attention_flops"),
+            elementwise_bytes_per_s=by_device("elementwise"),
+            launches_per_s=self.launches_per_s,
             gpu=GpuProfile(
                 name=gpu.name,
                 memory_bytes=gpu.memory_bytes,
@@ -120,6 +128,7 @@ class Examination:
             "gds": asdict(self.gds),
             "drives": drives,
             "processes": asdict(self.processes) if self.processes else None,
+            "launches_per_s": self.launches_per_s,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -150,6 +159,8 @@ def examine(
     processor = measure_processor(span_bytes=span_bytes, seconds=seconds)
     on_progress("GPU")
     gpu = measure_gpu(seconds=seconds)
+    on_progress("host")
+    launches = launches_per_s(seconds=seconds)
     drives = []
     for path in paths:
         on_progress(str(path))
@@ -169,4 +180,5 @@ def examine(
         gds=check_gds(),
         drives=tuple(drives),
         processes=processes,
+        launches_per_s=launches,
     )

@@ -17,8 +17,8 @@ import torch
 
 from megatrain.doctor.drives import DriveResult
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult
+from megatrain.machine.machine import Nature, cpu_name, total_ram_bytes
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.machine import Nature, cpu_name, total_ram_bytes
 from tiered.units import GB, GiB, KiB, format_rate, format_size
 
 

@@ -21,7 +21,7 @@ import torch
 
 from megatrain.doctor.drives import DriveEffort, Rates, measure_drive
 from megatrain.doctor.processors import measure_gpu, measure_processor
-from megatrain.plan import machine
+from megatrain.machine import machine
 from megatrain.ranks.affinity import cores_of_rank
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init_by_file

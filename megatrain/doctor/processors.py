@@ -7,17 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from megatrain.engine.trace import CountingMode
+from megatrain.machine.machine import available_ram_bytes
 from megatrain.optim.base import Segment, Update
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads, cut
-from megatrain.plan.machine import available_ram_bytes
 from tiered.ext import HostSlab
 from tiered.units import MiB
 
@@ -27,6 +28,10 @@ ADAMW_BYTES_PER_PARAM = 2 * 12 + 4
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
 _MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+_DTYPES = (torch.float32, torch.bfloat16)
+#: Of attention, and of what a layer does beside products: as large as in a micro-batch of a small model.
+_HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
+_TOKENS, _WIDTH = 2048, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,13 @@ class ProcessorResult:
     """Bytes, parameters and FLOPs per second, the best of several runs; all with ``num_threads`` threads.
 
     Attributes:
-        ram_read: as in `megatrain.plan.machine.MachineProfile`.
-        ram_copy: as in `megatrain.plan.machine.MachineProfile`.
-        ram_update: as in `megatrain.plan.machine.MachineProfile`.
+        ram_read: as in `megatrain.machine.machine.MachineProfile`.
+        ram_copy: as in `megatrain.machine.machine.MachineProfile`.
+        ram_update: as in `megatrain.machine.machine.MachineProfile`.
         adamw_params: dtype of the weights -> parameters per second.
         matmul_flops: dtype -> FLOP/s on the CPU.
+        attention_flops: likewise, see `layer_rates`.
+        elementwise: likewise bytes per second.
     """
 
     num_threads: int
@@ -47,6 +54,8 @@ class ProcessorResult:
     ram_update: float
     adamw_params: Mapping[str, float]
     matmul_flops: Mapping[str, float]
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
+    elementwise: Mapping[str, float] = field(default_factory=dict)
 
     def adamw_share(self, dtype: str) -> float:
         """Return the kernel's bytes per second as a share of the most that RAM gave to any of the three."""
@@ -82,11 +91,64 @@ def measure_processor(
     finally:
         if threads is None:
             kernel_threads.close()
-    flops = {
-        str(dtype).removeprefix("torch."): matmul_flops_per_s(torch.device("cpu"), dtype, seconds)
-        for dtype in ((torch.float32, torch.bfloat16) if with_products else ())
-    }
-    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw, flops)
+    cpu, dtypes = torch.device("cpu"), _DTYPES if with_products else ()
+    flops = {_name(dtype): matmul_flops_per_s(cpu, dtype, seconds) for dtype in dtypes}
+    layers = {_name(dtype): layer_rates(cpu, dtype, seconds) for dtype in dtypes}
+    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw, flops, *_by_kind(layers))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _by_kind(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    return {dtype: rate for dtype, (rate, _) in rates.items()}, {dtype: rate for dtype, (_, rate) in rates.items()}
+
+
+def layer_rates(
+    device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
+) -> tuple[float, float]:
+    """Return the FLOP/s of causal attention, and the bytes per second of all else in a layer but products.
+
+    Both with their backward, as often as a step with recompute runs them. Of attention the pairs of tokens count that
+    a causal kernel computes. The rest are a norm, a gate and a sum, of which every operator allocates its result.
+
+    Args:
+        synchronize: as for ``matmul_flops_per_s``.
+    """
+    shape = (_HEADS, _ROW_TOKENS, _HEAD_WIDTH)
+    queries, keys, values = (torch.randn(1, *shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    stream, gate, up = (torch.randn(_TOKENS, _WIDTH, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def attention() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+    def beside_products() -> torch.Tensor:
+        found = stream.float()
+        normed = (found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        return stream + torch.nn.functional.silu(gate) * up * normed
+
+    rates: list[float] = []
+    for forward, inputs in ((attention, (queries, keys, values)), (beside_products, (stream, gate, up))):
+        ones = torch.ones_like(forward())
+
+        def work(
+            forward: Callable[[], torch.Tensor] = forward,
+            inputs: tuple[torch.Tensor, ...] = inputs,
+            ones: torch.Tensor = ones,
+        ) -> None:
+            with torch.no_grad():
+                forward()
+            torch.autograd.grad(forward(), inputs, ones)
+            if synchronize is not None:
+                synchronize()
+
+        with CountingMode() as counts:
+            work()
+        found = counts.work
+        amount = found.attention_flops - found.skipped_flops or found.moved_nbytes
+        rates.append(amount / _best_s(work, seconds / 3))
+    return rates[0], rates[1]
 
 
 def matmul_flops_per_s(
@@ -184,6 +246,8 @@ class GpuResult:
         is_pinned: whether that RAM was pinned.
         matmul_flops: dtype -> FLOP/s.
         update: bytes per second of an addition in place, in its own memory.
+        attention_flops: dtype -> FLOP/s, see `layer_rates`.
+        elementwise: dtype -> bytes per second, likewise.
     """
 
     name: str
@@ -193,6 +257,8 @@ class GpuResult:
     d2h: float
     matmul_flops: Mapping[str, float]
     update: float | None = None
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
+    elementwise: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +284,14 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
         host = slab.tensor.random_(0, 256)  # a link may compress what it carries
         buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
         flops = {
-            str(dtype).removeprefix("torch."): matmul_flops_per_s(
-                device, dtype, seconds, lambda: torch.cuda.synchronize(device)
-            )
-            for dtype in (torch.float32, torch.bfloat16)
+            _name(dtype): matmul_flops_per_s(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
+            for dtype in _DTYPES
         }
+        layers = {
+            _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
+            for dtype in _DTYPES
+        }
+        attention, elementwise = _by_kind(layers)
         return GpuResult(
             name=torch.cuda.get_device_name(device),
             memory_bytes=torch.cuda.mem_get_info(device)[1],
@@ -231,6 +300,8 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
             d2h=_copy_rate(host, buffer),
             matmul_flops=flops,
             update=_update_rate(buffer),
+            attention_flops=attention,
+            elementwise=elementwise,
         )
     finally:
         torch.cuda.synchronize(device)

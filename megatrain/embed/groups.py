@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
-from megatrain.models.layout import UnitLayout
 from megatrain.optim.average import EMA, WeightAverage, begin_average, exchange_average
 from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
 from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
@@ -37,8 +37,8 @@ from tiered.ext import HostSlab
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatrain.base.layout import TensorEntry
     from megatrain.embed.weights import WeightBlock
-    from megatrain.models.layout import TensorEntry
     from megatrain.optim.threads import KernelThreads
     from tiered import Mode, TieredStore
 

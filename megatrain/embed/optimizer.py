@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatrain.base.layout import build_layout
 from megatrain.embed.groups import (
     AsyncUpdates,
     DeferredUpdates,
@@ -36,7 +37,6 @@ from megatrain.embed.groups import (
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.stores import home_order, num_ranks, room_for_homes, shared_state, this_rank
 from megatrain.embed.weights import block_of, mapped_copy
-from megatrain.models.layout import build_layout
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.average import EMA, WeightAverage, begin_average
 from megatrain.optim.base import Optimizer as Arithmetic
@@ -58,7 +58,7 @@ from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry
+    from megatrain.base.layout import TensorEntry
     from megatrain.optim.base import StateKind
     from tiered import TieredStore
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatrain.base.layout import UnitLayout, build_layouts
 from megatrain.embed.weights import block_of
 from megatrain.engine.program import gradient_key, weight_key
-from megatrain.models.layout import UnitLayout, build_layouts
 from megatrain.ranks.dtensors import is_dtensor
 
 #: Name of the part of what the outermost module owns directly; no module inside can have it.

@@ -19,9 +19,9 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from megatrain.base.sizes import Size as ConfigSize
 from megatrain.checkpoint.drive_folders import write_readme
-from megatrain.config.sizes import Size as ConfigSize
-from megatrain.plan.machine import available_ram_bytes, total_ram_bytes
+from megatrain.machine.machine import available_ram_bytes, total_ram_bytes
 from tiered import GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CapacityError
 from tiered.units import GiB, KiB, MiB, format_size

@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
+from megatrain.base.layout import views
 from megatrain.embed.shared import GatheredWeights, ModuleRanks, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
 from megatrain.engine.visit import METADATA_QUERIES, placeholder
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.models.layout import views
 from megatrain.optim.clip import partial_squares, squared_norm
 from tiered import checksum
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry, UnitLayout
+    from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.optim.threads import KernelThreads
     from tiered import Lease, TieredStore
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatrain.models.errors import UnsupportedModelError
+from megatrain.base.errors import UnsupportedModelError
 
 __all__ = ["CapturedArguments", "CapturedResult", "RebuiltArguments", "has_differentiable", "tree_map"]
 

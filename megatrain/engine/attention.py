@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.engine.work import Work
 from tiered.units import round_up
 
 __all__ = ["FLASH_ROWS", "AttentionCall"]
@@ -133,9 +134,10 @@ class AttentionCall:
         return 2 * pairs * (self.width + self.value_width)
 
     @property
-    def num_skipped_flops(self) -> int:
-        """Those of ``num_flops`` that a kernel leaves out: half, where it knows that its mask is causal."""
-        return self.num_flops // 2 if self.is_causal else 0
+    def work(self) -> Work:
+        """Its work; a kernel leaves out half of all pairs where it knows that its mask is causal."""
+        flops = self.num_flops
+        return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
     def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
         """Return the bytes of workspace that the kernel allocates on a CUDA device.

@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.base.batch_keys import REFERENCE
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.progress import Activity
 from megatrain.engine.documents import attention_by_documents
 from megatrain.engine.head import (
     ChunkedHead,
@@ -43,9 +46,8 @@ from megatrain.engine.head import (
     without_labels,
 )
 from megatrain.engine.host_io import MicroBatches, read_numbers
-from megatrain.engine.objective import CrossEntropy, Objective, causal_lm_loss, replaced_loss
+from megatrain.engine.objective import Objective
 from megatrain.engine.preferences import (
-    REFERENCE,
     Examples,
     Figure,
     StepSize,
@@ -58,8 +60,6 @@ from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
 from megatrain.engine.vocabulary import PartWeight, RunningTopK, TokenScores
-from megatrain.models.errors import UnsupportedModelError
-from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockAccess, VisitTrace
@@ -140,8 +140,8 @@ class LayerRunner:
             give the same bits.
         head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
             gradient: keep it the same between runs that are compared.
-        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model, or the
-            cross entropy that replaces torch's, takes whole logits. None takes the default.
+        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model
+            takes whole logits. None takes the default.
         kept_parts: Parts of a piece of logits that are kept for the second pass; it changes no bits.
         parts_in_turn: Have all rows pass a part of the vocabulary before the next one; it changes no bits.
         trace: Expected visits, which the forward is checked against; None: no check.
@@ -151,7 +151,6 @@ class LayerRunner:
         kept: Visits whose graphs are kept for the backward instead of a recompute. It changes no bits; their weights
             must stay unchanged and in place from forward to backward.
         compiler: Of layers; None: they run eagerly.
-        cross_entropy: Replaces torch's in a chunked head; None: torch's.
         activity: Progress within the step, for status.
         by_documents: Compute attention document by document where a model's mask allows it (`documents.py`); not done
             in compiled layers.
@@ -179,7 +178,6 @@ class LayerRunner:
         kept: Container[int] = (),
         saved_attention: Container[int] = (),
         compiler: LayerCompiler | None = None,
-        cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
         by_documents: bool = True,
         on_dense_mask: Callable[[str], None] = lambda where: None,
@@ -210,7 +208,6 @@ class LayerRunner:
                 type(graph.model).__name__,
                 'it has its own loss function, in whose place no loss over preferences (task = "dpo") can be put',
             )
-        self._cross_entropy = cross_entropy
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
         self._parts_in_turn = parts_in_turn
         self._size: StepSize | None = None  # of the running step, for a loss over preferences
@@ -236,7 +233,7 @@ class LayerRunner:
 
     def _make_stand_in(self) -> PartWeight | None:
         """Return what stands for the weight that makes the logits, if they may come in parts."""
-        if self._plan is None or self._plan.cut_weight is None or self._cross_entropy is not None:
+        if self._plan is None or self._plan.cut_weight is None:
             return None
         name = self._plan.cut_weight
         bounds = (self.bounds[unit.index] for unit in self._plan.units)
@@ -476,7 +473,7 @@ class LayerRunner:
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
         model.eval()
         try:
-            with torch.no_grad(), without_auxiliary_loss(model), self._trunk.prepared(), self._loss():
+            with torch.no_grad(), without_auxiliary_loss(model), self._trunk.prepared():
                 batches, rows = self._micro_batches.place(
                     {number: without_examples(micro_batches[number]) for number in chosen},
                     {number: shifted[number].reshape(-1) for number in chosen},
@@ -521,8 +518,7 @@ class LayerRunner:
         with (
             torch.enable_grad(),
             self._trunk.prepared(),
-            self._loss(),
-            self._objective.applied(self._graph.model),  # after `_loss`: smoothed labels replace the loss again
+            self._objective.applied(self._graph.model),
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
             outputs = self._trunk.run(batches, num_items, seed, first_number)
@@ -542,19 +538,13 @@ class LayerRunner:
         counts: Mapping[int, int],
     ) -> list[Tensor]:
         """Run the forward alone and return loss terms that are sums over tokens."""
-        with self._trunk.prepared(), self._loss():
+        with self._trunk.prepared():
             outputs = self._trunk.run(batches, None, 0)
             self._trunk.check_visit_count()
             if self._plan is None:  # the model's own loss is a mean: not every model accepts a count
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
             with self._head_on(batches, rows, outputs) as (head, items):
                 return head.evaluate(items)
-
-    def _loss(self) -> AbstractContextManager[None]:
-        if self._plan is None or self._cross_entropy is None:
-            return nullcontext()
-        function = causal_lm_loss(self._cross_entropy, keeps_logits=self._plan.keeps_logits)
-        return replaced_loss(self._graph.model, function)
 
     def _run_heads(
         self,
@@ -823,9 +813,10 @@ class Trunk:
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
         bound, is_kept = self._bounds[unit], number in self._kept
-        planned = self._trace.visits[number] if self._trace is not None and unit in self._graph.image_units else None
-        num_saved = 0 if planned is None or is_kept else len(planned.saved)
-        unused = [(micro_batch, index) for micro_batch in absent for index in range(num_saved)]
+        planned = None if self._trace is None else self._trace.visits[number]
+        saved: list[int | None] = [] if planned is None or is_kept else [*range(len(planned.saved))]
+        saved += [None] if saved and number in self._saved_attention else []
+        unused = [(micro_batch, index) for micro_batch in absent for index in saved]
         has_backward = planned is not None and planned.has_backward
         visit = UnitVisit(
             number,

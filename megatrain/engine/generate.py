@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.forward import VisitOrderError, move_buffers
 from megatrain.engine.program import (
     DURABLE_KINDS,
@@ -32,7 +33,6 @@ from megatrain.engine.program import (
 from megatrain.engine.state import RandomStates
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.visit import BoundUnit, installed_stubs, placeholder
-from megatrain.models.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.base.progress import Activity
 from megatrain.engine.arguments import has_differentiable, tree_map
-from megatrain.engine.objective import IGNORED_LABEL, Objective, TeacherRows, replaced_loss
+from megatrain.engine.objective import Objective, TeacherRows, replaced_loss
 from megatrain.engine.preferences import Examples, Figure, StepSize
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
@@ -42,7 +42,6 @@ from megatrain.engine.vocabulary import (
     vocabulary_ranges,
 )
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
-from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockAccess, GradientSink
@@ -107,7 +106,6 @@ class HeadPlan:
         trunk: The submodule whose output the head starts from.
         units: Units that run after the cut, in order of their first call.
         vocab_size: Columns of the logits.
-        keeps_logits: Whether the model, or autograd for it, reads the logits outside of its loss too.
         cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
             at a time.
         logit_nbytes: What the graph of one logit takes from the last product to the loss.
@@ -119,7 +117,6 @@ class HeadPlan:
     trunk: nn.Module
     units: tuple[Unit, ...]
     vocab_size: int
-    keeps_logits: bool = False
     cut_weight: str | None = None
     logit_nbytes: int = 4
     borders: tuple[int, ...] = ()
@@ -174,7 +171,6 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         probe.trunks[0],
         units,
         shape[-1],
-        probe.keeps_logits,
         cut_weight,
         probe.logit_nbytes,
         borders,
@@ -225,7 +221,6 @@ class _Probe:
         trunks: Candidates that were called.
         called: Indexes of the units that were called.
         losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
-        keeps_logits: As in the plan.
         cut_weight: As in the plan.
         logit_nbytes: As in the plan.
         is_product: As in the plan.
@@ -237,14 +232,13 @@ class _Probe:
         self.trunks: list[nn.Module] = []
         self.called: list[int] = []
         self.losses: list[tuple[torch.Size, bool]] = []
-        self.keeps_logits = False
         self.cut_weight: str | None = None
         self.logit_nbytes = 0
         self.is_product = False
         self._num_columns = num_columns
         self._cut = CutProbe({}, None)
-        self._reads = _Reads()
-        self._rows = self._logits = self._loss = torch.empty(0, device="meta")
+        self._saved: list[Tensor] = []  # by autograd
+        self._rows = self._loss = torch.empty(0, device="meta")
 
     def run(self) -> None:
         """Run the head; raises what the model's code raises."""
@@ -260,22 +254,22 @@ class _Probe:
         loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
         named = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
         self._cut = CutProbe(named, self._num_columns)
-        reads = self._reads
-        hooks = torch.autograd.graph.saved_tensors_hooks(reads.save, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
         with (
             installed_stubs(stubs),
             without_auxiliary_loss(model),
             loss,
             torch.enable_grad(),
             hooks,
-            reads,
             self._cut.watching(),
         ):
             output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
         if output["loss"] is not self._loss:  # the model scales it or adds to it, which parts would leave out
             self.cut_weight = None
-        storage = self._logits.untyped_storage()._cdata
-        self.keeps_logits = any(t.untyped_storage()._cdata == storage for t in (*reads.read, *reads.saved))
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self._saved.append(tensor)
+        return tensor
 
     def _unit_stub(self, unit: Unit) -> Callable[..., Any]:
         forward = unit.module.forward
@@ -300,7 +294,7 @@ class _Probe:
             self.losses.append((logits.shape, passed))
             self.cut_weight = self._cut.weight_of(logits)
             self.is_product = self._cut.is_product(logits, self._rows)
-            saved = [tensor for tensor in self._reads.saved if tensor.numel() == logits.numel()]  # not the weight
+            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # not the weight
             graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
             sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
             self.logit_nbytes = sum(sizes.values())
@@ -309,28 +303,10 @@ class _Probe:
                 return self._loss
             with self._cut.paused():
                 value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
-            self._logits, self._loss = logits, value
-            self._reads.read.clear()
+            self._loss = value
             return value
 
         return stub
-
-
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the tensors that operations read, and those that autograd saves."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.read: list[Tensor] = []
-        self.saved: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.read += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        return func(*args, **(kwargs or {}))
-
-    def save(self, tensor: Tensor) -> Tensor:
-        self.saved.append(tensor)
-        return tensor
 
 
 def _rows_only_output(rows: Tensor) -> Any:

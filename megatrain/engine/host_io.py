@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.engine.device_kernels import reads_sync_host
 from megatrain.engine.head import LabelledRows, labelled_rows
-from megatrain.engine.objective import TEACHER_KEYS, TeacherRows, teacher_rows
+from megatrain.engine.objective import TeacherRows, teacher_rows
 from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 

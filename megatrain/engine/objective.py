@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from megatrain.base.batch_keys import IGNORED_LABEL, TEACHER_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,35 +21,12 @@ if TYPE_CHECKING:
     from megatrain.engine.preferences import PreferenceLoss
 
 __all__ = [
-    "IGNORED_LABEL",
-    "CrossEntropy",
     "Distillation",
     "Objective",
     "TeacherRows",
-    "causal_lm_loss",
     "replaced_loss",
     "teacher_rows",
 ]
-
-IGNORED_LABEL = -100
-"""Label of a position that is not trained, as in transformers."""
-
-
-class CrossEntropy(Protocol):
-    """Cross entropy by another kernel than torch's."""
-
-    def __call__(self, logits: Tensor, labels: Tensor, num_items: int, ignored: int, /) -> Tensor:
-        """Return the sum over rows of ``-log softmax(logits)[label] / num_items``; it may overwrite ``logits``.
-
-        Args:
-            logits: [rows, columns].
-            labels: [rows]; a row with the label ``ignored`` adds nothing.
-        """
-        ...
-
-
-#: Keys of a micro-batch with what a teacher says of the token after each place: [B, S, k], [B, S, k], [B, S].
-TEACHER_KEYS = ("teacher_ids", "teacher_log_probs", "teacher_rest_log_probs")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,31 +140,6 @@ def _noise(alpha: float) -> Callable[[nn.Module, Any, Tensor], Tensor]:
         return output + torch.zeros_like(output).uniform_(-largest, largest)
 
     return add_noise
-
-
-def causal_lm_loss(cross_entropy: CrossEntropy, *, keeps_logits: bool) -> Callable[..., Tensor]:
-    """Return a replacement of transformers' ``ForCausalLMLoss`` for labels that are shifted already.
-
-    Args:
-        cross_entropy: may overwrite its logits.
-        keeps_logits: pass it a copy of the logits, as the model reads them again.
-    """
-
-    def loss(
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: int,
-        shift_labels: Tensor,
-        ignore_index: int = IGNORED_LABEL,
-        **rest: Any,
-    ) -> Tensor:
-        rows = logits.reshape(-1, vocab_size)
-        return cross_entropy(
-            rows.clone() if keeps_logits else rows, shift_labels.reshape(-1), num_items_in_batch, ignore_index
-        )
-
-    return loss
 
 
 def _smoothed(factor: float) -> Callable[..., Tensor]:

@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.data.formats import IGNORED
+from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
 
 __all__ = [
-    "DESIRABLE",
-    "REFERENCE",
     "Examples",
     "Figure",
     "LossType",
@@ -38,10 +36,6 @@ __all__ = [
     "without_examples",
 ]
 
-#: Key of a micro-batch: log-probability of each row's answer by the reference model [2 P], fp32.
-REFERENCE = "reference_logps"
-#: Key of a micro-batch: whether the first answer of each example is a good one [P], bool.
-DESIRABLE = "desirable"
 _KEYS = (REFERENCE, DESIRABLE)
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
@@ -320,7 +314,7 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
         shifted: Labels for the next token [2 P * S].
     """
     num_rows = len(batch["input_ids"])
-    counts = (shifted.reshape(num_rows, -1).numpy() != IGNORED).sum(axis=1)
+    counts = (shifted.reshape(num_rows, -1).numpy() != IGNORED_LABEL).sum(axis=1)
     half = num_rows // 2
     present = np.flatnonzero((counts[:half] > 0) & (counts[half:] > 0))
     rows = np.stack([present, present + half])

@@ -26,16 +26,17 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
-from megatrain.engine.lanes import Lanes
+from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
 from megatrain.ranks.dealing import DealtLayout, deal
+from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
 
 if TYPE_CHECKING:
+    from megatrain.base.layout import UnitLayout
     from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.models.layout import UnitLayout
     from megatrain.models.packed import Packing
     from megatrain.optim.base import MatrixOptimizer, StateKind
 
@@ -96,16 +97,15 @@ class TracedVisit:
             tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
-        forward_flops: Floating-point operations of the forward.
-        backward_flops: Those of recompute and backward. Both are 0 for visits of the head.
+        forward: Work of the forward.
+        backward: That of recompute and backward. Both are none for visits of the head.
         by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
             of its gradient.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
         attention_nbytes: Size of the results of its attention kernels, if they are saved for the recompute; 0: it has
             none that can be saved.
-        attention_flops: Floating-point operations of these kernels in the forward.
-        attention_skipped_flops: Those of them that kernels of causal attention leave out.
+        attention: Work of these kernels in the forward.
     """
 
     unit: int
@@ -115,13 +115,12 @@ class TracedVisit:
     held_nbytes: int
     forward_nbytes: int
     backward_nbytes: int
-    forward_flops: int = 0
-    backward_flops: int = 0
+    forward: Work = NO_WORK
+    backward: Work = NO_WORK
     graph_nbytes: int = 0
     by_part: frozenset[str] = frozenset()
     attention_nbytes: int = 0
-    attention_flops: int = 0
-    attention_skipped_flops: int = 0
+    attention: Work = NO_WORK
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
 
@@ -142,12 +141,11 @@ class VisitTrace:
             ``head_nbytes``.
         guesses: Values that the trace made up, where and why, a sentence each: counts are estimates then.
         uncounted: Operators without a FLOP formula, and why; byte counts do not depend on it.
-        head_flops: Floating-point operations of the head phase, forward and backward, with a label for every token,
-            each logit computed once.
-        logits_flops: Those of the logits, of which the second pass computes those again that were not kept.
+        head: Work of the head phase, forward and backward, with a label for every token, each logit computed once.
+        logits_flops: Floating-point operations of the logits; the second pass computes those again that were not
+            kept.
         num_tokens: Tokens of the micro-batch.
         dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
-        skipped_flops: Of all phases' operations, those that kernels of causal attention leave out.
     """
 
     visits: tuple[TracedVisit, ...]
@@ -156,10 +154,9 @@ class VisitTrace:
     head_rows: int
     guesses: tuple[str, ...] = ()
     uncounted: tuple[str, ...] = ()
-    head_flops: int = 0
+    head: Work = NO_WORK
     num_tokens: int = 0
     dense_masks: tuple[str, ...] = ()
-    skipped_flops: int = 0
     head_columns: int = 0
     head_parts: int = 1
     head_part_nbytes: int = 0
@@ -506,8 +503,8 @@ class BlockAccess(Protocol):
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Go to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
 
-        A visit that the loss does not depend on is announced too, and its accumulators and activations are leased
-        unused, so that the order of ticks depends on the model alone, never on data.
+        A visit that the loss does not depend on is announced too, and what was planned for its backward is leased
+        unused, so that the order of ticks, and what moves, depends on the model alone, never on data.
         """
 
     def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:

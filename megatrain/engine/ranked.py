@@ -2,8 +2,8 @@
 
 `RankedAccess` stands where `StoreAccess` stands for a run of one process. The weights that the running model gets are
 full copies, gathered from the shares of all ranks; its gradients are summed in memory of their own, which an exchange
-cuts into shares and adds up in the order of lanes (`lanes.py`). Leases, updates and traffic of the shares are those of
-any run. Copies and sums are no blocks: they are workspace, and `ranked_workspace_bytes` plans it.
+cuts into shares and adds up in the order of lanes (`ranks/lanes.py`). Leases, updates and traffic of shares are those
+of any run. Copies and sums are no blocks: they are workspace, and `ranked_workspace_bytes` plans it.
 
 All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
 of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatrain.base.batch_keys import REFERENCE
+from megatrain.base.layout import views
 from megatrain.engine.forward import QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.host_io import sent_to_host
-from megatrain.engine.lanes import total
-from megatrain.engine.preferences import REFERENCE, Figure, describe_examples, mean_figures, step_size
+from megatrain.engine.preferences import Figure, describe_examples, mean_figures, step_size
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import (
     LeasedParts,
@@ -43,19 +44,19 @@ from megatrain.engine.step import (
     zero_gaps,
 )
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
-from megatrain.models.layout import views
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
+from megatrain.ranks.lanes import total
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
-    from megatrain.engine.lanes import Subtree
+    from megatrain.base.layout import UnitLayout
     from megatrain.engine.program import GradientSink, Group, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.models.layout import UnitLayout
     from megatrain.ranks.collectives import Collectives
     from megatrain.ranks.dealing import DealtLayout
+    from megatrain.ranks.lanes import Subtree
 
 __all__ = ["RankedAccess", "RankedStepEngine", "describe_collectives", "ranked_workspace_bytes"]
 

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.attention import AttentionCall
+from megatrain.engine.work import NO_WORK
 from tiered.units import round_up
 
 __all__ = ["AttentionResults", "AttentionSizes"]
@@ -119,14 +120,12 @@ class AttentionSizes:
 
     Attributes:
         nbytes: of all results, each where it would lie.
-        num_flops: of the calls.
-        num_skipped_flops: those of them that kernels of causal attention leave out.
+        work: of the calls.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.num_flops = 0
-        self.num_skipped_flops = 0
+        self.work = NO_WORK
 
     def measuring(self) -> AbstractContextManager[Any]:
         """Return the context of the run."""
@@ -141,8 +140,7 @@ class AttentionSizes:
                 sizes = (item.numel() * item.element_size() for item in held)
                 self.nbytes += sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in sizes)
                 self.nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
-                self.num_flops += attention.num_flops
-                self.num_skipped_flops += attention.num_skipped_flops
+                self.work += attention.work
             return results
 
         return _Interception(call)

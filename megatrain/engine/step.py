@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.base.layout import InPieces, Piece, UnitLayout, views, views_of_parts
+from megatrain.base.progress import Activity
 from megatrain.engine.background import BackgroundUpdates
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
 from megatrain.engine.host_io import ArrivingNumbers, read_numbers
@@ -36,7 +38,6 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
-from megatrain.models.layout import InPieces, Piece, UnitLayout, views, views_of_parts
 from megatrain.optim.base import MatrixOptimizer, Optimizer, Segment, Update
 from megatrain.optim.clip import (
     NonFiniteGradientError,
@@ -47,17 +48,16 @@ from megatrain.optim.clip import (
 )
 from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
 from megatrain.optim.threads import KernelThreads
-from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
-    from megatrain.engine.lanes import Lanes
-    from megatrain.engine.objective import CrossEntropy, Objective
+    from megatrain.base.timeline import Timeline
+    from megatrain.engine.objective import Objective
     from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.engine.vocabulary import TokenScores
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.packed import Packing
-    from megatrain.run.timeline import Timeline
+    from megatrain.ranks.lanes import Lanes
     from tiered import Mode, TieredStore
 
 __all__ = [
@@ -113,7 +113,6 @@ class StepEngine:
         seed: of dropout and noise.
         objective: label smoothing and noise; None: plain cross entropy.
         compiler: of layers; None: they run eagerly.
-        cross_entropy: replaces torch's; None: torch's.
         threads: of gradient sums and norms.
         timeline: records every op; None: nothing is recorded.
         device_optimizer: updates blocks in the compute tier, if the program has such updates.
@@ -142,7 +141,6 @@ class StepEngine:
         seed: int = 0,
         objective: Objective | None = None,
         compiler: LayerCompiler | None = None,
-        cross_entropy: CrossEntropy | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
         device_optimizer: Optimizer | None = None,
@@ -172,7 +170,6 @@ class StepEngine:
             saved_attention=program.saved_attention,
             parts_in_turn=any(trace.visits[visit].is_head for visit, _ in program.by_part),
             compiler=compiler,
-            cross_entropy=cross_entropy,
             activity=activity,
         )
         self._defers = program.defers_updates
@@ -310,7 +307,6 @@ class EvaluationEngine:
         homes: of the placement.
         device: where layers run.
         timeline: records every op; None: nothing is recorded.
-        cross_entropy: replaces torch's; None: torch's.
         activity: progress within the pass, for status.
         make_access: as in ``StepEngine``.
         stays: of a placement of passes; None: no copy stays from one use to the next.
@@ -329,7 +325,6 @@ class EvaluationEngine:
         *,
         device: torch.device | str,
         timeline: Timeline | None = None,
-        cross_entropy: CrossEntropy | None = None,
         activity: Activity | None = None,
         make_access: Callable[..., StoreAccess] | None = None,
         stays: Stays | None = None,
@@ -347,7 +342,6 @@ class EvaluationEngine:
             head_rows=trace.head_rows or None,
             head_columns=trace.head_columns,
             trace=trace,
-            cross_entropy=cross_entropy,
             activity=activity,
         )
 

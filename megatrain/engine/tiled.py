@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.state import RandomStates, ThreadModes, without_saved_tensors
 from megatrain.engine.visit import optional_gradients
 from megatrain.engine.weight_gradients import intercepting, new_leaf
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model
 
@@ -206,23 +206,27 @@ def _accumulate(sums: list[Tensor | None], found: Sequence[Tensor | None]) -> No
 def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     """Return the names of the outermost position-wise submodules of the layers that hold matrices.
 
+    Of a model that reads images, those of its text's layers: images are never as long.
+
     Raises:
         UnsupportedModelError: there are none, or a kind of layer is missing in the small copy that they are tried on.
     """
-    small = small_model(graph.config, "auto", seed=0)
+    small = small_model(graph.config.get_text_config(), "auto", seed=0, needs_head=False)
     proven = _position_wise_paths(small)
     names: list[str] = []
-    for unit in graph.units:
-        if not unit.is_layer:
-            continue
-        paths = proven.get(_signature(unit.module))
-        if paths is None:
-            raise UnsupportedModelError(
-                unit.name,
-                "model.mlp_rows: the small copy of the model, on which MLPs are tried, has no layer like it. "
-                "Write mlp_rows = 0",
-            )
-        names += [f"{unit.name}.{path}" for path in paths]
+    # Adapters add what computes each token by itself, and with them no layer would look like one of the copy.
+    with graph.plain_model():
+        for unit in graph.units:
+            if not unit.is_layer or unit.index in graph.image_units:
+                continue
+            paths = proven.get(_signature(unit.module))
+            if paths is None:
+                raise UnsupportedModelError(
+                    unit.name,
+                    "model.mlp_rows: the small copy of the model, on which MLPs are tried, has no layer like it. "
+                    "Write mlp_rows = 0",
+                )
+            names += [f"{unit.name}.{path}" for path in paths]
     if not names:
         raise UnsupportedModelError(
             type(graph.model).__name__,

@@ -1,4 +1,4 @@
-"""Traces one forward and backward without computing: which units a model visits, and the memory and FLOPs of each.
+"""Traces one forward and backward without computing: which units a model visits, and the memory and work of each.
 
 The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Its `BlockAccess` is the tracer,
 which reads the counters at every tick. Where a model reads values (a mixture of experts that loops over the experts
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
@@ -31,8 +32,8 @@ from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.work import NO_WORK, Work, moved_nbytes
 from megatrain.models.carried import reads_more_than_text
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.experts import ExpertsPart
 from megatrain.models.skeleton import rows_are_documents
 from tiered.units import round_up
@@ -51,6 +52,7 @@ __all__ = [
     "CountingMode",
     "StepFlops",
     "count_flops",
+    "is_counted",
     "step_flops",
     "trace_generation",
     "trace_visits",
@@ -195,7 +197,6 @@ def trace_generation(
         guesses=tracer.counts.guesses,
         uncounted=tuple(tracer.counts.uncounted),
         num_tokens=batch_size * seq_len,
-        skipped_flops=tracer.counts.num_skipped_flops,
     )
     return trace, runner.kept_nbytes
 
@@ -257,7 +258,17 @@ def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbyt
     All parts of the vocabulary but the last were computed a second time, which is no work of the model.
     """
     again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
-    nbytes = _LOSS_NBYTES * -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens)) + row_nbytes * num_tokens
+    num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
+    nbytes = _LOSS_NBYTES * num_more + row_nbytes * num_tokens
+    head = trace.head
+    num_traced = -(-num_rows // (trace.head_rows or num_tokens))
+    head = Work(
+        product_flops=head.product_flops * num_tokens // num_rows - again,
+        attention_flops=head.attention_flops * num_tokens // num_rows,
+        skipped_flops=head.skipped_flops * num_tokens // num_rows,
+        moved_nbytes=head.moved_nbytes * num_tokens // num_rows,
+        launches=head.launches * (num_traced + num_more) // num_traced,
+    )
     visits = tuple(
         replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
         if visit.is_head
@@ -269,7 +280,7 @@ def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbyt
         visits=visits,
         num_tokens=num_tokens,
         head_nbytes=trace.head_nbytes + nbytes,
-        head_flops=(trace.head_flops * num_tokens) // num_rows - again,
+        head=head,
         logits_flops=trace.logits_flops * num_tokens,
     )
 
@@ -282,7 +293,7 @@ class _Phase:
     visit: int
     held_nbytes: int
     peak_nbytes: int
-    num_flops: int = 0
+    work: Work = NO_WORK
 
 
 class _Tracer:
@@ -343,15 +354,15 @@ class _Tracer:
         self.close()
         if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
             self._note_visits()  # the forward is over, and the backward has not yet freed what visits share
-        self.counts.peak_nbytes, self.counts.num_flops = self.counts.live_nbytes, 0
+        self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
         self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0))
 
     def close(self) -> None:
-        """Read the peak and the FLOPs of the tick that ends."""
+        """Read the peak and the work of the tick that ends."""
         if self._phases:
             self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
-            self._phases[-1].num_flops = self.counts.num_flops
+            self._phases[-1].work = self.counts.work
 
     def _note_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
@@ -407,14 +418,14 @@ class _Tracer:
         forward = bound.forward
 
         def guess(*args: Any, **kwargs: Any) -> Any:
-            num_flops = self.counts.num_flops
+            work = self.counts.work
             with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
                 try:
                     return forward(*args, **kwargs)
                 except (UnsupportedModelError, CountingError):
                     raise
                 except Exception as error:
-                    self.counts.num_flops = num_flops  # not those before it failed, as if they were all
+                    self.counts.work = work  # not that before it failed, as if it were all
                     stream = args[0] if args else kwargs.get("hidden_states")
                     if not bound.unit.is_layer or not isinstance(stream, Tensor):
                         raise
@@ -517,13 +528,13 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             # Some of a layer's experts were counted with all tokens, which bounds the memory.
             share = self._graph.units[unit].share
-            flops = (0, 0) if is_head else (round(forward.num_flops * share), round(backward.num_flops * share))
+            work = (NO_WORK, NO_WORK) if is_head else (forward.work.of_share(share), backward.work.of_share(share))
             graph_nbytes = self._graph_nbytes.get(counted, 0)
             by_part = self.runner.by_part_in_head
             if not is_head:  # activations come back for one run, and looking rows up takes one of its own
                 rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
                 by_part = frozenset() if saved else frozenset(rows)
-            counts = (*peaks, *flops, graph_nbytes)
+            counts = (*peaks, *work, graph_nbytes)
             visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
             visit = replace(
                 visit, reused=self._reused.get(number, {}), chance_of_no_token=self._misses.get(number, 0.0)
@@ -533,8 +544,7 @@ class _Tracer:
                 visit = replace(
                     visit,
                     attention_nbytes=sizes.nbytes,
-                    attention_flops=sizes.num_flops,
-                    attention_skipped_flops=sizes.num_skipped_flops,
+                    attention=sizes.work,
                 )
             visits.append(visit)
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
@@ -548,9 +558,8 @@ class _Tracer:
             head_part_nbytes=self.runner.head_part_nbytes,
             guesses=self.counts.guesses,
             uncounted=tuple(self.counts.uncounted),
-            head_flops=head.num_flops,
+            head=head.work,
             dense_masks=tuple(self._dense_masks),
-            skipped_flops=self.counts.num_skipped_flops,
             logits_flops=self.runner.logits_flops,
         )
 
@@ -577,8 +586,8 @@ class _GenerationTracer(_Tracer):
         phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
         for number, phase in phases.items():
             unit, counted = self.units[number], phases[self._alike.get(number, number)]
-            flops = round(counted.num_flops * self._graph.units[unit].share)
-            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, flops)
+            work = counted.work.of_share(self._graph.units[unit].share)
+            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, work)
             yield replace(visit, chance_of_no_token=self._misses.get(number, 0.0))
 
     @contextmanager
@@ -700,13 +709,12 @@ class CountingError(RuntimeError):
 
 
 class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts FLOPs and the bytes of live storages, and makes up the values that fake tensors do not have.
+    """Counts work and the bytes of live storages, and makes up the values that fake tensors do not have.
 
     Attributes:
         live_nbytes: of the storages alive now.
         peak_nbytes: largest ``live_nbytes`` since this was reset.
-        num_flops: since this was reset.
-        num_skipped_flops: of all counted so far, those that kernels of causal attention leave out.
+        work: of the operators since this was reset.
         new_nbytes: by storage, of those alive that were made since this was cleared.
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
@@ -716,8 +724,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_nbytes = 0
         self.peak_nbytes = 0
-        self.num_flops = 0
-        self.num_skipped_flops = 0
+        self.work = NO_WORK
         self.uncounted: list[str] = []
         self.where = "the model"
         self._guesses: dict[str, list[str]] = {}
@@ -728,7 +735,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Do not count what is made inside: those bytes are in blocks."""
+        """Do not count the memory of what is made inside: those bytes are in blocks."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -853,25 +860,29 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        self._count_flops(func, args, kwargs, result)
+        attention = AttentionCall.of(func, args, kwargs)
+        self.work += attention.work if attention is not None else self._work_of(func, args, kwargs, result)
         for item in result if isinstance(result, tuple | list) else (result,):
             if isinstance(item, Tensor):
                 self._count(item)
-        attention = None if self._paused else AttentionCall.of(func, args, kwargs)
-        if attention is not None:
-            self.num_skipped_flops += attention.num_skipped_flops
+        if attention is not None and not self._paused:
             is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
             hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
 
-    def _count_flops(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        """Add the FLOPs of a call. Where torch's formula fails, only MFU is lost: the plan goes on."""
+    def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
+        """Return the work of a call. Where torch's formula of its FLOPs fails, only MFU is lost: the plan goes on."""
+        flops = 0
         try:
-            self.num_flops += count_flops(func, args, kwargs, result)
+            flops = count_flops(func, args, kwargs, result)
         except Exception as error:
             reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if reason not in self.uncounted:
                 self.uncounted.append(reason)
+        if flops:
+            return Work(product_flops=flops, launches=1)
+        nbytes = moved_nbytes(func, args, kwargs, result)
+        return NO_WORK if nbytes is None else Work(moved_nbytes=nbytes, launches=1)
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -944,6 +955,11 @@ class StepFlops:
     hardware: int = _NO_FLOPS
 
 
+def is_counted(trace: VisitTrace) -> bool:
+    """Return whether a trace knows the FLOPs of everything that it ran."""
+    return trace.exact and not trace.uncounted and bool(trace.num_tokens)
+
+
 def step_flops(
     trace: VisitTrace,
     *,
@@ -968,15 +984,15 @@ def step_flops(
         kept_parts: parts of the vocabulary whose logits are kept, likewise; 0 with a loss over preferences.
         saved_attention: visits whose recompute leaves attention out.
     """
-    if not trace.exact or trace.uncounted or not trace.num_tokens:
+    if not is_counted(trace):
         return StepFlops()
     trunk = [visit for visit in trace.visits if not visit.is_head]
-    forward = sum(visit.forward_flops for visit in trunk)
-    backward = sum(visit.backward_flops for visit in trunk)
-    recomputed = sum(visit.forward_flops for visit in trunk if visit.has_backward)
-    saved = sum(v.forward_flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
-    saved += sum(visit.attention_flops for number, visit in enumerate(trace.visits) if number in saved_attention)
-    head = trace.head_flops * num_trained_tokens
+    forward = sum(visit.forward.flops for visit in trunk)
+    backward = sum(visit.backward.flops for visit in trunk)
+    recomputed = sum(visit.forward.flops for visit in trunk if visit.has_backward)
+    saved = sum(v.forward.flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
+    saved += sum(visit.attention.flops for number, visit in enumerate(trace.visits) if number in saved_attention)
+    head = trace.head.flops * num_trained_tokens
     again = max(0, trace.head_parts - kept_parts)
     logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts
     return StepFlops(

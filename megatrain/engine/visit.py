@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge, increment_version
 from torch.nn import functional
 
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.progress import Activity
 from megatrain.engine import device_kernels
 from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
 from megatrain.engine.program import BlockAccess, GradientSink, MatrixParts
@@ -37,9 +39,7 @@ from megatrain.engine.weight_gradients import (
     looked_up,
     weight_leaf,
 )
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.experts import ExpertsPart
-from megatrain.run.activity import Activity
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +82,7 @@ class UnitVisit:
         saves_attention: Whether attention's results go into a block, for the recompute, unless the graph is kept.
         activity: Progress within the step, for status.
         unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
-            leased all the same.
+            leased all the same. Index None: attention's results.
         plans_backward: Whether a backward that does not take place leases the weights all the same.
 
     Attributes:
@@ -100,7 +100,7 @@ class UnitVisit:
         keeps_graph: bool = False,
         saves_attention: bool = False,
         activity: Activity | None = None,
-        unused: Sequence[tuple[int, int]] = (),
+        unused: Sequence[tuple[int, int | None]] = (),
         plans_backward: bool = False,
     ) -> None:
         self.number = number
@@ -112,7 +112,7 @@ class UnitVisit:
         self._keeps_graph = keeps_graph
         self._saves_attention = saves_attention and not keeps_graph
         self._activity = activity or Activity()
-        self._to_put, self._to_take = deque(unused), deque[tuple[int, int]]()
+        self._to_put, self._to_take = deque(unused), deque[tuple[int, int | None]]()
         self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
@@ -292,10 +292,14 @@ class UnitVisit:
         return grad_inputs
 
     def skip_backward(self) -> None:
-        """Lease accumulators and activations, unused: this step's loss does not depend on the visit."""
+        """Lease what the backward would, unused: this step's loss does not depend on the visit."""
         with ExitStack() as stack:
             if self._plans_backward or self._is_idle:
-                stack.enter_context(self._weights())
+                for weight in stack.enter_context(self._weights()).values():
+                    if not isinstance(weight, Tensor) and weight.passes:
+                        for number in range(len(weight.rows)):
+                            with weight.part(number):
+                                pass
             if self.bound.trainable:
                 stack.enter_context(self._access.gradients(self.bound.unit, self.number))
         for item in self._micro_batches:
@@ -320,12 +324,21 @@ class UnitVisit:
         while self._to_put and self._to_put[0][0] < before:
             micro_batch, index = self._to_put.popleft()
             self._to_take.append((micro_batch, index))
-            self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
+            if index is None:
+                with self._access.attention_room(self.number, micro_batch):
+                    pass
+            else:
+                self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
 
     def _take_unused(self, before: float = math.inf) -> None:
         """Lease the unused activations of the micro-batches before one, as the backward would."""
         while self._to_take and self._to_take[0][0] < before:
-            with self._access.get_activation(self.number, *self._to_take.popleft()):
+            micro_batch, index = self._to_take.popleft()
+            if index is None:
+                room = self._access.attention_room(self.number, micro_batch)
+            else:
+                room = self._access.get_activation(self.number, micro_batch, index)
+            with room:
                 pass
 
     def _backward_kept(

@@ -23,10 +23,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from megatrain.base.layout import InPieces
 from megatrain.engine import device_kernels
 from megatrain.engine.device_kernels import reads_sync_host
-from megatrain.engine.lanes import Lanes, Subtree
-from megatrain.models.layout import InPieces
+from megatrain.ranks.lanes import Lanes, Subtree
 
 if TYPE_CHECKING:
     from megatrain.engine.program import GradientSink
@@ -106,18 +106,17 @@ class GradientAccumulator:
 
     def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
         """Accumulate ``left`` [M, K] times ``right`` [K, N] in rows ``first_row`` to ``first_row + M`` of a matrix."""
-        places = list(_places(self._targets[name]))
-        if len(left) == places[-1][1].stop and not self._begins_with_zero:
+        given = range(first_row, first_row + len(left))
+        if len(given) == _num_rows(self._targets[name]) and not self._begins_with_zero:
             is_first = name not in self._added
             self._added.add(name)
         else:
             self._begin(name)
             is_first = False
-        for place, rows, columns in places:
-            start, stop = max(rows.start, first_row), min(rows.stop, first_row + len(left))
-            if start < stop:
-                target = place[start - rows.start : stop - rows.start]
-                self._add(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
+        for place, rows, columns in _places(self._targets[name], given):
+            start, stop = max(rows.start, given.start), min(rows.stop, given.stop)
+            target = place[start - rows.start : stop - rows.start]
+            self._add(target, left[start - first_row : stop - first_row], right[:, columns], is_first=is_first)
 
     def _add(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
         if left.dtype == target.dtype:
@@ -162,8 +161,8 @@ class GradientAccumulator:
 class LaneAccumulator:
     """The accumulators of one use site, or of some rows of a matrix, lane by lane; a ``GradientSink``.
 
-    Each lane has a sum. When it is complete, open sums are added as the tree of lanes wants it (``lanes.py``). The
-    first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
+    Each lane has a sum. When it is complete, open sums are added as the tree of lanes wants it (``ranks/lanes.py``).
+    The first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
 
     Args:
         lanes: that are summed.
@@ -240,14 +239,24 @@ class LaneAccumulator:
         raise AssertionError(f"{name} is there, whole")
 
 
-def _places(target: Tensor | InPieces) -> Iterator[tuple[Tensor, range, slice]]:
-    """Yield the pieces of a matrix: its memory [rows, columns], which rows, and which columns these are."""
+def _num_rows(target: Tensor | InPieces) -> int:
+    return len(target) if isinstance(target, Tensor) else target.places[-1][0].rows.stop
+
+
+def _places(target: Tensor | InPieces, some: range | None = None) -> Iterator[tuple[Tensor, range, slice]]:
+    """Yield the pieces of a matrix: its memory [rows, columns], which rows, and which columns these are.
+
+    Args:
+        target: Matrix in one block, or in several.
+        some: Rows that are asked for; pieces without any of them are left out. None: all.
+    """
     if isinstance(target, Tensor):
         yield target, range(len(target)), slice(None)
         return
     for piece, place in target.places:
-        columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
-        yield place.view(len(piece.rows), -1), piece.rows, columns
+        if some is None or max(piece.rows.start, some.start) < min(piece.rows.stop, some.stop):
+            columns = slice(None) if piece.inside is None else slice(piece.inside.start, piece.inside.stop)
+            yield place.view(len(piece.rows), -1), piece.rows, columns
 
 
 def _groups_of(indexes: Tensor) -> Tensor:

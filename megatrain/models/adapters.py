@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatrain.models.carried import carried_modules, modules_beyond_text
 from megatrain.models.folder import ModelFolderError, TensorFile, some
 from megatrain.models.initialize import name_seed
+from megatrain.models.internals import is_conv1d
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -347,7 +348,7 @@ def add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images = "off")
     adapters = Adapters(model, config)
     for path, layer in adapters._layers.items():
         base, adapts_parameter = layer.get_base_layer(), hasattr(layer, "parameter_name")
-        if not (adapts_parameter or isinstance(base, nn.Linear | nn.Embedding) or _is_conv1d(base)):
+        if not (adapts_parameter or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
             raise AdapterError(
                 f"{where}: {path} is a {type(base).__name__}; adapters are for linear layers and embeddings. Leave it "
                 "out"
@@ -420,13 +421,9 @@ def _check_supported(config: Any, model: PreTrainedModel) -> None:
         )
 
 
-def _is_conv1d(module: nn.Module) -> bool:
-    return type(module).__name__ == "Conv1D"
-
-
 def _modules_to_choose_from(model: PreTrainedModel) -> str:
     ends = {
-        name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or _is_conv1d(m)
+        name.rpartition(".")[2]: None for name, m in model.named_modules() if isinstance(m, nn.Linear) or is_conv1d(m)
     }
     return some(list(ends), limit=8)
 

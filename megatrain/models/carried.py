@@ -16,7 +16,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from megatrain.models.errors import UnsupportedModelError
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder, dtype_name, some, tensor_bytes
 from tiered.units import format_size
 

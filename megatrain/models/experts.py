@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megatrain.models.layout import PART_ELEMENTS
+from megatrain.base.layout import PART_ELEMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 __all__ = ["ExpertsPart", "cut_experts", "drop_attention_weights", "has_experts_to_cut", "part_name"]
 
-#: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``layout.py``).
+#: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``base/layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
 #: Parts of experts in a model, about: each is a visit of its own, forward and backward, and a plan counts them all.
 MAX_EXPERTS_PARTS = 512

@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from megatrain.base.layout import entries_within
 from megatrain.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_PREFIX
 from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
 from megatrain.models.folder import (
@@ -39,7 +40,6 @@ from megatrain.models.folder import (
     some,
     tensor_bytes,
 )
-from megatrain.models.layout import entries_within
 from megatrain.models.regions import Region, gather
 from megatrain.models.skeleton import dtypes_when_loaded
 from tiered.units import format_size
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.models.adapters import Adapters
-    from megatrain.models.layout import TensorEntry, UnitLayout
     from megatrain.models.load import Origin
 
 __all__ = [

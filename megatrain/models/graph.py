@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
 from megatrain.models.carried import Images, carried_modules, text_modules
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.experts import ExpertsPart, around, cut_experts, drop_attention_weights, part_name
-from megatrain.models.layout import UnitLayout, build_layouts, in_parts
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class ModelSpec:
         freeze: globs of parameter names that stay as they are.
         from_scratch: start from random weights; only config.json is read.
         compile_backend: of torch.compile for the layers; None: they are not compiled.
-        use_liger_kernel: norms, gated MLPs and cross entropy by liger-kernel.
+        use_liger_kernel: norms and gated MLPs by liger-kernel.
         mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
         lora: adapters that are trained in place of the model; None: there are none.
         images: whether rows may have images, and what reads them is trained.

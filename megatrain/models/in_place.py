@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatrain.base.layout import UnitLayout
+from megatrain.base.precision import high_half
 from megatrain.models.folder import ModelFolderError, TensorRecord, tensor_bytes
-from megatrain.models.layout import UnitLayout
 from megatrain.models.packed import Packing, cut, pack
-from megatrain.precision import high_half
 from tiered.errors import TransferError
 from tiered.ext import ReadPart, drop_cached, open_direct, read_all
 from tiered.units import PAGE_BYTES, MiB, round_up

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
-    from megatrain.models.layout import UnitLayout
+    from megatrain.base.layout import UnitLayout
 
 
 __all__ = ["InitializationError", "Initializer", "init_weights", "initialize_tensors"]

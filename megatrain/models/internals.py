@@ -89,6 +89,11 @@ def _exists(name: str) -> bool:
     return True
 
 
+def is_conv1d(module: object) -> bool:
+    """Return whether a module is transformers' ``Conv1D``: a linear layer with its weight as [in, out]."""
+    return type(module).__name__ == "Conv1D"
+
+
 @functools.cache
 def check_internals(*, with_trainer: bool = False, with_images: bool = False) -> None:
     """Refuse a version of transformers that lacks what is used here, before it fails in the middle of something.

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from megatrain.base.layout import entries_within
 from megatrain.models import folder
 from megatrain.models.carried import CarriedTensors, carried_modules
 from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadPlan, plan_export, plan_load, tied_groups
-from megatrain.models.folder import ModelFolder, ModelFolderError, read_config_json, some
+from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, read_config_json, some
 from megatrain.models.initialize import Initializer
-from megatrain.models.layout import entries_within
+from megatrain.models.internals import is_conv1d
 from megatrain.models.regions import Region, gather
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel
 
+    from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.models.graph import ModelGraph
-    from megatrain.models.layout import TensorEntry, UnitLayout
 
 
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
@@ -290,6 +291,13 @@ class WeightLoader:
         for name, step in self._steps.items():
             made, place = step.targets[name], places[name]
             source = self._folder.records[step.source_names[0]]
+            # By its module, not by its shape: a square one would pass, and be the wrong way round.
+            if source.decoder is not None and is_conv1d(self._model.get_submodule(name.rpartition(".")[0])):
+                raise ModelFolderError(
+                    source.file,
+                    f"tensor {source.name} is quantized, and {name} is the weight of a Conv1D: such weights are stored "
+                    f"transposed, which is not read. {PLAIN_ADVICE}",
+                )
             if made.shape != place.shape:
                 raise ModelFolderError(
                     source.file,

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatrain.precision import high_half
+from megatrain.base.precision import high_half
 from tiered.units import round_up
 
 if TYPE_CHECKING:
+    from megatrain.base.layout import UnitLayout
     from megatrain.models.folder import ModelFolder, TensorRecord
-    from megatrain.models.layout import UnitLayout
     from megatrain.models.quantized import Decoder
     from megatrain.models.regions import Region
 

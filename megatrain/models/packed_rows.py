@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.carried import carried_modules
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.small import small_model
 

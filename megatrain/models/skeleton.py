@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.carried import Images, detach_non_text_modules, freeze_beyond_text, reads_more_than_text
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import PLAIN_ADVICE
 from megatrain.models.internals import check_internals
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.models.errors import UnsupportedModelError
+from megatrain.base.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -61,7 +61,12 @@ _SCANS = (
 
 
 def small_model(
-    config: PretrainedConfig, attn_implementation: str, seed: int, *, num_layers: int = _MIN_LAYERS
+    config: PretrainedConfig,
+    attn_implementation: str,
+    seed: int,
+    *,
+    num_layers: int = _MIN_LAYERS,
+    needs_head: bool = True,
 ) -> PreTrainedModel:
     """Return a scaled-down copy of the model of ``config``, in fp32 on the CPU, with random weights.
 
@@ -70,6 +75,7 @@ def small_model(
         attn_implementation: as in transformers, or "auto".
         seed: of the weights.
         num_layers: that it has at least, if the model has as many.
+        needs_head: False: its layers are enough, as of a part for text that is no causal language model by itself.
 
     Raises:
         UnsupportedModelError: no small copy of it can be built and run.
@@ -77,7 +83,7 @@ def small_model(
     problem: Exception | None = None
     for small in _smaller_and_smaller(config, num_layers):
         try:
-            model = build(small, attn_implementation, seed)
+            model = build(small, attn_implementation, seed, needs_head=needs_head)
             with torch.no_grad():
                 model(input_ids=torch.arange(8)[None], use_cache=False)
         except Exception as error:  # each family checks its config in its own way
@@ -92,18 +98,20 @@ def small_model(
     )
 
 
-def build(config: PretrainedConfig, attn_implementation: str, seed: int) -> PreTrainedModel:
-    """Return the fp32 model of a small config with seeded weights, on the CPU."""
-    from transformers import AutoModelForCausalLM
+def build(config: PretrainedConfig, attn_implementation: str, seed: int, *, needs_head: bool = True) -> PreTrainedModel:
+    """Return the fp32 model of a small config with seeded weights, on the CPU. ``needs_head``: as of `small_model`."""
+    from transformers import AutoModel, AutoModelForCausalLM
 
+    has_head = needs_head or type(config) in AutoModelForCausalLM._model_mapping
+    auto: Any = AutoModelForCausalLM if has_head else AutoModel
     options = {} if attn_implementation == "auto" else {"attn_implementation": attn_implementation}
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+        size = sum(p.numel() for p in auto.from_config(copy.deepcopy(config)).parameters())
     if size > LARGEST_NUM_PARAMETERS:
         raise ValueError(f"{size:,} parameters are too many for a quick proof")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+        model: PreTrainedModel = auto.from_config(config, dtype=torch.float32, **options)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(torch.randn(parameter.shape) * _NOISE)

@@ -17,7 +17,7 @@ from megatrain.optim.elementwise import Array, flat_block, flat_gradient, flat_m
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry
+    from megatrain.base.layout import TensorEntry
 
 __all__ = ["MAX_ROW_BLOCKS", "Adafactor", "rows_per_block", "second_moment_elements"]
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatrain.base.precision import decode, encode
 from megatrain.optim.base import FORMATS, Format, MatrixOptimizer, Optimizer, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import (
     Array,
@@ -20,10 +21,9 @@ from megatrain.optim.elementwise import (
     master_examples,
 )
 from megatrain.optim.threads import KernelThreads, cut
-from megatrain.precision import decode, encode
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry
+    from megatrain.base.layout import TensorEntry
 
 __all__ = ["EMA", "MatrixWeightAverage", "WeightAverage", "begin_average", "exchange_average"]
 

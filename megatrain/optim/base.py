@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry, UnitLayout
+    from megatrain.base.layout import TensorEntry, UnitLayout
 
 __all__ = [
     "FORMATS",

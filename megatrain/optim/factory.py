@@ -19,8 +19,8 @@ from megatrain.optim.plugins import OptimizerError, make_custom_optimizer
 from megatrain.optim.threads import KernelThreads
 
 if TYPE_CHECKING:
+    from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.models.graph import ModelGraph
-    from megatrain.models.layout import TensorEntry, UnitLayout
 
 __all__ = [
     "OptimizerSpec",

@@ -12,7 +12,7 @@ Rules that make the bits the same for every cut of a block, every thread count a
 Moments are fp32, or bf16 whose rounding is a coin toss by a hash of the element (`random_bits`), or bytes in blocks of
 256 that share a scale (`megatrain.optim.moments`).
 
-A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.precision`. A
+A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.base.precision`. A
 gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the types it is called with and
 drops the branches of the others.
 """

@@ -22,7 +22,7 @@ from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import UnitLayout
+    from megatrain.base.layout import UnitLayout
     from megatrain.optim.base import MatrixOptimizer, Segment, Update
 
 __all__ = [

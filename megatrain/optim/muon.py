@@ -18,7 +18,7 @@ from megatrain.optim.matrices import DIRECTION_BYTES, HostMatrices, Matrices, up
 from megatrain.optim.threads import KernelThreads, cut
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry
+    from megatrain.base.layout import TensorEntry
 
 __all__ = ["COEFFICIENTS", "EPS", "AdjustLr", "Muon", "newton_schulz", "newton_schulz_bytes"]
 

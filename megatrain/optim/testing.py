@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.base.layout import UnitLayout, build_layout
+from megatrain.base.precision import decode, encode
 from megatrain.optim.base import Optimizer, Segment, Update, build_segments
-from megatrain.precision import decode, encode
 
 __all__ = ["OptimizerSuite"]
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import DURABLE_KINDS
-from megatrain.engine.trace import step_flops
-from megatrain.optim.average import WeightAverage
-from megatrain.optim.base import MatrixOptimizer, bytes_per_parameter
-from megatrain.optim.elementwise import AdamW, ElementwiseOptimizer
-from megatrain.optim.muon import Muon
-from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.machine import (
+from megatrain.engine.trace import is_counted
+from megatrain.engine.work import NO_WORK, Work
+from megatrain.machine.machine import (
     STALE_DAYS,
     DriveProfile,
     LoadedProfile,
@@ -25,14 +21,20 @@ from megatrain.plan.machine import (
     age_days,
     drive_keys,
     file_system_of,
-    weight_file_bytes,
 )
+from megatrain.optim.average import WeightAverage
+from megatrain.optim.base import MatrixOptimizer, bytes_per_parameter
+from megatrain.optim.elementwise import AdamW, ElementwiseOptimizer
+from megatrain.optim.muon import Muon
+from megatrain.plan.costs import DeviceCosts
+from megatrain.plan.facts import weight_file_bytes
+from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
 from megatrain.ranks.shares import NETWORK, PEER
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import Tick
+    from megatrain.engine.program import Phase, Tick
     from megatrain.plan.plan import Plan
 
 
@@ -61,11 +63,11 @@ FLOPS_PER_PARAM_TOKEN = 8
 _FORWARD_FLOPS, _RECOMPUTE_FLOPS, _BACKWARD_FLOPS, _HEAD_FLOPS = 2, 2, 4, 6
 
 _ADVICE = "run `megatrain-tier doctor --config CONFIG` for times"
-_BOUND = (
-    "computing       at the rate of large matrix products, a bound; `plan --measure` times steps of this very model"
+_COUNTED = "computing       products, attention and other operators at their rates"
+_UNCOUNTED = (
+    "computing       8 FLOPs per parameter and token as large matrix products, a bound: layers could not be traced"
 )
-_PLANNED_BOUND = "computing       at the rate of large matrix products, a bound: small layers stay below it"
-_PROCESSORS = ("compute", "optimizer", "gpu optimizer")
+_PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 _ADAMW_TOUCHED = 28  # they read all of these and an fp32 gradient, and write all of these
 
@@ -73,7 +75,7 @@ _ADAMW_TOUCHED = 28  # they read all of these and an fp32 gradient, and write al
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
     """Return what a step of a plan should take on this machine.
 
-    The compute time is that of the step's FLOPs at the rate of large matrix products; where steps were timed it is
+    The compute time is that of the step's work at the machine's rates (``DeviceCosts``); where steps were timed it is
     theirs.
     """
     written = split(_into_nvme(plan.traffic), shape)
@@ -106,6 +108,11 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
         return result
     step_s, bound_by = costs.step(seconds)
     return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
+
+
+def computing_seconds(plan: Plan, machine: MachineProfile) -> float | None:
+    """Return how long the processor that has the layers computes in a step, wherever blocks live; None: not known."""
+    return _Costs(plan, plan.shape, machine).computing_s()
 
 
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
@@ -162,36 +169,24 @@ def flops_per_token(plan: Plan) -> float:
     What kernels of causal attention leave out does not count, nor do experts that a token does not pass. Where the
     trace could not count them: ``8 N``, N being all parameters, and ``2 N`` less for layers that are not recomputed.
     """
-    tokens = plan.trace.num_tokens
-    traced, recomputed = _traced_flops(plan, plan.program.kept), _traced_flops(plan, ())
-    if traced:
-        saved = sum(
-            visit.attention_flops - visit.attention_skipped_flops
-            for number, visit in enumerate(plan.trace.visits)
-            if number in plan.program.saved_attention
-        )
-        return (traced * (1 - plan.trace.skipped_flops / recomputed) - saved) / tokens
+    if is_counted(plan.trace):
+        return sum(work.computed_flops for work in _visits_work(plan).values()) / plan.trace.num_tokens
     once = num_parameters_run_once(plan.graph, plan.trace, plan.program)
     return FLOPS_PER_PARAM_TOKEN * plan.graph.num_parameters - _FORWARD_FLOPS * once
 
 
 def tick_flops(plan: Plan) -> list[float]:
     """Return the FLOPs per token of every tick of the program, updates 0; together those of ``flops_per_token``."""
-    ticks, visits, blocks = plan.program.ticks, plan.trace.visits, plan.program.blocks
-    is_traced = bool(_traced_flops(plan, plan.program.kept))
-    kept, same = plan.program.kept, Counter((tick.phase, tick.visit) for tick in ticks)
+    ticks, blocks = plan.program.ticks, plan.program.blocks
+    counted = _visits_work(plan) if is_counted(plan.trace) else None
+    same = Counter((tick.phase, tick.visit) for tick in ticks)
     found: list[float] = []
     for tick in ticks:
         flops: float = 0.0
-        if is_traced and tick.phase == "head":
-            flops = plan.trace.head_flops
-        elif is_traced and tick.phase in ("forward", "backward"):
-            visit = visits[tick.visit]
-            again = visit.forward_flops if tick.visit in kept and visit.has_backward else 0
-            again += visit.attention_flops if tick.visit in plan.program.saved_attention else 0
-            flops = visit.forward_flops if tick.phase == "forward" else visit.backward_flops - again
+        if tick.phase in ("forward", "head", "backward") and counted is not None:
+            flops = counted[tick.phase, tick.visit].computed_flops
         elif tick.phase in ("forward", "head", "backward"):
-            again = 0 if tick.visit in kept else _RECOMPUTE_FLOPS
+            again = 0 if tick.visit in plan.program.kept else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
         # Where micro-batches run one after the other, each has its own ticks.
@@ -200,11 +195,31 @@ def tick_flops(plan: Plan) -> list[float]:
     return [flops * flops_per_token(plan) / total if total else 0.0 for flops in found]
 
 
-def _traced_flops(plan: Plan, kept: Container[int]) -> int:
-    """Return the FLOPs of the micro-batch that was traced; 0: they are not known."""
-    tokens = plan.trace.num_tokens
-    flops = step_flops(plan.trace, num_places=tokens, num_real_tokens=tokens, num_trained_tokens=tokens, kept=kept)
-    return flops.hardware
+def work_of_phases(plan: Plan) -> dict[Phase, Work]:
+    """Return the work on the micro-batch that was traced, by phase."""
+    found: dict[Phase, Work] = {}
+    for (phase, _), work in _visits_work(plan).items():
+        found[phase] = found.get(phase, NO_WORK) + work
+    return found
+
+
+def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
+    """Return the work of each visit on the micro-batch that was traced, by phase; the head's is that of its first."""
+    trace, program = plan.trace, plan.program
+    found: dict[tuple[Phase, int], Work] = {}
+    for number, visit in enumerate(trace.visits):
+        if visit.is_head:
+            continue
+        backward = visit.backward
+        if number in program.kept and visit.has_backward:
+            backward -= visit.forward
+        elif number in program.saved_attention:
+            backward -= visit.attention
+        found["forward", number], found["backward", number] = visit.forward, backward
+    again = trace.logits_flops * (trace.head_parts - 1) // trace.head_parts
+    first_head = next((number for number, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
+    found["head", first_head] = trace.head + Work(product_flops=again)
+    return found
 
 
 def matrix_flops(plan: Plan) -> dict[int, int]:
@@ -238,11 +253,15 @@ class _Costs:
         keys = drive_keys(shape.paths, plan.run.tiers.machine)
         self._keys = dict(zip(map(str, shape.paths), keys, strict=True))
         self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
+        dtype = str(plan.graph.dtype).removeprefix("torch.")
+        self._costs = DeviceCosts.of(machine, plan.device.type, dtype)
+        self._phases = work_of_phases(plan) if is_counted(plan.trace) else None
 
     def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
         found = {
-            "compute": self._compute_s(self.shape.tokens_per_step),
+            "compute": self.computing_s(),
+            "host": self._launching_s + self._leasing_s,
             "optimizer": self._optimizer_s(),
             "gpu optimizer": self._gpu_optimizer_s(),
             **self._links_s(self._plan.traffic),
@@ -253,25 +272,30 @@ class _Costs:
     def step(self, seconds: Mapping[str, float]) -> tuple[float, str]:
         """Return the seconds of a step and what decides them."""
         compute, optimizer = seconds.get("compute", 0.0), seconds.get("optimizer", 0.0)
-        on_gpu = seconds.get("gpu optimizer", 0.0)
-        busy = self._busy_s(compute, optimizer) + on_gpu
-        links = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
-        slowest = max(links, key=links.__getitem__, default="")
-        if slowest and links[slowest] > busy:
-            return links[slowest], slowest
-        return busy, max(("compute", compute), ("optimizer", optimizer), ("gpu optimizer", on_gpu), key=lambda p: p[1])[
-            0
-        ]
+        busy = self._busy_s(compute, optimizer) + seconds.get("gpu optimizer", 0.0)
+        beside = {name: value for name, value in seconds.items() if name not in _PROCESSORS}
+        if self._on_gpu:
+            beside["host"] = seconds.get("host", 0.0)
+        else:
+            busy += seconds.get("host", 0.0)
+        slowest = max(beside, key=beside.__getitem__, default="")
+        if slowest and beside[slowest] > busy:
+            return beside[slowest], slowest
+        return busy, max((name for name in _PROCESSORS if name in seconds), key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
-        """Return T*: from there on computing takes longer than the slowest link, and on a GPU than the host's updates.
+        """Return T*: from there on computing takes longer than the slowest link, and on a GPU than the host.
 
-        Bytes of activations grow with the tokens, all others do not.
+        Bytes of activations grow with the tokens, and so do launches, as micro-batches stay as long; all others do not.
         """
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
         on_gpu = seconds.get("gpu optimizer", 0.0)
         per_token = seconds.get("compute", 0.0) / tokens
         fixed = self._links_s(self._traffic_without_activations())
+        if self._on_gpu:
+            fixed["host"] = self._leasing_s
+        else:  # one after the other
+            per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
         crossing = 0.0
         for link, fixed_s in fixed.items():
             moved_per_token = (seconds.get(link, 0.0) - (fixed_s or 0.0)) / tokens
@@ -300,8 +324,10 @@ class _Costs:
 
     @cached_property
     def _forward_share(self) -> float:
-        ticks = zip(self._plan.program.ticks, tick_flops(self._plan), strict=True)
-        return sum(flops for tick, flops in ticks if tick.phase == "forward") / flops_per_token(self._plan)
+        if self._phases is None or self._costs is None:
+            ticks = zip(self._plan.program.ticks, tick_flops(self._plan), strict=True)
+            return sum(flops for tick, flops in ticks if tick.phase == "forward") / flops_per_token(self._plan)
+        return self._costs.computing_s(self._phases["forward"]) / self._costs.computing_s(self._work)
 
     def _timed_s(self, *, updates: bool) -> float:
         """Return the seconds of those ticks that are updates, or of all else."""
@@ -311,12 +337,38 @@ class _Costs:
         seconds = sum(seconds for tick, seconds in timed if (tick.phase == "update") == updates)
         return seconds if updates else seconds + plan.ticks.between_s
 
-    def _compute_s(self, tokens: int) -> float | None:
+    def computing_s(self) -> float | None:
+        """Return how long the device computes; where only FLOPs are known, at the rate of products."""
         if self._plan.ticks is not None:
             return self._timed_s(updates=False)
-        dtype = str(self._plan.graph.dtype).removeprefix("torch.")
-        rate = self._machine.matmul_flops_per_s.get(f"{self._plan.device.type}/{dtype}")
-        return None if rate is None else flops_per_token(self._plan) * tokens / rate
+        if self._costs is None:
+            return None
+        if self._phases is None:
+            return flops_per_token(self._plan) * self.shape.tokens_per_step / self._costs.product_flops_per_s
+        return self._costs.computing_s(self._work) * self._num_micro_batches
+
+    @cached_property
+    def _work(self) -> Work:
+        """The work of a micro-batch."""
+        return sum((self._phases or {}).values(), NO_WORK)
+
+    @property
+    def _num_micro_batches(self) -> float:
+        return self.shape.tokens_per_step / self._plan.trace.num_tokens
+
+    @property
+    def _launching_s(self) -> float:
+        """How long the host is busy with launches, of all micro-batches; 0 where steps were timed, or not known."""
+        if self._plan.ticks is not None or self._costs is None or self._phases is None:
+            return 0.0
+        return self._work.launches * self._num_micro_batches * self._costs.seconds_per_launch
+
+    @property
+    def _leasing_s(self) -> float:
+        """How long the host is busy with leases of a step; 0 where steps were timed, or not known."""
+        if self._plan.ticks is not None or self._costs is None or self._phases is None:
+            return 0.0
+        return sum(len(tick.uses) for tick in self._plan.program.ticks) * self._costs.seconds_per_lease
 
     def _optimizer_s(self) -> float | None:
         """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
@@ -423,8 +475,17 @@ class _Costs:
 
     @property
     def computing_note(self) -> str:
-        """Where the time of computing comes from."""
-        return _BOUND if self._plan.ticks is None else self._plan.ticks.note
+        """Where the time of computing comes from, and which of its rates are assumed."""
+        if self._plan.ticks is not None:
+            return self._plan.ticks.note
+        if self._phases is None or self._costs is None:
+            return _UNCOUNTED
+        return "; ".join((_COUNTED, *(f"assumed: {', '.join(found)}" for found in [self._costs.assumed] if found)))
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether steps of the model were timed."""
+        return self._plan.ticks is not None
 
     @property
     def computing_s_per_nvme_byte(self) -> float:
@@ -451,14 +512,15 @@ def _into_nvme(traffic: Mapping[str, int]) -> int:
 def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
     machine = loaded.machine
     assert machine is not None
-    notes = [_PLANNED_BOUND if loaded.origin else costs.computing_note]
+    advice = "" if costs.is_timed or loaded.origin else "; `plan --measure` times steps of this very model"
+    notes = [costs.computing_note + advice]
     if "nvme" in unmeasured:
         paths = ", ".join(costs.unmeasured_paths)
         notes.append(f"times           drive of {paths} not measured: {_ADVICE}")
         notes.extend(_striping(costs.shape))
     if FOLDER in unmeasured:
         notes.append(f"times           drive of the model's folder not measured: {_ADVICE}")
-    if not (unmeasured or costs.is_timed_optimizer or costs.computing_note != _BOUND):
+    if not (unmeasured or costs.is_timed_optimizer or costs.is_timed):
         notes.append("updates         at AdamW's rate by the bytes that they move: this optimizer was not timed")
     others = [name for name in unmeasured if name not in ("nvme", FOLDER)]
     if others:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatrain.config.problems import ConfigError, Problem
+from megatrain.base.errors import ConfigError, Problem
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
 from megatrain.engine.program import (
@@ -22,12 +22,12 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.trace import trace_generation
+from megatrain.machine import machine
+from megatrain.machine.machine import profile_of
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
-from megatrain.plan import machine
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import (

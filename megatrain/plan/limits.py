@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
-from megatrain.config.problems import ConfigError, Problem
-from megatrain.config.sizes import Size
-from megatrain.plan import machine
-from megatrain.plan.machine import FileSystem, disk_of, file_system_of, missing_mount
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.sizes import Size
+from megatrain.machine import machine
+from megatrain.machine.machine import FileSystem, disk_of, file_system_of, missing_mount
 from tiered.units import GiB, MiB, format_size
 
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.plan.machine import DriveSpec, PlannedMachine, TierSpecs
+    from megatrain.machine.machine import DriveSpec, PlannedMachine, TierSpecs
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 

@@ -15,24 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatrain.base.timeline import TimedOp, Timeline
+from megatrain.engine.environment import give_back_freed_memory
 from megatrain.engine.step import StepEngine, weight_is_split
 from megatrain.engine.visit import LayerCompiler
+from megatrain.machine.machine import available_ram_bytes, load_profile
 from megatrain.optim import clip
 from megatrain.optim.factory import segment_builder
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.machine import available_ram_bytes, load_profile
 from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.planner import step_workspace_bytes, unpacking_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.run.timeline import Timeline
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockPlan, StepProgram
-    from megatrain.engine.tape import Op
     from megatrain.plan.plan import Plan, RunSpec
 
 #: Far more than the caches of a processor hold: what a step comes to has left them since it was there before.
@@ -217,13 +217,14 @@ def measure_ticks(
     if plan.device.type != "cpu":
         raise NotMeasurableError("steps are timed on a CPU only")
     trace = plan.trace
-    flops = sum(visit.forward_flops + visit.backward_flops for visit in trace.visits) + trace.head_flops
+    flops = sum(visit.forward.flops + visit.backward.flops for visit in trace.visits) + trace.head.flops
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
     workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.grad_dtype, plan.num_micro_batches)
     workspace += plan.kept_bytes + unpacking_bytes(plan.graph, trace, plan.program, plan.device)
     blocks = plan.program.blocks
+    give_back_freed_memory()  # else what steps leave in the heap counts as memory of libraries afterwards
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
@@ -311,7 +312,7 @@ class _Watch(Timeline):
         self._seconds = [0.0] * len(program.ticks)
         self._now: tuple[int, float] | None = None
 
-    def on_op(self, op: Op | None) -> None:
+    def on_op(self, op: TimedOp | None) -> None:
         """Note that the engine comes to an op of the tape, or to the end of a step (None)."""
         now_s = time.perf_counter()
         if self._now is not None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatrain.engine import device_kernels
-from megatrain.engine.lanes import Lanes
 from megatrain.engine.program import (
     StepProgram,
     Tick,
@@ -25,6 +24,7 @@ from megatrain.plan.placement import (
     Placement,
     TierBudget,
 )
+from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shares import RankLanes, Shares
 from megatrain.ranks.world import World
 from tiered.units import format_size
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.state import CheckpointSpec
     from megatrain.data.dataset import DataSpec
     from megatrain.engine.objective import Objective
+    from megatrain.machine.machine import TierSpecs
     from megatrain.models.export import ExportSpec
     from megatrain.models.graph import ModelSpec
     from megatrain.optim.factory import OptimizerSpec
     from megatrain.optim.lr import ScheduleSpec
-    from megatrain.plan.machine import TierSpecs
     from megatrain.plan.placement import PlacementSpec
 
 
@@ -60,7 +60,7 @@ class BatchSpec:
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
         aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
-        num_lanes: in which the gradients of micro-batches are added (``engine/lanes.py``); None: one for each rank,
+        num_lanes: in which the gradients of micro-batches are added (``ranks/lanes.py``); None: one for each rank,
             which a ``RunSpec`` of several settles.
         rows_per_example: that belong together in a micro-batch.
     """
@@ -110,7 +110,7 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run in values: what its config asks for, on this machine, as ``megatrain.config.resolve`` makes it.
+    """A run in values: what its config asks for, on this machine, as ``megatrain.resolve`` makes it.
 
     Attributes:
         name: of the run.
@@ -316,8 +316,8 @@ class Estimate:
     Where steps of the model were timed, ``step_s`` is what a run should take, waits included.
 
     Attributes:
-        seconds: resource (``compute``, ``optimizer`` on the host, ``gpu optimizer``, ``nvme``, ``ram->gpu``,
-            ``gpu->ram``) -> seconds that it is busy in a step.
+        seconds: resource (``compute``; ``host``, which launches operators and leases blocks; ``optimizer`` on the host,
+            ``gpu optimizer``, ``nvme``, ``ram->gpu``, ``gpu->ram``) -> seconds that it is busy in a step.
         unmeasured: resources of which the profile has no rate; then ``step_s`` is None.
         step_s: seconds per step; None where a rate is unknown.
         bound_by: the resource that takes so long.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from megatrain.config.problems import ConfigError, Problem
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
-from megatrain.engine.lanes import micro_batches_of_rank
 from megatrain.engine.program import (
     ProgramBuilder,
     StepProgram,
@@ -31,6 +31,8 @@ from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
+from megatrain.machine import machine
+from megatrain.machine.machine import profile_of
 from megatrain.models.experts import has_experts_to_cut
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
@@ -43,11 +45,9 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
-from megatrain.plan import machine
-from megatrain.plan.estimate import estimate_step, flops_per_token
+from megatrain.plan.estimate import computing_seconds, estimate_step
 from megatrain.plan.kept import GraphKeeper, visits_with_attention, weights_stay
 from megatrain.plan.limits import Objection, find_objections
-from megatrain.plan.machine import profile_of
 from megatrain.plan.placement import (
     FOLDER,
     DoesNotFitError,
@@ -59,7 +59,7 @@ from megatrain.plan.placement import (
 from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
-from megatrain.precision import MASTER_ELEMENTS
+from megatrain.ranks.lanes import micro_batches_of_rank
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
@@ -68,13 +68,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatrain.base.layout import UnitLayout
+    from megatrain.machine.machine import LoadedProfile, MachineProfile
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FrozenBlock
-    from megatrain.models.layout import UnitLayout
     from megatrain.models.packed import Packing
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
-    from megatrain.plan.machine import LoadedProfile, MachineProfile
     from megatrain.plan.plan import RunSpec
 
 #: Shares of RAM and GPU memory that may be kept open to copies where not everything is at home, the usual one first
@@ -161,7 +161,7 @@ def plan_run(
     if not any(plan.traffic.values()):
         plan = estimated(plan)
     else:
-        plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated))))
+        plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated, profile))))
         if run.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
     return replace(plan, objections=objections_to(plan))
@@ -182,7 +182,7 @@ def _unseen_layers(plan: Plan) -> Iterator[Objection]:
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
     if device.type != "cuda" or tiers.machine is not None or not tiers.gpu_size.is_auto:
         return
-    if trace.exact or not layers or any(visit.forward_flops for visit in layers):
+    if trace.exact or not layers or any(visit.forward.flops for visit in layers):
         return
     text = (
         f'tiers.gpu.size = "{tiers.gpu_size.text}": how much memory the layers of this model need beside their '
@@ -283,18 +283,20 @@ def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
     return run.save_attention if run.model.compile_backend is None else 0
 
 
-def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan]) -> Iterator[Plan]:
+def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan], profile: LoadedProfile) -> Iterator[Plan]:
     """Yield plans in which all layers save attention's results, if that may make a step shorter that moves blocks.
 
     The results move as well then, so only measured rates can tell.
     """
     if attention_to_save(plan.run) != "auto" or plan.run.tiers.machine is not None:
         return
-    if measured_rates(estimated(plan)) is None:
+    machine = profile.machine
+    if machine is None or measured_rates(estimated(plan)) is None:
         return
     visits = visits_with_attention(plan.trace) - plan.program.kept - plan.program.saved_attention
     other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
-    if flops_per_token(other) < WORTHWHILE * flops_per_token(plan):
+    before_s, after_s = computing_seconds(plan, machine), computing_seconds(other, machine)
+    if before_s is not None and after_s is not None and after_s < WORTHWHILE * before_s:
         yield from _placed_anew(other)
 
 
@@ -534,7 +536,6 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
             run.batch.max_length,
             run.dtype,
             device=run.traced_on,
-            head_columns=0 if run.model.use_liger_kernel else None,  # its cross entropy takes whole logits
             objective=run.objective,
             padded=padded,
             by_documents=run.model.compile_backend is None,

@@ -11,6 +11,7 @@ from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Estimate, Occasion, Plan
+    from megatrain.plan.process import ProcessMemory
 
 __all__ = ["estimate_lines", "headline", "messages", "process_line", "table_rows"]
 
@@ -91,17 +92,12 @@ def messages(plan: Plan) -> Sequence[str]:
     return (*_moves(plan), *beside, *estimates)
 
 
-def process_line(plan: Plan, other_bytes: int) -> str:
-    """Return what the memory of the process comes to: the RAM tier, and what lies beside it.
-
-    Args:
-        plan: whose RAM tier.
-        other_bytes: of a process that has imported everything and holds no block.
-    """
-    tier = plan.totals.get("ram", 0)
+def process_line(memory: ProcessMemory) -> str:
+    """Return what the memory of the process comes to: the RAM tier, and what lies beside it."""
+    tier, beside = format_size(memory.tier_bytes), format_size(memory.beside_tier_bytes)
     return (
-        f"process         about {format_size(tier + other_bytes)} of RAM: {format_size(tier)} in the tier + "
-        f"{format_size(other_bytes)} of Python and libraries"
+        f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {beside} of Python and "
+        "libraries, kernels, tokenizer and rows"
     )
 
 

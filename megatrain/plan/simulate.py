@@ -35,7 +35,7 @@ class SimulatedRates:
     Attributes:
         nvme_bytes_per_s: reads and writes together.
         bus_bytes_per_s: each direction between RAM and GPU.
-        flops_per_s: achieved in forward and backward.
+        flops_per_s: achieved in forward and backward, whatever computes beside products or launches them included.
         update_params_per_s: of the optimizer kernel on the host.
         gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
         products_flops_per_s: of products on a GPU that make matrices orthogonal within updates on the host; None: there
@@ -69,12 +69,14 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     products = sum(matrix_flops(plan).values()) if plan.device.type == "cuda" else 0
     assert not (on_gpu and products), "whole updates on a GPU are of optimizers without such products"
     flops = flops_per_token(plan) * estimate.tokens_per_step
+    host_s = seconds.get("host", 0.0)
+    computing_s = seconds["compute"] + host_s if plan.device.type == "cpu" else max(seconds["compute"], host_s)
     on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
     return SimulatedRates(
         nvme_bytes_per_s=on_nvme / seconds["nvme"] if "nvme" in seconds else 1e12,
         folder_bytes_per_s=traffic[f"{FOLDER}->ram"] / seconds[FOLDER] if FOLDER in seconds else 1e12,
-        flops_per_s=flops / seconds["compute"],
+        flops_per_s=flops / computing_s,
         update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if on_gpu and "gpu optimizer" in seconds else None,
         products_flops_per_s=products / seconds["gpu optimizer"] if products and "gpu optimizer" in seconds else None,

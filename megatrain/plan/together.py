@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatrain.plan.machine import DriveProfile, GpuProfile, LoadedProfile, MachineProfile, file_system_of, profile_of
+from megatrain.machine.machine import (
+    DriveProfile,
+    GpuProfile,
+    LoadedProfile,
+    MachineProfile,
+    file_system_of,
+    profile_of,
+)
 from megatrain.plan.planner import plan_run, tier_budgets
 from megatrain.ranks.collectives import RanksDifferError
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.config.problems import ELEMENT_WISE
-from megatrain.config.sizes import Size
-from megatrain.plan.machine import DriveSpec
+from megatrain.base.names import ELEMENT_WISE
+from megatrain.base.sizes import Size
+from megatrain.machine.machine import DriveSpec
 from megatrain.plan.placement import DoesNotFitError, WayOut
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from megatrain.ranks.shares import NETWORK, PEER, Shares, peer_links
 
 if TYPE_CHECKING:
-    from megatrain.models.layout import TensorEntry, UnitLayout
+    from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.optim.base import StateKind
 
 __all__ = ["DealtLayout", "DealtMatrix", "Loan", "Move", "Moves", "deal", "deal_by_cost"]

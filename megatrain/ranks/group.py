@@ -129,7 +129,7 @@ class RankGroup:
         """
         import torch
 
-        from megatrain.plan import machine
+        from megatrain.machine import machine
 
         if self.world.is_single:
             return

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatrain.engine.lanes import lanes_of_rank, micro_batches_of_rank, subtrees
+from megatrain.ranks.lanes import lanes_of_rank, micro_batches_of_rank, subtrees
 
 __all__ = ["NETWORK", "PEER", "SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares", "peer_links"]
 
@@ -82,7 +82,7 @@ def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class RankLanes:
-    """Which lanes of a step each rank computes (`engine/lanes.py`).
+    """Which lanes of a step each rank computes (`lanes.py`).
 
     Attributes:
         count: lanes of a step, at least one for each rank.

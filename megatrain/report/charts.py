@@ -137,7 +137,7 @@ class Drawing:
 
 
 def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
-    """Yield the charts of a run in the order of the page; ``lay_out`` returns None for those without a point."""
+    """Yield the charts of a run in the order of the page; ``lay_out`` returns None for those with nothing to show."""
     steps = history.steps
     marks = [(float(step), f"continued after step {step}, {at}") for step, at in figures.restarts]
     if figures.loss_name:  # of two kinds: they have no axis in common
@@ -162,9 +162,11 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
     parts = list(_parts_of_a_step(steps, figures))
     yield Chart("Where the time of a step went", "s", areas=parts, format_value="{:.3g}".format)
     for tier in figures.tiers:
-        yield _occupancy(steps, tier, figures)
+        if any(step.get("tier_used_bytes", {}).get(tier) for step in steps):
+            yield _occupancy(steps, tier, figures)
     for tier, samples in history.usage.items():
-        yield _within_steps(tier, samples, figures.capacity_bytes.get(tier, 0))
+        if any(nbytes for _, nbytes in samples):
+            yield _within_steps(tier, samples, figures.capacity_bytes.get(tier, 0))
     yield Chart("Bandwidth of links while they move", "GB/s", lines=list(_bandwidths(steps)), starts_at_zero=True)
     unit, name = binary_unit(max((step.get("rss_bytes", 0) for step in steps), default=0))
     in_tier = [(step["step"], step.get("tier_used_bytes", {}).get("ram", 0) / unit) for step in steps]
@@ -174,9 +176,9 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
 
 
 def lay_out(chart: Chart) -> Drawing | None:
-    """Return where the parts of a chart lie; None where there is no point to show."""
+    """Return where the parts of a chart lie; None where there is no point to show, or what it counts from 0 stays 0."""
     scale = _Scale.of(chart)
-    if scale is None:
+    if scale is None or ((chart.starts_at_zero or chart.areas) and not any(_values(chart))):
         return None
     legend = [(area.name, area.color, "") for area in chart.areas]
     legend += [(line.name, line.color, line.style) for line in chart.lines]

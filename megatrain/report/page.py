@@ -11,13 +11,13 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatrain.base.observer import format_rank
 from megatrain.checkpoint.state import now_text
 from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, laid_over, lay_out, make_charts
 from megatrain.report.compare import compare, names_of, setting_differences
 from megatrain.report.figures import Compared, Drive, Figures
 from megatrain.report.history import RunHistory
 from megatrain.report.text import cause_name, format_flops, quality
-from megatrain.run.metrics import format_rank
 from tiered.units import format_decimal_size, format_duration, format_size
 
 __all__ = ["render_page"]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
 from megatrain.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
-from megatrain.run.metrics import Sample, format_preferences, format_rank, format_samples
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
 __all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatrain.config.problems import ConfigError, Problem
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from tiered.units import GB, GiB
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from megatrain.run.activity import Activity
+from megatrain.base.progress import Activity
 
 __all__ = ["RunSignals"]
 

@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from megatrain.base.observer import RunObserver, StepMetrics
+from megatrain.base.progress import Activity
+from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.state import now_text
-from megatrain.checkpoint.whereabouts import usable_checkpoint
-from megatrain.run.activity import Activity
-from megatrain.run.metrics import RunObserver, StepMetrics
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary
+    from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary
 
 __all__ = [
     "FINAL_STATES",
@@ -279,7 +279,7 @@ def _continued(path: Path, run_name: str) -> RunStatus:
     """Return the first status of a run: that of the run before, up to the checkpoint that it continues."""
     status = RunStatus("starting", run_name=run_name)
     saved, before = usable_checkpoint(path), read_status(path)
-    if saved is None:
+    if saved is None or saved.step is None:
         return status
     status = replace(status, step=saved.step, checkpoint_step=saved.step)
     if before is None:

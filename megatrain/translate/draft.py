@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
+from megatrain.base.other_tools import KEYS, RANKS, TITLES, Fate, Tool
 from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, plain
 from megatrain.translate.command_lines import CommandLine, count, find_command_line, is_of_processes, parse_words
-from megatrain.translate.names import KEYS, RANKS, TITLES, Fate, Tool
 
 _LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
 _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
@@ -250,7 +250,7 @@ class Draft:
     unneeded: list[Left] = field(default_factory=list)
 
     def translate_keys(self, rules: Mapping[str, Rule], values: Mapping[str, Any], prefix: str = "") -> None:
-        """Translate keys one by one, as the tool's table in :data:`megatrain.translate.names.KEYS` says.
+        """Translate keys one by one, as the tool's table in :data:`megatrain.base.other_tools.KEYS` says.
 
         Args:
             rules: How to read the keys with :attr:`Fate.RULE`; those without a rule are read together with others.

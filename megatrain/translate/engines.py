@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.other_tools import KEYS, PLANNER
 from megatrain.translate.draft import Draft, Rule, choice, mapping
-from megatrain.translate.names import KEYS, PLANNER
 from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, optimizer, reports
 
 #: Optimizers of which one process must have whole matrices.

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatrain.translate.names import KEYS, OTHERS, Fate, Name
+from megatrain.base.other_tools import KEYS, OTHERS, Fate, Name
 
 BEGIN, END = "<!-- keys: written by megatrain.translate.reference -->", "<!-- end of keys -->"
 

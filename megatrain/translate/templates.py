@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from megatrain.translate.names import OWN_TEMPLATE
+from megatrain.base.other_tools import OWN_TEMPLATE
 
 #: What names of templates begin with -> what such a template writes before a turn. The longest that fits counts.
 _MARKS = {

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatrain.base.other_tools import PLANNER, QUANTIZED
 from megatrain.config.keys import KEYS, leaf_schema, used_if
 from megatrain.translate.draft import (
     Draft,
@@ -22,7 +23,6 @@ from megatrain.translate.draft import (
     mapping,
     read_mapping,
 )
-from megatrain.translate.names import PLANNER, QUANTIZED
 from megatrain.translate.templates import compared
 
 _OPTIMIZERS = {

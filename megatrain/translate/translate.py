@@ -11,12 +11,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megatrain.base.other_tools import Tool
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, format_value, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Draft, Entry, Left, Source, plain_key, read_command_line, read_source
 from megatrain.translate.engines import put_processes, translate_deepspeed, translate_megatrain
-from megatrain.translate.names import Tool
 from megatrain.translate.trainers import (
     drop_evaluation_without_rows,
     translate_axolotl,

@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.config.proof import (
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.config.resolved import to_toml
+from megatrain.config.schema import RunConfig
+from megatrain.doctor.drives import scratch_folder
+from megatrain.machine.machine import existing_parent
+from megatrain.models.folder import ModelFolder
+from megatrain.models.small import no_progress_bars
+from megatrain.plan.planner import check_ranks
+from megatrain.ranks.world import World
+from megatrain.resolve import resolve, resolve_optimizer, resolve_tiers
+from megatrain.trainer import Trainer
+from megatrain.verify.setting import (
     GRADIENT_RATE,
     Setting,
     dtypes_of,
@@ -22,16 +33,6 @@ from megatrain.config.proof import (
     make_setting,
     optimizer_of,
 )
-from megatrain.config.resolve import resolve, resolve_optimizer, resolve_tiers
-from megatrain.config.resolved import to_toml
-from megatrain.config.schema import RunConfig
-from megatrain.doctor.drives import scratch_folder
-from megatrain.models.folder import ModelFolder
-from megatrain.models.small import no_progress_bars
-from megatrain.plan.machine import existing_parent
-from megatrain.plan.planner import check_ranks
-from megatrain.ranks.world import World
-from megatrain.trainer import Trainer
 from megatrain.verify.tiered import ProcessesFailedError, TieredRun, batches, differences, train, train_in_processes
 from tiered.units import format_size
 
@@ -41,8 +42,6 @@ if TYPE_CHECKING:
     from megatrain.data.loader import StepBatch
     from megatrain.optim.factory import OptimizerSpec
     from megatrain.plan.plan import RunSpec
-
-IGNORED = -100  # the label that Hugging Face's losses skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +78,7 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
     losses, norms = [], []
     for step in steps:
         batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
-        num_trained = sum(int((batch["labels"][:, 1:] != IGNORED).sum()) for batch in batches)
+        num_trained = sum(int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
             loss = model(**batch, num_items_in_batch=num_trained, use_cache=False).loss

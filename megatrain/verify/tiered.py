@@ -11,11 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+from megatrain.base.names import CHECKPOINTS_NAME, FINAL_NAME
+from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.config import load_config
-from megatrain.run.folder import FINAL_NAME
 from megatrain.run.loggers import METRICS_NAME
-from megatrain.run.metrics import RunObserver, StepMetrics
 from megatrain.trainer import Trainer
 from tiered import checksum, read_manifest
 

@@ -129,7 +129,7 @@ def test_other_folders_are_named(run: SavedRun, tmp_path: Path, monkeypatch: pyt
             path.touch()
         result = run.call("chat", path, "--device", "cpu")
         assert result.exit_code == 2 and message in result.stderr, result.output
-    monkeypatch.setattr("megatrain.plan.machine.available_ram_bytes", lambda: 1000)
+    monkeypatch.setattr("megatrain.machine.machine.available_ram_bytes", lambda: 1000)
     result = run.call("chat", run.out / "final", "--device", "cpu")
     assert result.exit_code == 3 and "A chat loads them whole" in result.stderr
     monkeypatch.undo()

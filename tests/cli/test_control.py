@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.run.folder import RunFolder, committed_step, living_owner
+from megatrain.base.owner import living_owner
+from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, read_status, write_status
 from processes.saved_run import SavedRun, end, make_run
 

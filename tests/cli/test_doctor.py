@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort, TierProbe
-from megatrain.plan.machine import load_profile, profile_path
+from megatrain.machine.machine import load_profile, profile_path
 from tiered import MiB
 
 Call = Callable[..., Result]

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.config import load_config
 from megatrain.config.keys import SCHEMA_FILE_NAME
-from megatrain.config.starter import Drive, MachineFacts, ModelFacts, starter_toml
+from megatrain.config.starter import starter_toml
 from megatrain.data.sources import read_rows
-from megatrain.plan import machine
-from megatrain.plan.machine import FileSystem
+from megatrain.machine.machine import FileSystem
+from megatrain.plan import facts
 from processes.saved_run import QUICKSTART, command_group, make_run
 from tiered import GiB
 
@@ -42,6 +43,16 @@ def test_a_file_for_this_machine(here: Path) -> None:
     assert config.task == "sft" and config.tiers.ram.size.is_auto
     assert json.loads(Path(SCHEMA_FILE_NAME).read_text())["properties"]["task"]
     assert sorted(path.name for path in here.iterdir()) == [SCHEMA_FILE_NAME, "run.toml"]
+
+
+@pytest.mark.skipif(not Path("/sys").is_dir(), reason="no folder here that even root cannot write in")
+def test_a_folder_that_cannot_be_written_in_is_named(here: Path) -> None:
+    result = call("init", "/sys")
+    assert result.exit_code == 2 and SCHEMA_FILE_NAME not in result.stderr, result.output
+    assert "/sys: nothing can be written in this folder (" in result.stderr
+    assert "Name a file in another one" in result.stderr
+    result = call("init", "--example", "/sys/here")
+    assert result.exit_code == 2 and "/sys/here: this folder cannot be made (" in result.stderr, result.output
 
 
 def test_nothing_is_overwritten(here: Path) -> None:
@@ -113,17 +124,17 @@ def test_every_starter_loads_without_a_warning(
 
 
 def test_facts_of_a_model() -> None:
-    facts = machine.model_facts("x", QUICKSTART / "model")
-    assert facts.num_parameters == 0 and facts.max_positions > 1, "it has a config and no weights"
-    assert machine.model_facts("x", None) == machine.model_facts("x", QUICKSTART) == ModelFacts("x")
+    found = facts.model_facts("x", QUICKSTART / "model")
+    assert found.num_parameters == 0 and found.max_positions > 1, "it has a config and no weights"
+    assert facts.model_facts("x", None) == facts.model_facts("x", QUICKSTART) == ModelFacts("x")
 
 
 def test_drives_that_are_none() -> None:
     tmpfs, nfs, ext4 = (FileSystem("0:1", kind, "source", "/mnt") for kind in ("tmpfs", "nfs4", "ext4"))
-    assert "RAM" in machine._objection(tmpfs, 99 * GiB)
-    assert "doctor" in machine._objection(nfs, 99 * GiB)
-    assert machine._objection(ext4, GiB) == "little room"
-    assert machine._objection(ext4, 99 * GiB) == ""
+    assert "RAM" in facts._objection(tmpfs, 99 * GiB)
+    assert "doctor" in facts._objection(nfs, 99 * GiB)
+    assert facts._objection(ext4, GiB) == "little room"
+    assert facts._objection(ext4, 99 * GiB) == ""
 
 
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from megatrain.base.observer import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.data.rows_report import DataError
 from megatrain.plan.limits import Objection
-from megatrain.run.metrics import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
 
@@ -115,7 +115,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setattr("megatrain.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
-    monkeypatch.setattr("megatrain.plan.machine.carried_tensors", lambda config, graph: "")
+    monkeypatch.setattr("megatrain.plan.facts.carried_tensors", lambda config, graph: "")
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):
         monkeypatch.setattr(f"megatrain.plan.show.{function}", attrgetter(field_name))
     return asked

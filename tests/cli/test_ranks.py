@@ -22,7 +22,7 @@ import psutil
 import pytest
 from click.testing import CliRunner
 
-from megatrain.checkpoint.ranks import rank_folder_name
+from megatrain.checkpoint.document import rank_folder_name
 from processes import rank_runs
 from processes.rank_runs import (
     ENVIRONMENT,

@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from rich.console import Console
 
-from megatrain.run.activity import Activity, Moment
-from megatrain.run.metrics import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.base.observer import EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.base.progress import Activity, Moment
 from tiered import GiB
 
 CliModule = Callable[[str], ModuleType]

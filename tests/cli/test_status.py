@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from megatrain.base.observer import RunInfo, RunSummary, StepMetrics
 from megatrain.run.folder import RunFolder
-from megatrain.run.metrics import RunInfo, RunSummary, StepMetrics
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
+from tiered import NvmeTier
 from tiered.durable.manifest import Manifest, write_manifest
 
 CliModule = Callable[[str], ModuleType]
@@ -166,6 +167,23 @@ def test_runs_that_ended(
     assert result.stdout.splitlines()[:2] == [str(tmp_path / "out"), f"  {line}"]
     (seen,) = json.loads(call(tmp_path / "out", "--json").stdout)["runs"]
     assert (seen["running"], seen["owner"], seen["saved_step"]) == (False, None, saved_step)
+
+
+def test_a_run_whose_drive_holds_other_files_is_not_said_to_go_on(tmp_path: Path, call: Callable[..., Result]) -> None:
+    """`run` and `check` refuse it by the same rule, and with the same words."""
+    leave(tmp_path / "out", replace(STATUS, state="stopped"), saved_step=412)
+    drive = tmp_path / "drive"
+    (tmp_path / "out/config.resolved.toml").write_text(f'[[tiers.nvme]]\npath = "{drive}"\n')
+    assert "run it again to continue from step 412" in call(tmp_path / "out").stdout, "the folder is made anew"
+    drive.mkdir()
+    assert "run it again to continue from step 412" in call(tmp_path / "out").stdout
+    (drive / "thesis.tex").touch()
+    text = call(tmp_path / "out").stdout
+    assert f"it cannot continue\n  '{drive}' is not empty and was not made by tiered" in text, text
+    assert "run it again" not in text
+    NvmeTier([tmp_path / "ours"], 1 << 20).close()
+    (tmp_path / "out/config.resolved.toml").write_text(f'[[tiers.nvme]]\npath = "{tmp_path / "ours"}"\n')
+    assert "run it again to continue from step 412" in call(tmp_path / "out").stdout
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from megatrain.run.folder import committed_step, living_owner
+from megatrain.base.owner import living_owner
+from megatrain.run.folder import committed_step
 from megatrain.run.status import read_status
 from processes import warm
 from processes.saved_run import ROOT, SavedRun, command_words, end, make_run

@@ -29,6 +29,18 @@ def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> Non
     assert re.search(r"about .*iB of RAM: .*iB in the tier \+ .*iB of Python and libraries", process)
     values = json.loads(run.call("plan", run.write_config(), "--json").stdout)
     assert values["process_bytes"] > values["totals"]["ram"] + (50 << 20), "Python and torch are in it"
+    assert 0.5 * values["totals"]["ram"] < values["process"]["tier_bytes"] <= values["totals"]["ram"], values["process"]
+
+
+def test_copies_that_stay_count_as_memory_of_the_process(run: SavedRun) -> None:
+    """A tier holds more than the least that a step needs, as far as it has room."""
+    config = run.write_config(placement=ON_NVME, more=NVME, out="streamed", steps=2)
+    planned = json.loads(run.call("plan", config, "--json").stdout)
+    result = run.call("run", config, "--json")
+    assert result.exit_code == 0, result.output
+    (end,) = (row for row in map(json.loads, result.stdout.splitlines()) if row.get("event") == "end")
+    held, least = end["tier_peak_bytes"]["ram"], planned["totals"]["ram"]
+    assert least < held <= planned["process"]["tier_bytes"] < 1.1 * held
 
 
 @pytest.mark.parametrize(

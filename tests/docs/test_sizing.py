@@ -9,7 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from megatrain.plan import machine
+from megatrain.machine import machine
 from oracles.code_blocks import Block, blocks_of, commands_of
 from processes.saved_run import command_group
 

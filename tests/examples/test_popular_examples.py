@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
-from megatrain.plan.machine_files import find_machine
+from megatrain.machine.files import find_machine
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from tiered.units import GiB
 
 ROOT = Path(__file__).parents[2]

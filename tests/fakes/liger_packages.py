@@ -11,18 +11,18 @@ from types import ModuleType
 from typing import Any
 
 STAND_IN = Path(__file__).parent / "stand_in_liger"
-PACKAGES = ("liger_kernel", "liger_kernel.ops", "liger_kernel.transformers")
+PACKAGES = ("liger_kernel", "liger_kernel.transformers")
 
 
 @contextmanager
-def stand_in_liger() -> Iterator[ModuleType]:
-    """Let ``import liger_kernel`` find the stand-in, installed or not; yield the module of its cross entropy."""
+def stand_in_liger() -> Iterator[None]:
+    """Let ``import liger_kernel`` find the stand-in, installed or not."""
     hidden = _forget()
     for name in PACKAGES:
         sys.modules[name] = ModuleType(name)
         sys.modules[name].__path__ = [str(STAND_IN.joinpath(*name.split(".")))]
     try:
-        yield importlib.import_module("liger_kernel.ops.cross_entropy")
+        yield
     finally:
         _forget()
         sys.modules.update(hidden)

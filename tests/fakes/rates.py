@@ -8,8 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from megatrain.plan import machine
-from megatrain.plan.machine import DriveProfile, MachineProfile
+from megatrain.machine import machine
+from megatrain.machine.machine import DriveProfile, MachineProfile
 
 NOW = datetime.now(UTC)
 

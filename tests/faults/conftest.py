@@ -55,8 +55,12 @@ class Drive:
         with self._filler.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, self._filler.stat().st_size + self.free_bytes() - leave_bytes)
 
-    def make_room(self) -> None:
-        self._filler.unlink()
+    def make_room(self, nbytes: int | None = None) -> None:
+        """Give back that much of what ``fill`` took; None: all."""
+        if nbytes is None:
+            self._filler.unlink()
+        else:
+            os.truncate(self._filler, max(0, self._filler.stat().st_size - nbytes))
 
     def make_read_only(self) -> None:
         """Report an error to the file system, which then refuses writes, as after an error of a real drive."""

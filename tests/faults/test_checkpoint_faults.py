@@ -221,7 +221,7 @@ def test_too_little_room_for_any_checkpoint_is_said_before_the_first_step(work: 
     check_failure(
         result,
         "does not fit: the drive of output_dir",
-        "900.00 TiB that stay free (checkpoint.min_free_disk)",
+        "900.00 TiB that stay free (checkpoint.min_free_disk). Lower checkpoint.min_free_disk, free some",
         exit_code=3,
     )
     assert "step 1/4" not in result.stdout and not (work.folder / "out").exists()

@@ -252,7 +252,7 @@ def test_nobody_has_to_wait_for_room(small_drive, quick_retry) -> None:
         store.commit({}).wait(60)
         small_drive.fill()
         commit = store.commit({})
-        notices.wait_for("paused")
+        assert "at least 4.00 MiB" in notices.wait_for("paused"), "what both blocks take, and not the first alone"
         store.give_up_waiting()
         with pytest.raises(TransferError, match="cannot be written: No space left"):
             commit.wait(60)
@@ -312,6 +312,31 @@ def test_links_wait_for_room_too(small_drive, quick_retry) -> None:
         figures = commits[0].figures
         assert figures.linked_bytes > figures.nbytes == NUM_BLOCKS * 4 * NUM_ELEMENTS and figures.written_bytes == 0
     assert list(GenerationReader(small_drive.store).problems()) == []
+
+
+def test_what_it_asks_for_lasts_until_the_end(small_drive, quick_retry) -> None:
+    """The first thing that fails is a document of 4 KiB; the step after it needs new files for all blocks."""
+    notices = Notices()
+    with open_store(small_drive.store, "pause", notices) as store:
+        start(store)
+        store.reserve("nvme", 2 * store.tier("nvme").usage().used_bytes)  # for the two generations that are kept
+        store.wait_idle()
+        fill_to_the_last_byte(small_drive)
+
+        def commit_and_work() -> None:
+            for number in range(2, 5):
+                store.commit({"round": number}).wait(60)
+                work(store, number)
+
+        worker = threading.Thread(target=commit_and_work)
+        worker.start()
+        text = notices.wait_for("paused")
+        number, unit = re.search(r"Free at least ([\d.]+) ([KM]iB)", text).groups()  # type: ignore[union-attr]
+        small_drive.make_room(round(float(number) * {"KiB": 1024, "MiB": MiB}[unit]))
+        worker.join(20)
+        store.give_up_waiting()
+        assert not worker.is_alive(), notices.texts
+        assert sum("is full" in text for text in notices.texts) == 1, notices.texts
 
 
 def test_without_a_small_drive(tmp_path: Path, faulty_links, quick_retry) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,16 @@ from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.strange_values import VALUES, places_in
+from megatrain.base.names import RANKS_NAME
 from megatrain.checkpoint.catalog import find_checkpoint
-from megatrain.checkpoint.ranks import (
-    RANKS_NAME,
+from megatrain.checkpoint.document import (
+    Checkpoint,
     RankGeneration,
-    RanksCheckpoint,
     forget_checkpoint,
     manifest_checksum,
     read_checkpoints,
-    write_checkpoints,
+    write_document,
 )
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.data import files
@@ -71,13 +71,33 @@ def test_no_secret_of_the_environment_is_written(done: SavedRun) -> None:
     assert not [path for path in written if b"KeepThisOneToYourself" in path.read_bytes()]
 
 
+def test_a_folder_that_everybody_can_write_in_is_warned_of(tmp_path: Path) -> None:
+    """What is in it is not refused: the user may have meant it."""
+    run = make_run(tmp_path)
+    for folder, mode in ((run.out, 0o777), (run.out / "checkpoints", 0o1777), (run.folder / "drive", 0o757)):
+        folder.mkdir()
+        folder.chmod(mode)
+    result = run.run(more=NVME, placement=ON_NVME, steps=1)
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if "every user" in line]
+    assert line.startswith("warning: every user of this machine can write in ")
+    assert line.endswith(f"chmod o-w {run.out} {run.folder / 'drive'}")
+    (run.folder / "drive").chmod(0o755)
+    run.out.chmod(0o755)
+    assert "every user" not in run.run("--allow-config-change", more=NVME, placement=ON_NVME, steps=2).stdout
+
+
 # -- checkpoints of several ranks ------------------------------------------------------------------------------------
 
 
-def write_document(folder: Path, path: str, generation: int = 1, xxh3_64: str = "0" * 16, **meta: Any) -> None:
+def write_one(folder: Path, path: str, generation: int = 1, xxh3_64: str = "0" * 16, **meta: Any) -> None:
     """Write a document that makes a generation somewhere a checkpoint of one rank."""
     ranks = (RankGeneration(path, generation, xxh3_64),)
-    write_checkpoints(folder, [RanksCheckpoint(9, 1, ranks, {}, meta)])
+    write_document(folder, [Checkpoint(folder, 9, ranks, meta)])
+
+
+def listed(folder: Path) -> Checkpoint:
+    return next(each for each in read_checkpoints(folder) if each.is_listed)
 
 
 @pytest.mark.parametrize("path", ["../../mine/out/checkpoints", "ABSOLUTE", ".", "rank00001", "rank00000/../..", ""])
@@ -86,7 +106,7 @@ def test_ranks_lie_in_no_other_folder(path: str, run: SavedRun, done: SavedRun, 
     mine = done.copy(tmp_path / "mine")
     before = contents(mine.folder)
     place = str(mine.out / "checkpoints") if path == "ABSOLUTE" else path
-    write_document(run.out / "checkpoints", place, generation=2)
+    write_one(run.out / "checkpoints", place, generation=2)
     for words in (["ls", run.out], ["verify", run.out], ["rm", run.out, "--step", "2"], ["rm", run.out, "--all"]):
         result = run.call("ckpt", *words)
         assert result.exit_code == 1 and "RANKS.json' makes no sense" in result.output, result.output
@@ -99,26 +119,15 @@ def test_through_a_link_only_what_the_document_is_sealed_with_is_removed(
     mine, folder = done.copy(tmp_path / "mine").out / "checkpoints", run.out / "checkpoints"
     generation = list_generations(mine)[0]
     (folder / "rank00000").symlink_to(mine, target_is_directory=True)
-    write_document(folder, "rank00000", generation)
-    forget_checkpoint(folder, 9)
-    assert generation in list_generations(mine) and not read_checkpoints(folder)
+    write_one(folder, "rank00000", generation)
+    forget_checkpoint(listed(folder))
+    assert generation in list_generations(mine)
+    with pytest.raises(StopIteration):
+        listed(folder)
     # One's own checkpoints on another drive, behind a link: the document has the checksum of the manifest there.
-    write_document(folder, "rank00000", generation, manifest_checksum(mine, generation))
-    forget_checkpoint(folder, 9)
+    write_one(folder, "rank00000", generation, manifest_checksum(mine, generation))
+    forget_checkpoint(listed(folder))
     assert generation not in list_generations(mine)
-
-
-VALUES = (
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
-    | st.sampled_from(["..", "/", "../..", "\x1b[2J"]) | st.just([]) | st.just({}) | st.just([[[]]])
-)  # fmt: skip
-
-
-def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
-    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-        yield tree, key
-        if isinstance(value, (dict, list)):
-            yield from places_in(value)
 
 
 def state_of(run: SavedRun) -> dict[str, Any]:
@@ -149,7 +158,7 @@ def test_a_whole_state_is_as_it_was(done: SavedRun) -> None:
 def test_any_document_of_ranks_is_read_or_refused(done: SavedRun, tmp_path: Path, data: st.DataObject) -> None:
     folder = tmp_path / "checkpoints"
     shutil.rmtree(folder, ignore_errors=True)
-    write_document(folder, "rank00000", **state_of(done))
+    write_one(folder, "rank00000", **state_of(done))
     document = json.loads((folder / RANKS_NAME).read_text())
     tree, key = data.draw(st.sampled_from(list(places_in(document["checkpoints"]))))
     tree[key] = data.draw(VALUES)
@@ -280,6 +289,48 @@ def test_one_text_of_many_rows_is_read_row_by_row(tmp_path: Path, small_rows: No
     pyarrow.parquet.write_table(pyarrow.table({"text": texts, "number": range(301)}), tmp_path / "rows.parquet")
     rows = [row for _, row in read_file(tmp_path / "rows.parquet")]
     assert [row["text"] for row in rows] == texts and [row["number"] for row in rows] == list(range(301))
+
+
+@pytest.mark.parametrize("rows", ["texts", "messages", "a struct", "a map", "numbers", "plain texts"])
+def test_a_list_in_a_column_that_unpacks_to_too_much(rows: str, tmp_path: Path, small_rows: None) -> None:
+    """Two rows are read, and the third is refused before it is made."""
+    import pyarrow
+    import pyarrow.parquet
+
+    def lists(count: int) -> Any:
+        text = "x" * 100
+        return {
+            "texts": [text] * count,
+            "plain texts": [text] * count,
+            "messages": [{"role": "user", "content": text}] * count,
+            "a struct": {"deep": [[text] * count]},
+            "a map": dict.fromkeys(map(str, range(count)), text),
+            "numbers": [1] * (12 * count),
+        }[rows]
+
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.string()) if rows == "a map" else None
+    column = pyarrow.array([lists(3), lists(300), lists(1000), lists(3)], kind)
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"rows": column}), path, use_dictionary=rows != "plain texts")
+    assert path.stat().st_size < 1 << 15
+    found: list[Any] = []
+    with pytest.raises(DataError, match=r"rows.parquet row 3: one row has more than 64"):
+        found += (row["rows"] for _, row in read_file(path))
+    read = iter(read_file(path))
+    assert [dict(row["rows"]) if kind else row["rows"] for _, row in (next(read), next(read))] == [lists(3), lists(300)]
+
+
+def test_a_group_of_rows_with_lists_of_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A billion equal numbers in one row take a few bytes of a file: it is refused before any of it is unpacked."""
+    import pyarrow
+    import pyarrow.parquet
+
+    monkeypatch.setattr(files, "_BYTES_PER_NESTED_VALUE", 1 << 30)
+    pyarrow.parquet.write_table(pyarrow.table({"ids": [[1] * 1000] * 2}), tmp_path / "rows.parquet")
+    with pytest.raises(
+        DataError, match="row 1: the group of 2 rows that it begins has 2,000 values in lists, too many"
+    ):
+        list(read_file(tmp_path / "rows.parquet"))
 
 
 def test_a_list_that_unpacks_to_more_than_the_ram(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

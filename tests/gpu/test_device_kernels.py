@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatrain.base.layout import build_layout, views_of_parts
 from megatrain.engine import device_kernels
 from megatrain.engine.vocabulary import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.models.layout import build_layout, views_of_parts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -64,6 +64,8 @@ def tiered(
         return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
+# Of torch from 2.11 on: hooks keep nodes of the stream that the optimizer was made on. Streams are ordered anyway.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_bits_are_the_same_wherever_the_state_is_and_whenever_updates_are_made(

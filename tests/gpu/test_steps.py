@@ -20,9 +20,9 @@ from bench.sides import Ours, run_config
 from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, no_waits_allowed
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.tiered_run import make_loader
 from processes import warm

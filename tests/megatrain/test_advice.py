@@ -9,8 +9,8 @@ import pytest
 
 from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.config import RunConfig, load_config
-from megatrain.config.resolve import resolve
 from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.resolve import resolve
 
 MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
 

@@ -44,7 +44,7 @@ def test_model_flops_are_torchs_count_of_the_plain_model(family: str) -> None:
     flops = all_of(trace)
     # Left out are products between the layers: some releases of transformers make their rotary tables by one.
     assert 0 <= counted(config) - flops.model <= 1e-4 * flops.model
-    head = trace.head_flops
+    head = trace.head.flops
     # A forward is a third of what it takes with its backward; less where a mamba is made of plain operations of torch.
     assert 1.24 <= (flops.hardware - head) / (flops.model - head) <= 1.02 * 4 / 3
 
@@ -56,7 +56,7 @@ def test_frozen_layers_have_no_backward() -> None:
     trace = trace_of(config, attn_implementation="eager", freeze=freeze)
     flops = all_of(trace)
     assert flops.model == counted(config, freeze)
-    again = sum(visit.forward_flops for visit in trace.visits if visit.has_backward and not visit.is_head)
+    again = sum(visit.forward.flops for visit in trace.visits if visit.has_backward and not visit.is_head)
     assert flops.hardware == flops.model + again
 
 
@@ -93,7 +93,7 @@ def test_what_padding_and_labels_change() -> None:
     half = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS // 2, num_trained_tokens=TOKENS)
     assert half.hardware == whole.hardware and half.model < whole.model
     unlabelled = step_flops(trace, num_places=TOKENS, num_real_tokens=TOKENS, num_trained_tokens=0)
-    assert whole.model - unlabelled.model == trace.head_flops == 6 * TOKENS * 32 * VOCAB
+    assert whole.model - unlabelled.model == trace.head.flops == 6 * TOKENS * 32 * VOCAB
     several = step_flops(trace, num_places=3 * TOKENS, num_real_tokens=3 * TOKENS, num_trained_tokens=3 * TOKENS)
     assert several == StepFlops(3 * whole.model, 3 * whole.hardware)
 

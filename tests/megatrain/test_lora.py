@@ -16,15 +16,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from megatrain.base.observer import RunObserver, RunSummary, StepMetrics
+from megatrain.base.precision import high_half
 from megatrain.chat import ChatSettings
-from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
 from megatrain.models.adapters import AdapterError
 from megatrain.models.export import ExportTargetError
-from megatrain.precision import high_half
-from megatrain.run.metrics import RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from oracles.peft_model import opened
 from oracles.tiered_run import config_text, run_config, write_tiny_model

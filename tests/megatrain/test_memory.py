@@ -44,7 +44,7 @@ size = "3GiB"
 PROGRAM = """
 import json, re, sys
 from megatrain.config import load_config
-from megatrain.run.metrics import Observers
+from megatrain.base.observer import Observers
 from megatrain.trainer import Trainer
 trainer = Trainer(load_config("run.toml").config, observer=Observers([]))
 if sys.argv[1] == "train":

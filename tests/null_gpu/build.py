@@ -2,7 +2,8 @@
 
     python tests/null_gpu/build.py FOLDER
 
-Fetches about 1 GB with pip as it is configured, once, and needs gcc and nm. `FOLDER/env.sh` is what a shell reads then.
+Fetches about 1 GB with pip as it is configured, once, and needs gcc and nm. `FOLDER/env.sh` is what a shell reads then,
+from the folder of the checkout that it will run.
 """
 
 from __future__ import annotations
@@ -70,7 +71,6 @@ def main() -> None:
     site, libraries, stubs = folder / "site", folder / "libraries", folder / "stub"
     environment = {
         "LD_LIBRARY_PATH": stubs,
-        "PYTHONPATH": os.pathsep.join(map(str, (site, libraries, HERE.parents[1], HERE.parent))),
         "TRITON_LIBCUDA_PATH": stubs,
         "TRITON_CACHE_DIR": folder / "triton",
         "HF_HUB_OFFLINE": 1,
@@ -80,6 +80,9 @@ def main() -> None:
         "NULL_COPY_BYTES": 600_000,
     }
     lines = [f"export {name}={shlex.quote(str(value))}" for name, value in environment.items()]
+    packages = shlex.quote(os.pathsep.join(map(str, (site, libraries))))
+    # Of the checkout that reads it: several may use one null GPU.
+    lines.append(f'export PYTHONPATH={packages}:"$PWD":"$PWD/tests"')
     (folder / "env.sh").write_text("\n".join(lines) + "\n", encoding="utf-8")
     print(f"the null GPU is in {folder}")
 

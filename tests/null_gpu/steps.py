@@ -31,8 +31,8 @@ from bench.gpu_sides.cases import OURS, Part, part_named
 from bench.gpu_sides.job import make_job
 from bench.gpu_sides.ours import OursSide, planned_peak
 from megatrain import weights
+from megatrain.base.timeline import Timeline
 from megatrain.optim import clip
-from megatrain.run.timeline import Timeline
 from tiered.leasing import Leasing
 from tiered.tiers.ram import HostSlab
 

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from null_gpu.judge import TESTS, faults_of_calls, is_about_numbers
+import torch
+from null_gpu.judge import KNOWN, SUITES, TESTS, faults_of_calls, is_about_numbers, known
 
+pytest_plugins = ("pytester",)
 TEST, OURS = str(TESTS / "gpu" / "test_steps.py"), str(Path("/src/megatrain/engine/step.py"))
+SUITE = str(SUITES / "tier_suite.py")
 
 
 @pytest.mark.parametrize(
@@ -21,10 +24,47 @@ TEST, OURS = str(TESTS / "gpu" / "test_steps.py"), str(Path("/src/megatrain/engi
         (AssertionError("(3, 4)"), OURS, "assert index == 0, (3, 4)", False),
         (RuntimeError("called a synchronizing CUDA operation"), TEST, "engine.step(batch)", False),
         (ValueError("the loss is not finite"), OURS, "raise NonFiniteLossError(step)", True),
+        (AssertionError("the slot was changed"), SUITE, "assert not problems, problems[0]", True),
     ],
 )
 def test_what_is_judged(error: Exception, file: str, line: str, is_number: bool) -> None:
     assert is_about_numbers(type(error), str(error), [(OURS, "..."), (file, line)]) is is_number
+
+
+def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
+    inside = (torch.testing._comparison.__file__, "raise error_metas[0].to_error(msg)")
+    for line, is_number in (("assert_close(found, expected)", True), ("assert_close(peak, planned)", False)):
+        assert is_about_numbers(AssertionError, "Scalars are not close!", [(TEST, line), inside]) is is_number
+
+
+def test_a_test_goes_on_behind_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    source = """
+        import pytest
+        done = []
+        def test_numbers():
+            assert 1.0 == 2.0, "a loss"
+            done.append(1)
+        def test_bytes():
+            assert done == [1]
+            moved_bytes = 1
+            assert moved_bytes == 2
+        def test_exceptions():
+            assert 1.0 == 2.0
+            raise ValueError("ours")
+        def test_right():
+            assert done == [1]
+    """
+    pytester.makepyfile(source)
+    outcomes = pytester.runpytest_subprocess("-p", "null_gpu.judge", "-p", "no:cacheprovider").parseoutcomes()
+    assert outcomes == {"xfailed": 1, "failed": 2, "passed": 1}
+
+
+def test_what_is_known_is_of_a_test_that_there_is() -> None:
+    for name, part, why in KNOWN:
+        file, _, function = name.partition("::")
+        assert f"def {function}(" in (TESTS / "gpu" / file).read_text(encoding="utf-8")
+        assert known(f"tests/gpu/{name}[real]", f"visit 1: {part}") == why and not known(f"tests/gpu/{name}", "OOM")
 
 
 def test_what_is_judged_of_calls(tmp_path: Path) -> None:

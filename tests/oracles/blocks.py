@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain.base.precision import decode, encode
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import Optimizer, Segment, Update, master_kinds
 from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
 from megatrain.optim.threads import KernelThreads
-from megatrain.precision import decode, encode
 from oracles.adamw import split
 
 #: Zero, denormal, small, ordinary and large: squares of these stay finite in fp32.

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from megatrain.base.layout import views
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.models.graph import ModelGraph, Unit
-from megatrain.models.layout import views
 
 
 class MemoryAccess:

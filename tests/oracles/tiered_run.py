@@ -15,19 +15,19 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import trainer
+from megatrain.base.layout import views
 from megatrain.config import RunConfig, load_config
-from megatrain.config.resolve import resolve, resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.engine import head
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
-from megatrain.models.layout import views
 from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
 from megatrain.plan import planner
 from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.plan import Plan, RunSpec
+from megatrain.resolve import resolve, resolve_data
 from megatrain.trainer import Trainer
 from tiered import StoreStats
 

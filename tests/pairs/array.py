@@ -1,6 +1,7 @@
 """The covering array: few rows that have, together, every pair of levels that can be had.
 
-``python -m pairs.array > tests/pairs/rows.jsonl`` in ``tests`` makes them anew, by covertable.
+``python -m pairs.array`` in ``tests`` makes ``rows.jsonl`` anew: the rows that can still be had stay, and covertable
+adds what they lack.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import functools
 import hashlib
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from pairs.factors import EXCLUSIONS, FACTORS, Row
+from pairs.factors import EXCLUSIONS, FACTORS, Row, is_excluded
 
 #: Of the rows, the share that runs without ``-m slow``, chosen by the day.
 SHARE = 10
@@ -27,16 +29,38 @@ def all_rows() -> tuple[dict[str, str], ...]:
     return tuple(json.loads(line) for line in FILE.read_text().splitlines())
 
 
-def generate() -> list[dict[str, str]]:
-    """Make the rows: seconds of a core."""
+def generate(kept: Sequence[Row] = ()) -> list[dict[str, str]]:
+    """Make the rows: seconds of a core.
+
+    Args:
+        kept: rows that stay, but for those that are excluded and those that no pair needs any more.
+    """
     import covertable
 
     constraints: list[dict[str, Any]] = []
     for each in EXCLUSIONS:
         held = [{"operator": "in", "left": name, "values": list(levels)} for name, levels in each.levels.items()]
         constraints.append({"operator": "not", "condition": {"operator": "and", "conditions": held}})
-    made = covertable.make({name: list(levels) for name, levels in FACTORS.items()}, constraints=constraints)
-    return sorted(({name: row[name] for name in FACTORS} for row in made), key=name_of)
+    made = covertable.make(
+        {name: list(levels) for name, levels in FACTORS.items()},
+        presets=[dict(row) for row in kept if not is_excluded(row)],
+        constraints=constraints,
+    )
+    rows = sorted(({name: row[name] for name in FACTORS} for row in made), key=name_of)
+    return _needed(rows)
+
+
+def _needed(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Return the rows without those all of whose pairs others have."""
+    times = Counter(pair for row in rows for pair in pairs_of(row))
+    left = []
+    for row in rows:
+        pairs = pairs_of(row)
+        if all(times[pair] > 1 for pair in pairs):
+            times.subtract(pairs)
+        else:
+            left.append(row)
+    return left
 
 
 def name_of(row: Row) -> str:
@@ -63,5 +87,5 @@ def chosen(seed: str) -> Sequence[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    for each in generate():
-        print(json.dumps(each))
+    made = generate(all_rows())
+    FILE.write_text("".join(json.dumps(each) + "\n" for each in made))

@@ -77,8 +77,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base
     refused("full-parameter training needs floating-point weights", adapters="full", base=("nf4", "fp8", "mxfp4")),
-    # As bitsandbytes writes it: the weights of Conv1D the other way round.
-    refused("config.json asks for", model="gpt2", base="nf4"),
+    refused("the weight of a Conv1D", model="gpt2", base="nf4"),
     absent(
         "mxfp4 is the format of gpt-oss' fused experts; transformers writes it for no other of these models",
         model=("llama", "qwen3_moe", "zamba2", "qwen2_5_vl", "gpt2"),
@@ -86,11 +85,17 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     ),
     absent("mxfp4 is of gpt-oss alone, which reads no images", base="mxfp4", images=IMAGES),
     absent("fp8 is made of nn.Linear, and GPT-2 has Conv1D", model="gpt2", base="fp8"),
+    absent("mxfp4 is of gpt-oss alone, whose masks know no documents", base="mxfp4", packing="packed"),
+    absent("mxfp4 is of gpt-oss alone, whose MLP hands on more than hidden states", base="mxfp4", cut="mlp_rows"),
     # packing
+    # Its masks are made without positions: documents of a row see each other, in transformers as here.
+    refused("Write data.packing = false", model="gpt_oss", packing="packed"),
+    refused("may not keep apart the texts", model="qwen2_5_vl", packing=("packed", "concat")),
     refused("Write data.packing = false", model="zamba2", packing="packed"),
     refused("Write data.packing = false", images=IMAGES, packing="packed"),
     refused("needs conversations", images=IMAGES, packing="concat"),
     # cuts
+    refused("no submodule of its layers computes each token by itself", model="gpt_oss", cut="mlp_rows"),
     refused("needs whole layers, or whole matrices", cut="experts", optimizer=("adafactor", "muon")),
     refused("needs whole layers, or whole matrices", cut="experts", clip="layer"),
     # ranks

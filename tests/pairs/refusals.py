@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from unittest import mock
 
-from megatrain.config.problems import ConfigError
+from megatrain.base.errors import ConfigError
 from pairs import factors
 from pairs.factors import EXCLUSIONS, Exclusion, Row, completed
 from pairs.places import Place

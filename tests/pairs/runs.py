@@ -24,14 +24,14 @@ from unittest import mock
 from torch import Tensor
 
 from fakes.gpu_run import virtual_gpu
+from megatrain.base import layout as layouts
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
+from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.config import RunConfig, load_config
 from megatrain.evaluation import traffic_of_passes
 from megatrain.models import experts as model_experts
-from megatrain.models import layout as layouts
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.ranks.group import RankGroup
-from megatrain.run.metrics import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.scoring import Scorer
 from megatrain.trainer import Trainer
 from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
@@ -149,10 +149,10 @@ class WatchedTrainer(Trainer):
         super().train_step()
         self._num_since += 1
 
-    def _schedule_to_next_evaluation(self) -> None:
+    def _schedule_to_next_stop(self) -> None:
         """Evaluations and checkpoints cut a run into stretches, each of which begins as a run does."""
         self._cut()
-        super()._schedule_to_next_evaluation()
+        super()._schedule_to_next_stop()
 
     def _cut(self) -> None:
         self._stretches[self._num_since] += 1
@@ -173,8 +173,6 @@ class WatchedTrainer(Trainer):
             planned.update(sampler.planned_bytes)
         end.planned = dict(planned)
         end.moved = dict(link_bytes)
-        for link, nbytes in self.evaluator.moved_bytes.items():
-            end.moved[link] = end.moved.get(link, 0) + nbytes
         end.wasted = (moved.prefetch_wasted, moved.schedule_misses)
         end.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
         assert {name: capacity for name, (_, capacity) in end.tiers.items()} == dict(self.plan.budgets)

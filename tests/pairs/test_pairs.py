@@ -30,16 +30,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(1800)]
 _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 
-_MIXES = "refused, to go into the table when the array is made anew: this model is found to mix packed documents"
-_NO_COPY = "refused, to go into the table when the array is made anew: model.mlp_rows finds no small copy of this model"
-_MOVED = "a link moves other bytes than planned"
 #: Digits of a row -> why it fails: what the array found and nobody has mended yet.
-KNOWN = {
-    **dict.fromkeys(("1f4c", "3e72", "7333", "b493"), _MIXES),
-    **dict.fromkeys(("1e7a", "3033", "4b2f", "a108", "b103"), _NO_COPY),
-    **dict.fromkeys(("19cd", "3604", "3c9a", "7b8b", "b1a8", "ea9e", "ee6e"), _MOVED),
-    "5eaa": "LeaseError, a pinned weight on an emulated GPU: graphs kept, clipping by layer, micro-batches in turn",
-}
+KNOWN: dict[str, str] = {}
 
 
 def run_of(row: Row) -> Any:
@@ -47,7 +39,7 @@ def run_of(row: Row) -> Any:
     name = name_of(row)
     marks = [] if name in _TODAY else [pytest.mark.slow]
     if (why := KNOWN.get(name.partition("-")[0])) is not None:
-        marks.append(pytest.mark.xfail(reason=why, strict=why != _MOVED))  # what moved may depend on the instant
+        marks.append(pytest.mark.xfail(reason=why, strict=True))
     return pytest.param(row, id=name, marks=marks)
 
 
@@ -68,7 +60,7 @@ def test_every_pair_is_covered_or_excluded() -> None:
 
 @pytest.mark.slow
 def test_the_rows_are_those_that_the_generator_makes() -> None:
-    assert list(all_rows()) == array.generate(), "run: python -m pairs.array > tests/pairs/rows.jsonl"
+    assert list(all_rows()) == array.generate(all_rows()), "run: python -m pairs.array"
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import Traffic
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, run_config
 

@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from fakes.rates import make_machine
+from megatrain.base.batch_keys import TEACHER_KEYS
+from megatrain.base.errors import ConfigError
+from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
-from megatrain.config.resolve import resolve
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.objective import TEACHER_KEYS, Distillation, Objective, TeacherRows
+from megatrain.engine.objective import Distillation, Objective, TeacherRows
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
+from megatrain.machine.machine import LoadedProfile
 from megatrain.models.graph import build_graph
 from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.machine import LoadedProfile
 from megatrain.plan.planner import plan_run, teacher_bytes
-from megatrain.run.metrics import RunObserver, StepMetrics
+from megatrain.resolve import resolve
 from megatrain.scoring import Scorer
 from megatrain.trainer import Trainer
 from oracles.families import VOCAB, padded_batches, tiny_config

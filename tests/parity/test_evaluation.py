@@ -18,15 +18,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatrain.checkpoint.export import export_checkpoint
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_evaluation
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
+from megatrain.export import export_checkpoint
 from megatrain.models.graph import build_graph
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan.forward import plan_averages
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
@@ -34,8 +34,8 @@ from megatrain.report.figures import compute_figures
 from megatrain.report.history import read_history
 from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
+from megatrain.resolve import resolve_evaluation
 from megatrain.run.loggers import last_evaluations
-from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, evaluate
@@ -327,7 +327,7 @@ def test_samples_change_no_bit_and_move_what_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if placement == "parts":  # of embeddings and the head: rows are looked up in them, the head's are put together
-        monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+        monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     run = train(tmp_path / "w", tiny_model, PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), evaluation=SAMPLES)
     assert placement != "parts" or run.plan.program.cut_weights
     if placement != "parts":  # whose sums are others
@@ -368,7 +368,7 @@ def test_averages_are_evaluated_as_their_export_is(
     """And training repeats its bits beside it, within its tiers, with the traffic that is planned."""
     tables = {**PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), **AVERAGED}
     if placement == "parts":  # of embeddings, the head and layers: weights are one block, and their averages several
-        monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+        monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
     plan = run.plan
     cut, averages = plan.program.cut_weights, plan_averages(plan).program.averages.keys
@@ -423,8 +423,8 @@ def test_averages_that_do_not_fit_are_refused(averaged: Run) -> None:
 
 def train_plan(folder: Path, without: Run) -> Plan:
     """Return the plan of the same run without evaluations."""
-    from megatrain.config.resolve import resolve
     from megatrain.plan.planner import plan_run
+    from megatrain.resolve import resolve
 
     config = load_config(folder / "run.toml").config
     plain = config.model_copy(update={"data": without.config.data, "evaluation": without.config.evaluation})

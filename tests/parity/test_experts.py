@@ -18,19 +18,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megatrain.base.layout import views
+from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.chat import ChatSettings
-from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
+from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
 from megatrain.models import experts
 from megatrain.models.experts import ExpertsPart
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.models.initialize import initialize_tensors
-from megatrain.models.layout import views
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
 from megatrain.plan.placement import DoesNotFitError
@@ -38,7 +38,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import parts_without_room, plan_run, workspace_bytes
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
-from megatrain.run.metrics import RunObserver, StepMetrics
+from megatrain.resolve import resolve
 from megatrain.scoring import Scorer, ScoreSummary
 from megatrain.trainer import Trainer
 from megatrain.weights import RandomWeights

@@ -14,12 +14,11 @@ import torch
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatrain.base.errors import ConfigError, UnsupportedModelError
 from megatrain.chat import ChatError, ChatSettings
-from megatrain.config.problems import ConfigError
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.trace import trace_generation
 from megatrain.generation import Generator, config_of_folder, generate
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.graph import build_graph
 from oracles.families import FAMILIES, tiny_config
 from oracles.huggingface import build_model

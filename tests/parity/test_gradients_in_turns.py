@@ -14,13 +14,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.program import StepProgram
 from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly

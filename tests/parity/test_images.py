@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from megatrain.checkpoint.export import export_checkpoint
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -23,6 +22,7 @@ from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
+from megatrain.export import export_checkpoint
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import build_graph
 from megatrain.ranks.world import World
@@ -169,7 +169,9 @@ def test_adapters_are_trained_as_by_peft(
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
-def config_text(folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB") -> str:
+def config_text(
+    folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB", advanced: str = ""
+) -> str:
     return f"""
 task = "sft"
 output_dir = "{folder / "out"}"
@@ -201,6 +203,8 @@ warmup_steps = 0
 compute_dtype = "float32"
 [placement]
 {placement}
+[advanced]
+{advanced}
 [tiers.ram]
 size = "{ram}"
 [[tiers.nvme]]
@@ -217,12 +221,16 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         for name, where in (
             ("ram", {}),
             ("nvme", {"placement": ALL_NVME, "ram": "36MiB"}),
+            ("attention", {"placement": ALL_NVME, "ram": "36MiB", "advanced": "save_attention = 9"}),
         )
     ]
     for run in runs:
         run.assert_as_planned()
-    runs[0].assert_same(runs[1])
+        run.assert_same(runs[0])
     assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
+    program, graph = runs[2].plan.program, runs[2].plan.graph
+    saves = {runs[2].plan.trace.visits[visit].unit in graph.image_units for visit in program.saved_attention}
+    assert saves == ({False, True} if images == "trained" else {False})
 
 
 #: One rank has all images of a step; or one of three ranks has none, and the others not as many.

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.base import layout as layouts
+from megatrain.base.errors import ConfigError
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
 from megatrain.engine import head
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.lanes import micro_batches_of_lane, total
 from megatrain.engine.step import Updater
-from megatrain.models import layout as layouts
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.optim.base import Update
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
+from megatrain.ranks.lanes import micro_batches_of_lane, total
 from megatrain.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model

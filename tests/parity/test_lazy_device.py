@@ -12,7 +12,7 @@ import pytest
 
 from fakes.lazy_device import LazyDevice
 from megatrain import tiers
-from megatrain.plan import machine
+from megatrain.machine import machine
 from oracles.tiered_run import config_text, run_config
 from tiered import MiB
 from tiered.links import route

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.engine.tiled import tile_mlps
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import build_graph
 from oracles.families import padded_batches, tiny_config
@@ -24,16 +25,20 @@ LINEAR = ("q_proj", "v_proj", "down_proj")
 
 
 def streamed(
-    config: Any, spec: LoraSpec, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, order: Any
+    config: Any, spec: LoraSpec, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, order: Any, mlp_rows: int = 0
 ) -> tuple[StepLoss, dict[str, torch.Tensor]]:
     graph = build_graph(config, lora=spec, dtype=dtype)
+    if mlp_rows:
+        assert tile_mlps(graph, mlp_rows)
     access = MemoryAccess(graph, dict(weights), dtype)
     runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, order=order)
     loss = runner.forward_backward(padded_batches(), seed=SEED)
     return loss, access.finish()
 
 
-def compare(family: str, spec: LoraSpec, dtype: torch.dtype = torch.float32, **values: Any) -> None:
+def compare(
+    family: str, spec: LoraSpec, dtype: torch.dtype = torch.float32, *, mlp_rows: int = 0, **values: Any
+) -> None:
     """Compare with peft, and the two orders with each other bit for bit."""
     config = tiny_config(family, **values)
     settings = {
@@ -50,9 +55,9 @@ def compare(family: str, spec: LoraSpec, dtype: torch.dtype = torch.float32, **v
     model = peft_model(config, settings, dtype)
     expected = train_step(model, padded_batches(), SEED)
     gradients = {plain_name(name): gradient for name, gradient in expected.gradients.items()}
-    loss, found = streamed(config, spec, parameters_by_name(model), dtype, "layer")
+    loss, found = streamed(config, spec, parameters_by_name(model), dtype, "layer", mlp_rows)
     _assert_equal(Reference(expected.loss, gradients), loss, found, 1e-5 if dtype == torch.float32 else 3e-2)
-    again, others = streamed(config, spec, parameters_by_name(model), dtype, "micro_batch")
+    again, others = streamed(config, spec, parameters_by_name(model), dtype, "micro_batch", mlp_rows)
     assert again == loss
     assert all(torch.equal(others[name], found[name]) for name in found)
 
@@ -124,6 +129,13 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
     adapters.initialize(found, {path: base[path] for path in adapters.dora_modules(list(found))}, 7)
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight.detach(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+@pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
+def test_mlps_over_a_few_rows_at_a_time(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
+    """Adapters of a layer do not hide its MLP, and those inside of it get the sums of all pieces."""
+    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
 
 
 def test_bfloat16() -> None:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.loader import IGNORED, BatchLoader
+from megatrain.data.loader import BatchLoader
+from megatrain.resolve import resolve_data
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
 LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # words; 12 documents of at most 64 tokens
@@ -60,9 +61,12 @@ def losses_of_documents(model: Any, dataset: TokenDataset, *, packing: bool) -> 
                 begins = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
                 for start, end in itertools.pairwise(begins):
                     each = torch.nn.functional.cross_entropy(
-                        logits[row, start : end - 1], wanted[start + 1 : end], reduction="none", ignore_index=IGNORED
+                        logits[row, start : end - 1],
+                        wanted[start + 1 : end],
+                        reduction="none",
+                        ignore_index=IGNORED_LABEL,
                     )
-                    trained = wanted[start + 1 : end] != IGNORED
+                    trained = wanted[start + 1 : end] != IGNORED_LABEL
                     if trained.any():
                         last = int(trained.nonzero()[-1]) + 2  # padding behind it belongs to no document
                         found[tuple(ids[start : start + last].tolist())] = each[trained]

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.checkpoint.export import export_checkpoint
+from megatrain.base import layout as layouts
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine import head
 from megatrain.engine.program import ProgramBuilder, kind_of_key
-from megatrain.models import layout as layouts
+from megatrain.export import export_checkpoint
 from megatrain.models.graph import ModelGraph
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan import planner
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.durable.manifest import current_generation, read_manifest

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from megatrain.config import ConfigError, load_config
-from megatrain.config.resolve import resolve, resolve_tiers
-from megatrain.plan import machine
+from megatrain.machine import machine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
 from megatrain.plan.simulate import SimulatedRates, simulate_step
+from megatrain.resolve import resolve, resolve_tiers
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.links.probe import KvikioProbe
 

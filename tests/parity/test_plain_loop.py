@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from oracles.huggingface import train_plainly
 from oracles.tiered_run import config_text, make_loader, run_config
 

@@ -17,19 +17,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fakes.rates import drive, make_machine
+from megatrain.base import layout as layouts
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.base.errors import ConfigError
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
-from megatrain.config.resolve import resolve
-from megatrain.engine.head import IGNORED_LABEL
 from megatrain.evaluation import deal_micro_batches
-from megatrain.models import layout as layouts
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.machine.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
 from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
 

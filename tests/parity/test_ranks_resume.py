@@ -13,9 +13,9 @@ from megatrain.checkpoint.catalog import (
     remove_checkpoint,
     verify_checkpoints,
 )
-from megatrain.checkpoint.export import export_checkpoint
 from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.export import export_checkpoint
 from oracles.tiered_run import config_text, write_tiny_model
 from processes.worlds import digests, go_on, run_world
 
@@ -66,10 +66,10 @@ def test_another_world_goes_on_with_the_same_bits(
         losses += results[0][0]
         out = folder / "out"
         info = list_checkpoints(out)[-1]
-        assert (info.step, info.num_ranks, info.problem, info.is_newest) == (step + 1, world, None, True)
+        assert (info.step, info.world, info.problem, info.is_newest) == (step + 1, world, None, True)
         assert lanes_of_newest(out, "auto") == 4
         if world > 1:
-            assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.num_ranks > 1] == [[]]
+            assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.world > 1] == [[]]
     assert losses == unbroken[0]
     assert digests([each[1] for each in results]) == digests([unbroken[1]])
 
@@ -91,7 +91,7 @@ def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, 
     out = tmp_path / f"by{size}" / "out"
     (info,) = list_checkpoints(out)
     with pytest.raises(CheckpointError, match="is the only one"):
-        remove_checkpoint(out, info.generation, num_ranks=size)
+        remove_checkpoint(out, info)
     gone = tmp_path / f"by{size}" / "drive0" / "rank00001"
     gone.rename(gone.with_name("unplugged"))
     (lost,) = list_checkpoints(out)
@@ -99,5 +99,5 @@ def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, 
     with pytest.raises(CheckpointError, match="rank00001"):
         export_checkpoint(out, tmp_path / "never")
     gone.with_name("unplugged").rename(gone)
-    remove_checkpoint(out, info.generation, num_ranks=size, force=True)
+    remove_checkpoint(out, info, force=True)
     assert list_checkpoints(out) == []

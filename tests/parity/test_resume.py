@@ -15,18 +15,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatrain.checkpoint.catalog import find_checkpoint, reader_of
-from megatrain.checkpoint.export import export_checkpoint
+from megatrain.base.layout import views
+from megatrain.base.observer import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.checkpoint.catalog import find_checkpoint
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
-from megatrain.models.layout import views
+from megatrain.export import export_checkpoint
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.run.metrics import CheckpointMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text, make_loader, write_tiny_model
 from tiered import LockedError
@@ -196,7 +197,7 @@ def test_an_average_is_exported_and_a_run_without_one_has_none(tiny_model: Path,
     out = tmp_path / "w" / "out"
     export_checkpoint(out, tmp_path / "ema", ema=True, dtype=torch.float32)
     exported = load_file(tmp_path / "ema/model.safetensors")
-    reader = reader_of(find_checkpoint(out))
+    reader = CheckpointReader(find_checkpoint(out))
     graph = plan_run(resolve(load_config(tmp_path / "w/run.toml").config)).graph
     for layout in graph.layouts.values():
         block = torch.empty(layout.num_elements)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatrain.models.errors import UnsupportedModelError
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.models.export import export_model
 from megatrain.models.folder import ModelFolderError, read_config
 from megatrain.models.load import WeightLoader

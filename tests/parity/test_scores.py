@@ -15,21 +15,23 @@ import pyarrow.parquet
 import pytest
 import torch
 import zarr
+from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from megatrain.base.errors import ConfigError
+from megatrain.base.observer import RunObserver
 from megatrain.config import load_config
-from megatrain.config.problems import ConfigError
 from megatrain.data import scores as scores_module
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.scores import ScoresError
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
-from megatrain.run.metrics import RunObserver
 from megatrain.scoring import Scorer, ScoreSummary
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import EXAMPLES
+from processes.saved_run import command_group
 
 TEXTS = (
     "Call me Ishmael.",
@@ -288,6 +290,24 @@ def test_what_is_cut_off_is_continued_and_nothing_half_written_counts(
 def test_what_cannot_be_scored_is_refused_in_words(teacher: Path, tmp_path: Path, change: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         Scorer(config_of(teacher, tmp_path, change))
+
+
+def test_the_plan_is_shown_where_scores_are_begun(teacher: Path, tmp_path: Path) -> None:
+    """As `run` does: what goes on has a line, what is done has none."""
+    config_of(teacher, tmp_path)
+
+    def call(*words: str) -> Result:
+        result = CliRunner().invoke(command_group(), ["score", str(tmp_path / "score.toml"), *words])
+        assert result.exit_code == 0, result.output
+        return result
+
+    first, again = call(), call()
+    assert "fits." in first.stdout and "plan   as" not in first.output
+    assert "fits." not in again.output and "plan   as" not in again.output and "nothing to do" in again.stderr
+    max((tmp_path / "out/scores/parquet").iterdir()).unlink()
+    rest = call()
+    assert "fits." not in rest.output and "score.toml --dry-run` shows" in rest.stderr, rest.output
+    assert "fits." in call("--dry-run").stdout
 
 
 @pytest.mark.slow

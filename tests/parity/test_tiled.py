@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import UnsupportedModelError, build_graph
-from oracles.families import tiny_config
+from megatrain.models.carried import Images
+from megatrain.models.graph import build_graph
+from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, run_config
 from processes import memory_of_mlp
@@ -54,6 +56,14 @@ def test_mlps_are_found_by_what_they_do(family: str, path: str) -> None:
     graph = build_graph(tiny_config(family))
     layers = [unit.name for unit in graph.units if unit.is_layer]
     assert find_position_wise(graph) == tuple(f"{layer}.{path}" for layer in layers)
+
+
+@pytest.mark.parametrize("images", ["off", "trained"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_of_a_model_that_reads_images_those_of_its_text_are_found(family: str, images: Images) -> None:
+    graph = build_graph(tiny_image_text_config(family), images=images)
+    text = [unit.name for unit in graph.units if unit.is_layer and unit.index not in graph.image_units]
+    assert text and find_position_wise(graph) == tuple(f"{layer}.mlp" for layer in text)
 
 
 def gradients(family: str, rows: int, **values: Any) -> tuple[float, dict[str, torch.Tensor]]:

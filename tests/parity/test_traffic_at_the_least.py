@@ -14,14 +14,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain.base import layout as layouts
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine.tape import compile_step
 from megatrain.plan import simulate
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.trainer import Trainer
+from oracles import tiered_run
 from oracles.families import tiny_config
-from oracles.tiered_run import QUICKSTART, config_text, plan_of, run_config, write_tiny_model
+from oracles.tiered_run import QUICKSTART, config_text, parts_passing, plan_of, run_config, write_tiny_model
 from tiered import Transfer
 from tiered.ext import SimulatedChannel
 from tiered.links.base import Workers
@@ -169,3 +172,26 @@ def test_a_run_that_saves_moves_what_its_stretches_move(
         summary = trainer.train()
         planned = trainer.plan.placement.run_traffic_bytes(2)
         assert summary.link_bytes == {link: 3 * nbytes for link, nbytes in planned.items()}
+
+
+@pytest.mark.parametrize("passes", [False, True], ids=["whole", "by part"])
+def test_micro_batches_that_no_loss_depends_on_move_as_much(
+    passes: bool, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, micro-batches may lack every label: weights that wait for their backward are leased all the same."""
+    make_loader = tiered_run.make_loader
+
+    def without_labels(config: Any, plan: Plan) -> Any:
+        for number, batch in enumerate(make_loader(config, plan)):
+            batch.micro_batches[number % 3]["labels"].fill_(-100)
+            yield batch
+
+    monkeypatch.setattr(tiered_run, "make_loader", without_labels)
+    tables = {"advanced": 'micro_batch_order = "micro_batch"'}
+    if passes:
+        monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    with parts_passing(passes):
+        tables["gpu"] = tight_gpu(tmp_path, models["dense"], 1.0, **tables)
+        run = run_config(config_text(tmp_path, models["dense"], **tables), tmp_path, num_steps=3)
+    assert bool(run.plan.program.by_part) == passes
+    run.assert_as_planned()

@@ -172,9 +172,9 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     family: str, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The embedding's and the head's, where the model's code takes rows of them, of every family: no bit changes."""
-    monkeypatch.setattr("megatrain.models.layout.PART_ELEMENTS", 1024)
-    monkeypatch.setattr("megatrain.models.layout.PART_ALIGNMENT_ELEMENTS", 1024)
-    monkeypatch.setattr("megatrain.models.layout.MAX_PARTS", 1 << 20)
+    monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", 1024)
+    monkeypatch.setattr("megatrain.base.layout.PART_ALIGNMENT_ELEMENTS", 1024)
+    monkeypatch.setattr("megatrain.base.layout.MAX_PARTS", 1 << 20)
     config = tiny_config(family, tied=tied)
     expected = train_step(build_model(config), padded_batches(), SEED)
     found = step(config, parts_in_turn=True)

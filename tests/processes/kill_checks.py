@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatrain.checkpoint.scan import saved_checkpoints
 from megatrain.checkpoint.state import RunState
-from megatrain.checkpoint.whereabouts import saved_checkpoints
 from tiered import GenerationReader, TieredError
 from tiered.durable.manifest import MANIFEST_NAME, SNAPSHOT_FOLDER, list_generations, newest_first
 
@@ -81,8 +81,9 @@ def check_after_kill(folder: Path, keep: int, reported: int, drives: Sequence[Pa
         if len(names) > keep + 1:
             yield f"snapshots {names} on {drive.name} where {keep} are kept"
     saved = saved_checkpoints(folder / "out")
-    lost = {checkpoint.generation for checkpoint in saved if checkpoint.missing and not checkpoint.is_copy}
-    best = next((checkpoint.step for checkpoint in saved if not checkpoint.missing), -1)
+    lost = {checkpoint.number for checkpoint in saved if checkpoint.is_gone and not checkpoint.is_copy}
+    usable = next((checkpoint for checkpoint in saved if not checkpoint.is_gone), None)
+    best = -1 if usable is None or usable.step is None else usable.step
     if best < reported:
         yield f"the newest checkpoint is of step {best}, but that of step {reported} was reported"
     try:
@@ -109,8 +110,8 @@ def _problems_of_copies(path: Path, keep: int) -> Iterator[str]:
 
 def newest_copy(folder: Path) -> int | None:
     """Return the step of the newest whole copy of a run's checkpoints, None if there is none."""
-    steps = [checkpoint.step for checkpoint in saved_checkpoints(folder / "out") if checkpoint.is_copy]
-    return max(steps, default=None)
+    copies = [checkpoint for checkpoint in saved_checkpoints(folder / "out") if checkpoint.is_copy]
+    return max((copy.step for copy in copies if copy.step is not None), default=None)
 
 
 def problems_of(path: Path, generation: int | None = None) -> list[str]:

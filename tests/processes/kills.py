@@ -351,9 +351,9 @@ _CLI = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") el
 def preload(model: Path, folder: Path) -> None:
     """Import and compile what a run needs; starts no thread and trains nothing."""
     from megatrain.config import load_config
-    from megatrain.config.resolve import resolve
     from megatrain.optim import clip
     from megatrain.plan.planner import plan_run
+    from megatrain.resolve import resolve
 
     for name in ("main", "run", "render", "options"):
         importlib.import_module(f"{_CLI}.{name}")

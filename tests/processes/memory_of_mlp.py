@@ -10,8 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from processes.memory_of_tiering import peak
 

@@ -9,8 +9,8 @@ import traceback
 from pathlib import Path
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_distributed
 from megatrain.ranks.group import RankGroup
+from megatrain.resolve import resolve_distributed
 
 
 def main() -> None:

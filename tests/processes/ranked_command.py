@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 
-from megatrain.checkpoint import ranks
-from megatrain.checkpoint.ranks import RankSaves
+from megatrain.checkpoint import writer
+from megatrain.checkpoint.writer import CheckpointWriter
 from processes.saved_run import command_group
 from tiered import Commit, TieredStore
 from tiered.links.files import FileEngine
@@ -34,12 +34,12 @@ from tiered.testing.faults import Fault, FaultyMover
 
 #: Of a save, in their order -> whose method it is, its name, and whether the instant is after it, or before.
 INSTANTS: dict[str, tuple[Any, str, bool]] = {
-    "begins": (RankSaves, "begin", False),
+    "begins": (CheckpointWriter, "begin", False),
     "frozen": (TieredStore, "commit", True),
     "own generation whole": (Commit, "wait", True),
-    "all whole": (RankSaves, "_whole_on_all", True),
-    "document written": (ranks, "write_checkpoints", True),  # by rank 0
-    "saved": (RankSaves, "finish", True),
+    "all whole": (CheckpointWriter, "_whole_on_all", True),
+    "document written": (writer, "write_document", True),  # by rank 0
+    "saved": (CheckpointWriter, "finish", True),
 }
 
 

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.ranked import RankedStepEngine, describe_collectives, ranked_workspace_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.group import RankGroup
 from megatrain.ranks.world import World, init
+from megatrain.resolve import resolve
 from megatrain.tiers import claim_folders
 from megatrain.trainer import Trainer
 from megatrain.weights import saved_places
@@ -220,7 +221,7 @@ def train(
 
 def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
     """Evaluate the sets of the config, and note what that gives and moves."""
-    from megatrain.config.resolve import resolve_evaluation
+    from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
     from megatrain.evaluation import (
         Evaluator,
@@ -229,7 +230,7 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
         plans_of_evaluations,
         traffic_of_passes,
     )
-    from megatrain.run.metrics import RunObserver
+    from megatrain.resolve import resolve_evaluation
 
     plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
     tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)
@@ -286,10 +287,10 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
     Returns:
         Losses of the steps, and what this rank holds in the end.
     """
-    from megatrain.checkpoint.ranks import RankSaves
+    from megatrain.base.names import CHECKPOINTS_NAME
     from megatrain.checkpoint.resume import find_candidates
     from megatrain.checkpoint.state import RunState, now_text
-    from megatrain.checkpoint.whereabouts import CHECKPOINTS_NAME
+    from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
     from megatrain.config.resolved import to_toml
     from oracles.tiered_run import make_loader
 
@@ -331,20 +332,13 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
             run_name="",
             saved_at=f"{now_text()}.{first_step}",
         )
-        if world.is_single:
-            store.commit(state.to_meta()).wait()
-        else:
-            saves = RankSaves(
-                run.output_dir / CHECKPOINTS_NAME,
-                world.rank,
-                Collectives().gather_objects,
-                store,
-                lanes=run.num_lanes,
-                elements={key: place.num_elements for key, place in saved_places(plan).items()},
-                keep=2,
-            )
-            saves.begin()
-            saves.finish(store.commit(state.to_meta()), state.to_meta())
+        kept = CheckpointFolder(
+            run.output_dir / CHECKPOINTS_NAME, world.rank, RankGroup(world).gather, 2, lambda text: None
+        )
+        elements = {key: place.num_elements for key, place in saved_places(plan).items()}
+        writer = CheckpointWriter(kept, store, lanes=run.num_lanes, elements=elements)
+        writer.begin()
+        writer.finish(store.commit(state.to_meta()), state.to_meta())
         trainer.end_steps()
         for key, place in saved_places(plan).items():
             home = plan.placement.homes[key]

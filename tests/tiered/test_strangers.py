@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.strange_values import VALUES, places_in
 from tiered import GenerationError, GenerationReader, MiB, NvmeTier, RamTier, TieredError, TieredStore
 from tiered.durable.generations import remove_generation
 from tiered.errors import UnusableDirectoryError
@@ -193,19 +194,6 @@ def test_a_named_pipe_makes_nobody_wait(folder: Path) -> None:
     with pytest.raises(GenerationError, match="not a regular file"):
         GenerationReader(folder)
     use(folder)
-
-
-VALUES = (
-    st.none() | st.booleans() | st.integers(-(1 << 70), 1 << 70) | st.floats() | st.text(max_size=5)
-    | st.sampled_from(["..", "/", "../..", "\x1b[2J", "snap/00000001/m"]) | st.just([]) | st.just({}) | st.just([[[]]])
-)  # fmt: skip
-
-
-def places_in(tree: Any) -> Iterator[tuple[Any, Any]]:
-    for key, value in list(tree.items() if isinstance(tree, dict) else enumerate(tree)):
-        yield tree, key
-        if isinstance(value, (dict, list)):
-            yield from places_in(value)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

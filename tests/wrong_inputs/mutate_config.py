@@ -10,8 +10,8 @@ from typing import Any
 
 from wrong_inputs.workplace import CONFIG_NAME, Workplace, WrongInput, numbered
 
+from megatrain.base.other_tools import NOT_YET, TRANSLATIONS
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, TABLES, full_keys_of_leaf, is_required, leaf_schema
-from megatrain.translate.names import NOT_YET, TRANSLATIONS
 
 COMMANDS = ("check", "plan")
 CODE = 2
@@ -143,7 +143,7 @@ def name_cases() -> Iterator[WrongInput]:
         misplaced.add((leaf, generator.choice(there)))
     for leaf, table in sorted(misplaced):
         yield _in_other_table(leaf, table)
-    for leaf in sorted(TRANSLATIONS)[::3]:  # test_names.py has them all
+    for leaf in sorted(TRANSLATIONS)[::3]:  # test_other_tools.py has them all
         yield _of_other_tool(leaf)
     for key in sorted(NOT_YET):
         yield WrongInput(f"{key} (later release)", "config: other tool's key", CODE, _unknown(key), COMMANDS)

@@ -198,7 +198,8 @@ class FrozenBlocks:
         # The notes of ownership before any link: what a crash leaves from here on is known to be this store's.
         for tier in self._movement.durable_tiers.values():
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
-        self._full.retry(str(self._identity.path), PAGE_BYTES, self._make_folder)
+        written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
+        self._full.retry(str(self._identity.path), PAGE_BYTES + sum(map(array_bytes, written)), self._make_folder)
         for block in blocks:
             frozen = self._freeze_block(block)
             if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
@@ -308,7 +309,9 @@ class FrozenBlocks:
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
             counted.count_wear({counted.paths.index(path): array_bytes(spec)})
-        return self._full.retry(path, array_bytes(spec), partial(self._write_once, spec, self._tensor_of(frozen)))
+        left = [each.block.spec for each in self._frozen if each.lease is not None and not each.lease.is_released]
+        need_bytes = sum(map(array_bytes, left if spec in left else [spec, *left]))
+        return self._full.retry(path, need_bytes, partial(self._write_once, spec, self._tensor_of(frozen)))
 
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:
         counted = self._counted

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiered.durable.zarr_folder import show_latest
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.file_io import checksum, read_document_file, replace_file, sync_path
 
@@ -115,13 +114,13 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
         OSError: the drive refused; the current generation is the one before.
     """
     _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
-    show_latest(Path(directory), generation_folder(directory, generation))
+    _show_latest(Path(directory), generation_folder(directory, generation))
 
 
 def forget_current(directory: str | os.PathLike[str]) -> None:
     """Say that nothing is committed. Survives a power cut."""
     Path(directory, MANIFEST_NAME).unlink(missing_ok=True)
-    show_latest(Path(directory), None)
+    _show_latest(Path(directory), None)
     sync_path(Path(directory))
 
 
@@ -230,6 +229,13 @@ def forget_generation(directory: str | os.PathLike[str], generation: int) -> Non
     if (folder / MANIFEST_NAME).exists():
         (folder / MANIFEST_NAME).unlink()
         sync_path(folder)
+
+
+def _show_latest(directory: Path, generation: Path | None) -> None:
+    # Only who writes needs the documents of arrays, and torch with them: who reads manifests answers at once.
+    from tiered.durable.zarr_folder import show_latest
+
+    show_latest(directory, generation)
 
 
 def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:

@@ -244,11 +244,11 @@ class TierDirectory:
 
     def frozen_bytes(self) -> int:
         """Return the bytes of all files under ``snap/``, each counted once however many generations link it."""
-        sizes: dict[int, int] = {}
-        for path in files_below(self.snap):
-            status = path.lstat()
-            sizes[status.st_ino] = status.st_size
-        return sum(sizes.values())
+        return _bytes_of_files(self.snap)
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all files of contents: live, frozen or kept for reuse, each counted once."""
+        return self.pool_bytes + _bytes_of_files(self.live, self.snap)
 
 
 def open_directories(
@@ -322,6 +322,11 @@ def files_below(root: Path) -> Iterator[Path]:
 def statuses_below(root: Path) -> Iterator[os.stat_result]:
     """Yield the status of each chunk file below ``root``; those that another process removes meanwhile are left out."""
     yield from _statuses(files_below(root))
+
+
+def _bytes_of_files(*roots: Path) -> int:
+    """Return the bytes of the chunk files below all roots, of each file once however many links it has."""
+    return sum({status.st_ino: status.st_size for root in roots for status in statuses_below(root)}.values())
 
 
 def _statuses(paths: Iterable[Path]) -> Iterator[os.stat_result]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import statistics
 import threading
 import time
@@ -32,11 +33,18 @@ class FullDrives:
     Args:
         on_full: ``pause`` until there is room, or ``error``.
         notice: reports what the user should read.
+        outstanding_bytes: path -> what its owner may still add there; only asked when a pause begins.
     """
 
-    def __init__(self, on_full: OnFull, notice: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        on_full: OnFull,
+        notice: Callable[[str], None],
+        outstanding_bytes: Callable[[str], int] = lambda path: 0,
+    ) -> None:
         self._on_full = on_full
         self._notice = notice
+        self._outstanding_bytes = outstanding_bytes
         self._lock = threading.Lock()
         self._full_paths: set[str] = set()
         self._is_giving_up = threading.Event()
@@ -58,8 +66,10 @@ class FullDrives:
             is_news = path not in self._full_paths
             self._full_paths.add(path)
         if is_news:
+            # What failed may be one document or one file of many: room for that alone would end in the next pause.
+            need_bytes = max(need_bytes, self._outstanding_bytes(path))
             self._notice(
-                f"the drive of '{path}' is full ({cause.strerror or cause}): paused, nothing is lost. Free at least "
+                f"the drive of '{path}' is full ({os.strerror(cause.errno)}): paused, nothing is lost. Free at least "
                 f"{format_size(need_bytes)} there and the run goes on by itself"
             )
         if self._is_giving_up.wait(RETRY_S):

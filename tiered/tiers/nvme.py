@@ -25,6 +25,9 @@ from tiered.units import PAGE_BYTES
 Verify = Literal["off", "resume", "always"]
 #: What moves the bytes; ``auto``: kvikio where GPUDirect Storage carries them, else plain system calls.
 Engine = Literal["posix", "auto", "kvikio"]
+#: Room for what a snapshot has beside contents: of each block two folders, a document and their entries; of itself
+#: its folders, notes and manifest.
+_DOCUMENT_BYTES, _NOTES_BYTES = 4 * PAGE_BYTES, 16 * PAGE_BYTES
 
 
 class NvmeTier:
@@ -96,7 +99,7 @@ class NvmeTier:
         self.past_ram = past_ram
         self._is_direct = direct_io
         self.verify: Verify = verify
-        self.full = FullDrives(on_full, self.notice)
+        self.full = FullDrives(on_full, self.notice, self._outstanding_bytes)
         self._on_notice = on_notice or logging.getLogger(__name__).warning
         self._noticed: set[str] = set()
         self._ledger = Ledger(name, capacity_bytes)
@@ -270,6 +273,20 @@ class NvmeTier:
         with self._lock:
             files = [file for slot in self._slots.values() for file in files_of(slot).files]
         sync_paths([file.path for file in files], self._flush)
+
+    def _outstanding_bytes(self, path: str) -> int:
+        """Return what snapshots may still add to a path: its share of what is reserved for them, less what is there."""
+        index = self.paths.index(path)
+        with self._lock:
+            homes = [files_of(slot) for slot in self._slots.values()]
+            here_bytes = sum(file.nbytes for home in homes for file in home.files if file.path_index == index)
+            all_bytes, reserved_bytes = self._ledger.slot_bytes, self._ledger.reserved_bytes
+            if not all_bytes or not reserved_bytes:
+                return 0
+            needed_bytes = here_bytes + reserved_bytes * here_bytes // all_bytes
+            num_snapshots = -(-reserved_bytes // all_bytes) + 1  # and the folders of one that is being removed
+            needed_bytes += num_snapshots * (len(homes) * _DOCUMENT_BYTES + _NOTES_BYTES)
+            return needed_bytes - self.directories[index].held_bytes()
 
     def _flush(self, path: Path) -> None:
         try:

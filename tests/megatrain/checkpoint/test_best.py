@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
+from megatrain.base.observer import EvaluationMetrics
 from megatrain.best import Best, BestSpec, MetricError
 from megatrain.checkpoint.catalog import list_checkpoints
-from megatrain.run.metrics import EvaluationMetrics
 from processes.saved_run import SavedRun, make_run
 
 VALUES = st.one_of(st.sampled_from([1.0, 1.1, 1.2, 0.9, math.nan]), st.floats(0, 2))

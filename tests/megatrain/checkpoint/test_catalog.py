@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatrain.checkpoint.catalog import (
-    CheckpointInfo,
     checkpoints_folder,
     find_checkpoint,
     list_checkpoints,
     remove_checkpoint,
     verify_checkpoints,
 )
+from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.run.folder import RunFolder
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
@@ -51,8 +51,13 @@ def on_nvme(trained: SavedRun, tmp_path: Path) -> SavedRun:
     return run
 
 
-def steps(infos: list[CheckpointInfo]) -> list[int | None]:
+def steps(infos: list[Checkpoint]) -> list[int | None]:
     return [info.step for info in infos]
+
+
+def remove(run: SavedRun, number: int, *, force: bool = False) -> int:
+    (chosen,) = (each for each in list_checkpoints(run.out) if each.number == number)
+    return remove_checkpoint(run.out, chosen, force=force)
 
 
 def manifest_of(run: SavedRun, generation: int) -> Path:
@@ -94,7 +99,7 @@ def test_a_damaged_manifest_is_listed_with_its_problem(run: SavedRun) -> None:
 def test_a_damaged_file_at_the_top_hides_nothing(run: SavedRun) -> None:
     damage(run.out / "checkpoints" / MANIFEST_NAME)
     assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
-    assert find_checkpoint(run.out).generation == 3
+    assert find_checkpoint(run.out).number == 3
 
 
 def test_found_by_folder_and_step(run: SavedRun) -> None:
@@ -104,7 +109,7 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
         (folder / "snap/00000001", None, 1), (folder / "snap/00000001", 2, 1),
     ):  # fmt: skip
         found = find_checkpoint(given, step)
-        assert (found.path, found.generation, found.state.step) == (folder, generation, 2 * generation), (given, step)
+        assert (found.folder, found.number, found.state.step) == (folder, generation, 2 * generation), (given, step)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 3\. There are those of steps 2, 4, 6"):
         find_checkpoint(run.out, 3)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 4\. There are those of steps 2$"):
@@ -114,7 +119,7 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
 def test_what_a_crash_kept_from_becoming_current_is_found_by_its_step(run: SavedRun) -> None:
     make_current(run.out / "checkpoints", 2)
     assert find_checkpoint(run.out).state.step == 4
-    assert find_checkpoint(run.out, 6).generation == 3
+    assert find_checkpoint(run.out, 6).number == 3
 
 
 def test_nothing_there(tmp_path: Path, run: SavedRun) -> None:
@@ -167,7 +172,7 @@ def test_verify_names_what_is_damaged(run: SavedRun) -> None:
     assert str(lost) in results[4][1]
     damage(manifest_of(run, 3))
     *_, (info, problems) = verify_checkpoints(run.out)
-    assert info.generation == 3 and str(manifest_of(run, 3)) in problems[0]
+    assert info.number == 3 and str(manifest_of(run, 3)) in problems[0]
 
 
 def test_verify_on_a_drive(on_nvme: SavedRun) -> None:
@@ -193,23 +198,24 @@ def test_moved_to_another_place(on_nvme: SavedRun, tmp_path: Path) -> None:
 
 def test_removed(run: SavedRun) -> None:
     nbytes = list_checkpoints(run.out)[0].nbytes
-    assert remove_checkpoint(run.out, 1) == nbytes
+    assert remove(run, 1) == nbytes
     assert steps(list_checkpoints(run.out)) == [4, 6]
     assert not generation_folder(run.out / "checkpoints", 1).exists()
-    remove_checkpoint(run.out, 3)
+    remove(run, 3)
     assert [(info.step, info.is_newest) for info in list_checkpoints(run.out)] == [(4, True)], "the one before counts"
     with pytest.raises(CheckpointError, match="step 4 is the only one"):
-        remove_checkpoint(run.out, 2)
+        remove(run, 2)
     assert steps(list_checkpoints(run.out)) == [4]
-    remove_checkpoint(run.out, 2, force=True)
+    (last,) = list_checkpoints(run.out)
+    remove_checkpoint(run.out, last, force=True)
     assert list_checkpoints(run.out) == []
     with pytest.raises(CheckpointError, match="holds no generation 2"):
-        remove_checkpoint(run.out, 2)
+        remove_checkpoint(run.out, last)
 
 
 def test_a_run_goes_on_from_what_is_left(run: SavedRun) -> None:
     weights = (run.out / "final/model.safetensors").read_bytes()
-    remove_checkpoint(run.out, 3)
+    remove(run, 3)
     shutil.rmtree(run.out / "final")
     result = run.run(steps=6)
     assert result.exit_code == 0, result.output
@@ -221,18 +227,18 @@ def test_the_only_one_that_is_whole_stays(run: SavedRun) -> None:
     damage(manifest_of(run, 1))
     damage(manifest_of(run, 2))
     with pytest.raises(CheckpointError, match="step 6 is the only one"):
-        remove_checkpoint(run.out, 3)
-    remove_checkpoint(run.out, 2)  # damaged: it may go
-    assert [info.generation for info in list_checkpoints(run.out)] == [1, 3]
+        remove(run, 3)
+    remove(run, 2)  # damaged: it may go
+    assert [info.number for info in list_checkpoints(run.out)] == [1, 3]
 
 
 def test_removed_from_the_drive_too(on_nvme: SavedRun) -> None:
     drive = on_nvme.folder / "drive"
-    remove_checkpoint(on_nvme.out, 2)
+    remove(on_nvme, 2)
     assert sorted(path.name for path in (drive / "snap").iterdir() if path.is_dir()) == ["00000001", "00000003"]
     assert all(not problems for _, problems in verify_checkpoints(on_nvme.out)), "links that others share stay"
     tier = NvmeTier([drive], 40 * MiB)  # another run uses the drive now
-    remove_checkpoint(on_nvme.out, 1)
+    remove(on_nvme, 1)
     tier.close()
     assert [path.name for path in (drive / "snap").iterdir() if path.is_dir()] == ["00000003"]
     assert all(not problems for _, problems in verify_checkpoints(on_nvme.out))
@@ -240,8 +246,8 @@ def test_removed_from_the_drive_too(on_nvme: SavedRun) -> None:
 
 def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
     with RunFolder(run.out), pytest.raises(CheckpointError, match=r"in use by process .* nothing was removed"):
-        remove_checkpoint(run.out, 1, force=True)
+        remove(run, 1, force=True)
     with RunFolder(run.out / "checkpoints"), pytest.raises(CheckpointError, match="in use by process"):
-        remove_checkpoint(run.out / "checkpoints", 1)
+        remove_checkpoint(run.out / "checkpoints", list_checkpoints(run.out)[0])
     assert steps(list_checkpoints(run.out)) == [2, 4, 6]
     assert checkpoints_folder(run.out) == run.out / "checkpoints"

@@ -18,8 +18,10 @@ import torch
 
 from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.state import CheckpointSpec
-from megatrain.checkpoint.whereabouts import bytes_on_drives, saved_checkpoints, usable_checkpoint
+from megatrain.checkpoint.whereabouts import bytes_on_drives
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
 from tiered.durable.manifest import list_generations
@@ -105,7 +107,7 @@ def test_numbers_that_begin_anew_are_copied(tmp_path: Path) -> None:
                 store.put("a", torch.full((1000,), float(step)))
                 commit = store.commit({"step": step})
                 commit.wait(60)
-                copies.offer(commit.generation, step)
+                copies.offer(read_checkpoints(tmp_path / "checkpoints")[-1])
                 copies.finish()
 
     save([1, 2, 3, 4, 5])
@@ -233,7 +235,7 @@ def test_a_run_that_lost_its_drive_goes_on_from_the_copy(lost: SavedRun) -> None
     assert weights(lost) == weights(lost, "undisturbed")
     assert copied_steps(lost) == [4, 6]
     lost.call("ckpt", "rm", lost.out, "--step", 2, "--yes")
-    assert not any(each.missing for each in saved_checkpoints(lost.out) if each.step == 6)
+    assert not any(each.is_gone for each in saved_checkpoints(lost.out) if each.step == 6)
 
 
 def test_a_copy_that_is_newer_than_what_is_left_comes_first(lost: SavedRun) -> None:

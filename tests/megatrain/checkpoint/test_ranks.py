@@ -19,16 +19,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.checkpoint.ranks import (
-    RANKS_NAME,
-    RankSaves,
-    RanksCheckpoint,
-    RanksReader,
+from megatrain.base.names import RANKS_NAME
+from megatrain.checkpoint.document import (
+    Checkpoint,
     forget_checkpoint,
     rank_folder_name,
     read_checkpoints,
+    store_paths,
 )
+from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.ranks.shares import Shares
 from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
@@ -60,7 +61,7 @@ def contents(key: str, step: int) -> torch.Tensor:
 @contextmanager
 def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
     """A rank's store with its shares: every other block on its drive, the others in RAM."""
-    name = rank_folder_name(rank)
+    name = store_paths(size)[rank]
     tiers = [RamTier(32 << 20), NvmeTier([str(folder / "drive" / name)], 64 << 20)]
     with TieredStore(tiers, path=str(folder / "checkpoints" / name)) as store:
         shares = Shares(rank, size)
@@ -79,11 +80,14 @@ def fill(store: TieredStore, rank: int, size: int, step: int) -> None:
             lease.tensor[: len(owned)] = contents(key, step)[owned.start : owned.stop]
 
 
-def saves_of(folder: Path, rank: int, gather: Callable[[object], Sequence[Any]], store: TieredStore) -> RankSaves:
-    return RankSaves(folder / "checkpoints", rank, gather, store, lanes=4, elements=SIZES, keep=2)
+def saves_of(
+    folder: Path, rank: int, gather: Callable[[object], Sequence[Any]], store: TieredStore
+) -> CheckpointWriter:
+    kept = CheckpointFolder(folder / "checkpoints", rank, gather, 2, print)
+    return CheckpointWriter(kept, store, lanes=4, elements=SIZES)
 
 
-def write(folder: Path, size: int, steps: Sequence[int]) -> list[RanksCheckpoint]:
+def write(folder: Path, size: int, steps: Sequence[int]) -> list[Checkpoint]:
     """Save steps with so many ranks, each a thread; return the document's checkpoints."""
     gatherer, problems = Gatherer(size), []
 
@@ -94,8 +98,8 @@ def write(folder: Path, size: int, steps: Sequence[int]) -> list[RanksCheckpoint
                 for step in steps:
                     fill(store, rank, size, step)
                     saves.begin()
-                    commit = store.commit({})
-                    saves.finish(commit, {"step": step})
+                    meta = {"step": step}
+                    saves.finish(store.commit(meta), meta)
         except BaseException as error:
             problems.append(error)
             raise
@@ -109,8 +113,8 @@ def write(folder: Path, size: int, steps: Sequence[int]) -> list[RanksCheckpoint
     return read_checkpoints(folder / "checkpoints")
 
 
-def assert_is(folder: Path, checkpoint: RanksCheckpoint) -> None:
-    reader = RanksReader(folder / "checkpoints", checkpoint)
+def assert_is(checkpoint: Checkpoint) -> None:
+    reader = CheckpointReader(checkpoint, [])
     for key in SIZES:
         out = torch.empty(SIZES[key])
         reader.read(key, out)
@@ -132,7 +136,7 @@ def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], 
     """What each rank of a new world owns, read from the shares of the old one, is what the whole block has there."""
     folder = written[data.draw(st.sampled_from([1, 2, 3]))]
     (checkpoint,) = read_checkpoints(folder / "checkpoints")
-    reader, key = RanksReader(folder / "checkpoints", checkpoint), data.draw(st.sampled_from(list(SIZES)))
+    reader, key = CheckpointReader(checkpoint), data.draw(st.sampled_from(list(SIZES)))
     world = data.draw(st.integers(1, 6))
     shares = Shares(data.draw(st.integers(0, world - 1)), world)
     owned = shares.owned(range(SIZES[key]))
@@ -145,13 +149,13 @@ def test_the_document_keeps_so_many_and_stores_keep_what_it_names(tmp_path: Path
     known = write(tmp_path, 2, [1, 2, 3, 4])
     assert [each.meta["step"] for each in known] == [3, 4]
     for each in known:
-        assert_is(tmp_path, each)
+        assert_is(each)
     for rank in range(2):
         named = [each.ranks[rank].generation for each in known]
         assert list_generations(tmp_path / "checkpoints" / rank_folder_name(rank)) == named
-    forget_checkpoint(tmp_path / "checkpoints", known[0].number)
+    forget_checkpoint(known[0])
     assert [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")] == [4]
-    assert_is(tmp_path, known[1])
+    assert_is(known[1])
     assert list_generations(tmp_path / "checkpoints" / rank_folder_name(1)) == [known[1].ranks[1].generation]
 
 
@@ -164,7 +168,7 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
         fill(store, 0, 2, 2)
         store.commit({}).wait()
     assert read_checkpoints(tmp_path / "checkpoints") == [before]
-    assert_is(tmp_path, before)
+    assert_is(before)
 
     gatherer = Gatherer(2)
 
@@ -184,7 +188,7 @@ def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Pa
     known = read_checkpoints(tmp_path / "checkpoints")
     assert [each.meta["step"] for each in known] == [1, 3]
     for each in known:
-        assert_is(tmp_path, each)
+        assert_is(each)
     # The future that was abandoned is gone.
     assert len(list_generations(tmp_path / "checkpoints" / "rank00000")) == 2
 
@@ -200,14 +204,11 @@ def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
 
     def run(rank: int) -> None:
         with rank_store(tmp_path, rank, 2) as store:
-            saves = RankSaves(
-                tmp_path / "checkpoints",
-                rank,
-                lambda item: gatherer.gather(rank, item),
+            saves = CheckpointWriter(
+                CheckpointFolder(tmp_path / "checkpoints", rank, lambda item: gatherer.gather(rank, item), 2, print),
                 store,
                 lanes=4,
                 elements=SIZES,
-                keep=2,
                 is_past=lambda each: each.meta["step"] < 2,
             )
             store.load(read_checkpoints(tmp_path / "checkpoints")[0].ranks[rank].generation)
@@ -232,8 +233,8 @@ def test_the_first_save_drops_what_could_not_be_loaded(tmp_path: Path) -> None:
     assert left == [1] and stops and free == 10 + sum(nbytes for links, nbytes in sizes if not links) > 10
     assert read_checkpoints(tmp_path / "checkpoints")[0] == one
     one, three = read_checkpoints(tmp_path / "checkpoints")
-    assert_is(tmp_path, one)
-    assert_is(tmp_path, three)
+    assert_is(one)
+    assert_is(three)
 
 
 def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +264,7 @@ def test_a_rank_that_cannot_write_leaves_the_document(tmp_path: Path, monkeypatc
         thread.join(PATIENCE_S)
     assert len(raised) == 2 and all("no checkpoint was made: rank 1:" in text for text in raised)
     assert read_checkpoints(tmp_path / "checkpoints") == [before]
-    assert_is(tmp_path, before)
+    assert_is(before)
 
 
 def test_damage_is_named_with_its_rank(tmp_path: Path) -> None:
@@ -274,22 +275,22 @@ def test_damage_is_named_with_its_rank(tmp_path: Path) -> None:
     data[1000] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
-    reader = RanksReader(folder, checkpoint)
+    reader = CheckpointReader(checkpoint)
     with pytest.raises(CorruptBlockError, match=r"rank 1: block 'layer/weight'"):
         reader.read("layer/weight", torch.empty(SIZES["layer/weight"]))
     assert any(problem.startswith("rank 1: ") for problem in reader.problems())
     manifest = next((folder / "rank00000" / "snap").glob("*/MANIFEST.json"))
     manifest.write_text(manifest.read_text() + " ")
     with pytest.raises(GenerationError, match=r"rank 0 .*RANKS\.json says"):
-        RanksReader(folder, checkpoint)
+        CheckpointReader(checkpoint)
     (folder / "rank00001").rename(folder / "elsewhere")
     manifest.write_text(manifest.read_text()[:-1])
     with pytest.raises(GenerationError, match=r"rank 1 \('.*rank00001'\)"):
-        RanksReader(folder, checkpoint)
+        CheckpointReader(checkpoint)
 
 
 def test_a_document_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
-    write(tmp_path, 1, [1])
+    write(tmp_path, 2, [1])
     path = tmp_path / "checkpoints" / RANKS_NAME
     text = path.read_text()
     path.write_text(text.replace('"step": 1', '"step": 2'))
@@ -379,7 +380,7 @@ def test_a_rank_that_is_killed_at_any_instant_costs_no_checkpoint(num_kills: int
             os.waitpid(child, 0)
         known = read_checkpoints(tmp_path / "checkpoints")
         for each in known:
-            assert_is(tmp_path, each)
+            assert_is(each)
         said = int(acknowledged.read_text()) if acknowledged.exists() else 0
         assert (known[-1].meta["step"] if known else 0) >= max(said, newest)
         newest = known[-1].meta["step"] if known else 0

@@ -14,9 +14,9 @@ from click.testing import Result
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import RunConfig, load_config
-from megatrain.config.resolve import resolve
 from megatrain.config.resolved import to_toml
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import describe_model, with_decays
 from processes.saved_run import SavedRun, make_run
 
@@ -104,7 +104,7 @@ def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -
         if not noted:
             del model["decays"]
         state = replace(found.state, model=model, config_toml=to_toml(with_globs(before)))
-        saved = with_decays(replace(found, state=state), plan)
+        saved = with_decays(replace(found, meta=state.to_meta()), plan)
         notices: list[str] = []
         check_changes(
             to_toml(with_globs(now)),
@@ -141,7 +141,7 @@ def test_another_number_of_threads_is_told(trained: SavedRun) -> None:
 
 def test_other_data_alters_results(trained: SavedRun) -> None:
     found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
-    other = replace(found, state=replace(found.state, data_fingerprint="another"))
+    other = replace(found, meta={**found.meta, "data_fingerprint": "another"})
     with pytest.raises(ConfigChangedError, match="data: the rows"):
         check_changes(
             to_toml(config),

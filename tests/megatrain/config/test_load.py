@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megatrain.config import ConfigError, LoadedConfig, RunConfig, load_config, to_toml, write_resolved
 from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
-from megatrain.config.resolve import resolve_batch
+from megatrain.resolve import resolve_batch
 
 SMALLEST = """
 task = "sft"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from megatrain.base.other_tools import TRANSLATIONS
 from megatrain.config import ConfigError
 from megatrain.config.keys import KEYS, alters
 from megatrain.config.reference import describe_key, find_keys, to_markdown
-from megatrain.translate.names import TRANSLATIONS
 
 
 @pytest.mark.parametrize("key", sorted(KEYS))

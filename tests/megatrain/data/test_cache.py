@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
 from megatrain.data import cache as cache_module
 from megatrain.data import encoding
 from megatrain.data.cache import TokenCache, cache_folder
@@ -24,6 +23,7 @@ from megatrain.data.dataset import TokenDataset, content_checksum, load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError
+from megatrain.resolve import resolve_data
 from processes import warm
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, describe, held_out_part, hold_out, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, DataReport
+from megatrain.resolve import resolve_data
 from oracles.previews import stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

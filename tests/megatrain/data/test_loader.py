@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import DataReport, TokenDataset, encode_rows
 from megatrain.data.formats import Completion, Document
-from megatrain.data.loader import IGNORED, BatchLoader, LoaderPosition, StepBatch
+from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
 from megatrain.data.rows_report import DataError
 
 PAD = 0
@@ -63,8 +64,8 @@ def test_an_epoch_holds_every_token_once(lengths: list[int], packing: bool, seed
     ids = torch.cat([micro["input_ids"].flatten() for batch in batches for micro in batch.micro_batches])
     labels = torch.cat([micro["labels"].flatten() for batch in batches for micro in batch.micro_batches])
     assert sorted(ids[ids != PAD].tolist()) == dataset.tokens.tolist()
-    assert sorted(labels[labels != IGNORED].tolist()) == dataset.tokens[dataset.trained].tolist()
-    assert torch.equal(labels[labels != IGNORED], ids[labels != IGNORED])
+    assert sorted(labels[labels != IGNORED_LABEL].tolist()) == dataset.tokens[dataset.trained].tolist()
+    assert torch.equal(labels[labels != IGNORED_LABEL], ids[labels != IGNORED_LABEL])
     assert sum(batch.num_real_tokens for batch in batches) == sum(lengths)
     assert sum(batch.num_trained_tokens for batch in batches) == int(dataset.trained.sum())
 
@@ -84,7 +85,7 @@ def test_packed_rows_restart_positions_and_mask_first_tokens(lengths: list[int])
                 for at, token in enumerate(ids):
                     starts = token in first_tokens or (token == PAD and (at == 0 or ids[at - 1] != PAD))
                     assert positions[at] == (0 if starts else positions[at - 1] + 1)
-                    assert labels[at] == IGNORED or not starts
+                    assert labels[at] == IGNORED_LABEL or not starts
 
 
 def test_padded_rows() -> None:
@@ -94,7 +95,7 @@ def test_padded_rows() -> None:
         lengths = micro["attention_mask"].sum(1)
         assert micro["input_ids"].shape == (2, int(lengths.max()))
         assert torch.equal(micro["attention_mask"], (micro["input_ids"] != PAD).long())
-        assert (micro["labels"][micro["attention_mask"] == 0] == IGNORED).all()
+        assert (micro["labels"][micro["attention_mask"] == 0] == IGNORED_LABEL).all()
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -105,9 +106,9 @@ def test_last_step_is_filled_with_rows_that_train_nothing(packing: bool) -> None
     assert first.num_real_tokens == 6 * 16
     assert last.num_real_tokens == 2 * 16
     for micro in last.micro_batches[:2]:  # dealt in turn: the two rows go to two micro-batches
-        assert (micro["labels"] != IGNORED).any(dim=1).tolist() == [True, False]
+        assert (micro["labels"] != IGNORED_LABEL).any(dim=1).tolist() == [True, False]
     empty = last.micro_batches[2]
-    assert (empty["labels"] == IGNORED).all()
+    assert (empty["labels"] == IGNORED_LABEL).all()
     assert packing or (empty["attention_mask"].sum(1) == 1).all()
 
 

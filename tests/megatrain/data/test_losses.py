@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses
+from megatrain.resolve import resolve_data
 
 SHORT = {"prompt": "Who? ", "completion": "Ishmael"}
 BAD = {"messages": [{"role": "nobody", "content": "x"}]}

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import read_rows
+from megatrain.resolve import resolve_data
 from oracles.previews import preview_of, stats_of
 
 DATA = Path(__file__).parents[2] / "data"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import load_dataset
 from megatrain.data.formats import Completion, Conversation, Document
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import look_at, read_rows
+from megatrain.resolve import resolve_data
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatrain.base.batch_keys import DESIRABLE, REFERENCE
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows, hold_out
 from megatrain.data.encoding import CHOSEN, MISMATCHED, REJECTED, load_tokenizer
 from megatrain.data.formats import Completion, Conversation, Preference, to_row
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.engine.preferences import DESIRABLE, REFERENCE
 from oracles.tiered_run import QUICKSTART
 
 ASKED = {"role": "user", "content": "Who?"}

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
+from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.data import scores as scores_module
 from megatrain.data.scores import DocumentScores, Format, ScoreFolder, ScoreKind, TeacherScores
-from megatrain.engine.objective import TEACHER_KEYS
 
 K, VOCAB = 3, 50
 #: Tokens of the documents of two parts; one of them has none that is scored.

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.resolve import resolve_data
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, DataReport
+from megatrain.resolve import resolve_data
 from oracles.previews import stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

@@ -22,6 +22,8 @@ def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
     monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_ROW_TOKENS", 64)
+    monkeypatch.setattr(processors, "_TOKENS", 64)
 
 
 @pytest.mark.usefixtures("_brief")
@@ -37,7 +39,9 @@ def test_an_examination_and_its_profile(tmp_path: Path) -> None:
     assert drive.bare_read_bytes_per_s == seen.drives[0].bare.read
     assert stored.is_quick and drive.is_quick
     assert stored.adamw_params_per_s.keys() == {"float32", "bfloat16"}
-    assert stored.matmul_flops_per_s.keys() >= {"cpu/float32", "cpu/bfloat16"}
+    for rates in (stored.matmul_flops_per_s, stored.attention_flops_per_s, stored.elementwise_bytes_per_s):
+        assert rates.keys() >= {"cpu/float32", "cpu/bfloat16"} and min(rates.values()) > 0
+    assert stored.launches_per_s == seen.launches_per_s and 0 < seen.launches_per_s < 1e7
     assert json.loads(json.dumps(seen.to_json()))["drives"][0]["path"] == str(tmp_path)
     assert {finding.severity for finding in seen.findings} <= {"ok", "note", "warn"}
 
@@ -70,6 +74,17 @@ def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> No
     assert matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0) == 2 * 512**3
 
 
+def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says that every run takes a second: two forwards and a backward of half of all pairs."""
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
+    attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
+    assert attention == (2 + 2.5) * 2 * 2 * 8 * 1024 * 1024 * 64 / 2
+    array = 4 * 2048 * 1024
+    # Of whole arrays: squares 2, mean 1, times the root 2; silu 2, times up 3, times the norm 3, plus the stream 3.
+    forward = 16 * array
+    assert 2 * forward < moved < 5 * forward
+
+
 def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal numbers make a processor faster, and a link may compress them."""
     seen: list[torch.Tensor] = []
@@ -84,6 +99,8 @@ def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) 
         return 1e9
 
     monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_ROW_TOKENS", 64)
+    monkeypatch.setattr(processors, "_TOKENS", 64)
     monkeypatch.setattr(processors, "_COPY_BYTES", MiB)
     monkeypatch.setattr(processors, "_copy_rate", copied)
     monkeypatch.setattr(torch, "mm", watched)

@@ -19,7 +19,7 @@ from megatrain.doctor.findings import (
     system_findings,
 )
 from megatrain.doctor.processors import ADAMW_BYTES_PER_PARAM, GdsResult, GpuResult, ProcessorResult, check_gds
-from megatrain.plan.machine import FileSystem
+from megatrain.machine.machine import FileSystem
 from tiered import GB, GiB, MiB
 
 FACTS = SystemFacts(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import megatrain
-from megatrain.plan.machine import total_ram_bytes
+from megatrain.machine.machine import total_ram_bytes
 from processes import two_ranks, warm
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,7 +13,7 @@ import torch
 
 import megatrain
 from megatrain.embed.stores import home_order, shared_state
-from megatrain.plan.machine import total_ram_bytes
+from megatrain.machine.machine import total_ram_bytes
 from tiered import CapacityError, LockedError, MiB, format_size
 
 

@@ -8,8 +8,8 @@ import torch
 
 import megatrain
 from fakes.gpu_run import virtual_gpu
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.environment import DeterminismError, deterministic_kernels
-from megatrain.models.errors import UnsupportedModelError
 
 CUDA = torch.device("cuda")  # only its name is looked at
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.base.layout import build_layout, views_of_parts
 from megatrain.engine import device_kernels
 from megatrain.engine.vocabulary import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.models.layout import build_layout, views_of_parts
 
 KERNELS = "megatrain.engine.triton_kernels"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

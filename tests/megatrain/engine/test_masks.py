@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import build_graph
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
+from megatrain.resolve import resolve
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
 

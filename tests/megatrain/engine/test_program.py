@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from megatrain.base.layout import build_layout, views
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
 from megatrain.engine.step import zero_gaps
 from megatrain.engine.tape import Release, compile_step
-from megatrain.models.layout import build_layout, views
 from tiered import Access
 
 UPDATE, FORWARD, HEAD, BACKWARD = range(4)

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
 from megatrain.engine.head import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import ModelGraph, UnsupportedModelError, build_graph
+from megatrain.models.graph import ModelGraph, build_graph
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

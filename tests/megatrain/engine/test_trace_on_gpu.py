@@ -69,7 +69,7 @@ def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dt
     assert (trace.exact, trace.guesses, trace.uncounted) == (True, (), ())
     on_cpu = trace_visits(graph, 1, 64, dtype, padded=padded)
     assert [visit.saved for visit in trace.visits] == [visit.saved for visit in on_cpu.visits]
-    assert all(visit.forward_flops > 0 for visit in trace.visits if graph.units[visit.unit].is_layer)
+    assert all(visit.forward.flops > 0 for visit in trace.visits if graph.units[visit.unit].is_layer)
     for name, buffer in graph.model.named_buffers():
         assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1]) and buffer.device.type == "cpu"
 
@@ -170,7 +170,7 @@ def test_it_is_in_the_plan_of_a_layer() -> None:
         ordered = trace_of(length=length, padded=False)
     one_split = length * 4 * 32 * 4  # heads of 8 numbers are rounded up to 32
     for visit, other in zip(ordered.visits, free.visits, strict=True):
-        if visit.backward_flops and visit.unit in (2, 3, 4):
+        if visit.backward.flops and visit.unit in (2, 3, 4):
             assert (
                 visit.backward_nbytes > 33 * one_split > visit.backward_nbytes - other.backward_nbytes > 20 * one_split
             )
@@ -203,7 +203,7 @@ def test_grouped_queries_are_counted_whatever_torch_has_formulas_for(device: str
     )
     assert (grouped.guesses, grouped.uncounted) == ((), ())
     # Each layer has less to multiply for keys and values, 2 x 16 x 32 weights; its attention has as much.
-    assert alike.visits[2].forward_flops - grouped.visits[2].forward_flops == 2 * 64 * (2 * 16 * 32)
+    assert alike.visits[2].forward.flops - grouped.visits[2].forward.flops == 2 * 64 * (2 * 16 * 32)
     assert step_flops(grouped, num_places=64, num_real_tokens=64, num_trained_tokens=64).model > 0
 
 
@@ -332,4 +332,4 @@ def test_what_attention_would_save(padded: bool) -> None:
     for visit in layers:
         results = 512 * (config.hidden_size * 2 + config.num_attention_heads * 4)
         assert 0 <= visit.attention_nbytes - results <= 4 * 512
-        assert visit.attention_flops == 2 * visit.attention_skipped_flops == 4 * 512 * 512 * config.hidden_size
+        assert visit.attention.flops == 2 * visit.attention.skipped_flops == 4 * 512 * 512 * config.hidden_size

@@ -11,12 +11,12 @@ import torch
 
 from fakes.waits import counted_waits
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine import host_io, step, weight_gradients
 from megatrain.engine.forward import LayerRunner
 from megatrain.models.graph import build_graph
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model

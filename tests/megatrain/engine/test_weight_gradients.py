@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fakes.gpu_run import virtual_gpu
+from megatrain.base.layout import InPieces, Piece, build_layout, views_of_parts
 from megatrain.engine import weight_gradients
 from megatrain.engine.weight_gradients import GradientAccumulator, GradientReceiver, GradientTarget, weight_leaf
-from megatrain.models.layout import build_layout, views_of_parts
 
 M, K, N = 7, 5, 6
 
@@ -43,6 +43,21 @@ def test_products_of_ranges_of_rows_make_the_whole() -> None:
         sink.add_product("w", left[3:], right, 3)
         sink.add_product("w", left[:3], right, 0)
     torch.testing.assert_close(target, 2 * left @ right)
+
+
+def test_a_product_of_rows_of_one_block_looks_at_that_block_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head's weight has a block for each part of the vocabulary, and each part its products."""
+    left, right = random(2, K), random(K, N)
+    blocks = [torch.zeros(2 * N) for _ in range(3)]
+    pieces = [(Piece(n, 0, range(2 * n, 2 * n + 2), None, (2, N)), block) for n, block in enumerate(blocks)]
+    looked_at: list[int] = []
+    view = Tensor.view
+    monkeypatch.setattr(Tensor, "view", lambda place, *shape: looked_at.append(place.data_ptr()) or view(place, *shape))
+    GradientAccumulator({"w": InPieces(pieces)}, {"w"}).add_product("w", left, right, 2)
+    monkeypatch.undo()
+    assert looked_at == [blocks[1].data_ptr()]
+    torch.testing.assert_close(blocks[1].view(2, N), left @ right)
+    assert not blocks[0].any() and not blocks[2].any()
 
 
 def test_products_of_half_precision_are_summed_in_fp32_by_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

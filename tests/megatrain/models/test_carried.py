@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.models import folder as folder_module
 from megatrain.models import graph as graph_module
 from megatrain.models.carried import carried_modules
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.export import ExportError, export_model
 from megatrain.models.folder import read_config
 from megatrain.models.load import WeightLoader

@@ -17,12 +17,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from megatrain.base.layout import UnitLayout
 from megatrain.models import export as export_module
 from megatrain.models import export as shards_module
 from megatrain.models import folder as folder_module
 from megatrain.models.export import RECORD_FILE, ExportError, ReadMaster, ShardWriter, export_model, plan_shards
 from megatrain.models.folder import ModelFolder, read_config
-from megatrain.models.layout import UnitLayout
 from megatrain.models.load import WeightLoader
 from oracles.families import shrunk_config
 from tests.megatrain.models.tiny import FAMILIES, Weights, build_graph, build_model, build_model_of

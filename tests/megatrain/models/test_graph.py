@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatrain.models.graph import FreezeError, UnsupportedModelError, build_graph, graph_of
-from megatrain.models.layout import ALIGNMENT_ELEMENTS, build_layout, build_layouts, views
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.layout import ALIGNMENT_ELEMENTS, build_layout, build_layouts, views
+from megatrain.models.graph import FreezeError, build_graph, graph_of
 from oracles.families import FAMILIES, tiny_config
 
 

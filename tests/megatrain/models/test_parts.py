@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.models import layout as layouts
-from megatrain.models.layout import (
+from megatrain.base import layout as layouts
+from megatrain.base.layout import (
     PART_ALIGNMENT_ELEMENTS,
     InPieces,
     UnitLayout,

@@ -5,23 +5,26 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.layout import views
 from megatrain.models import experts
 from megatrain.models.adapters import LoraSpec
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.graph import build_graph
 from megatrain.models.in_place import FolderSource, frozen_blocks
-from megatrain.models.layout import views
 from megatrain.models.load import open_loader
 from megatrain.models.quantized import decode, find_decoders
-from oracles.quantize import BLOCK, METHODS, fp8, mxfp4, quantized_pair
+from oracles.families import tiny_config
+from oracles.quantize import BLOCK, METHODS, fp8, mxfp4, nf4, quantized_pair, write_quantized
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered import TransferError
 
@@ -179,6 +182,20 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps({key: value for key, value in values.items() if key != "quantization_config"}))
     with pytest.raises(ModelFolderError, match=r"dtype F8_E4M3, .* does not say how it is quantized"):
         ModelFolder(quantized)
+
+
+def test_a_quantized_conv1d_is_refused_whatever_its_shape(tmp_path: Path) -> None:
+    """transformers turns it round first: a square one would be read the wrong way round, and nothing would show it."""
+    plain = tmp_path / "plain"
+    AutoModelForCausalLM.from_config(tiny_config("gpt2"), dtype=torch.float32).save_pretrained(plain)
+    name = "transformer.h.0.attn.c_proj.weight"
+    weight = load_file(plain / "model.safetensors")[name]
+    assert weight.shape[0] == weight.shape[1]
+    parts, _ = nf4(weight.T.contiguous())
+    write_quantized(plain, tmp_path / "quantized", METHODS["nf4"].table, {name: parts})
+    graph = build_graph(tmp_path / "quantized", lora=LoraSpec(r=2, lora_alpha=4, target_modules=("c_attn",)))
+    with pytest.raises(ModelFolderError, match=rf"{re.escape(name)} is the weight of a Conv1D.* take the original"):
+        open_loader(tmp_path / "quantized", graph)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32], ids=str)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from megatrain.base.layout import UnitLayout, views
 from megatrain.models import graph as graph_module
-from megatrain.models.layout import UnitLayout, views
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,

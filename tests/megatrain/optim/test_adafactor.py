@@ -7,7 +7,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.models.layout import UnitLayout, build_layout
+from megatrain.base.layout import UnitLayout, build_layout
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Optimizer, Update, build_segments, bytes_per_parameter
 from megatrain.optim.threads import KernelThreads

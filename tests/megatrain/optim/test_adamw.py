@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatrain.base.precision import decode, encode
 from megatrain.optim.base import Optimizer, Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads
-from megatrain.precision import decode, encode
 from oracles.adamw import adamw_step
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from megatrain.base.precision import decode, encode
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.threads import KernelThreads
-from megatrain.precision import decode, encode
 
 SIZE, STEPS = 200_000, 6
 

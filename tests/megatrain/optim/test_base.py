@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Trainer
 
+from megatrain.base.layout import build_layout
 from megatrain.config.schema import OptimizerConfig
-from megatrain.models.layout import build_layout
 from megatrain.optim.base import ParameterGroup, StateKind, build_segments, bytes_per_parameter
 from megatrain.translate.trainers import DECAY_EXCLUDE
 from oracles.families import tiny_config

@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatrain.base.layout import build_layout, views
 from megatrain.config import ConfigError, load_config, to_toml
-from megatrain.config.resolve import resolve_optimizer
 from megatrain.config.schema import OptimizerConfig
-from megatrain.models.layout import build_layout, views
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Update
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.factory import OptimizerSpec, ParameterGroupError, check_groups, make_optimizer, segment_builder
 from megatrain.optim.threads import KernelThreads
+from megatrain.resolve import resolve_optimizer
 
 LAYOUT = build_layout(
     "layer",

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.models.layout import build_layout
+from megatrain.base.layout import build_layout
 from megatrain.optim.base import Segment, Update, bytes_per_parameter
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.moments import StateDtype, code_of, decode_moments, encode_moments

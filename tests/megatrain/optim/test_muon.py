@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatrain.models.layout import build_layout, in_parts
+from megatrain.base.layout import build_layout, in_parts
 from megatrain.optim.base import Update, build_segments, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.muon import Muon, newton_schulz, newton_schulz_bytes

@@ -7,26 +7,27 @@ from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.config.schema import RunConfig
-from megatrain.plan import machine
-from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
-from megatrain.plan.machine import (
+from megatrain.machine import machine
+from megatrain.machine.machine import (
     GpuProfile,
     LoadedProfile,
     measured_drive_rates,
     store_profile,
 )
+from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 
@@ -57,7 +58,43 @@ def shape_of(folder: Path, **changes: object) -> StepShape:
 
 
 def estimate(plan: Plan, folder: Path, *, shape: Mapping[str, object] | None = None, **changes: object) -> Estimate:
-    return estimate_step(plan, shape_of(folder, **(shape or {})), LoadedProfile(make_machine(folder, **changes)))
+    """Estimate on a machine on which nothing but FLOPs takes a processor's time, unless it is said to."""
+    products = cast("dict[str, float]", changes.get("matmul_flops_per_s", {"cpu/float32": 1e11}))
+    free = {
+        "attention_flops_per_s": products,
+        "elementwise_bytes_per_s": dict.fromkeys(products, 1e30),
+        "launches_per_s": 1e30,
+    }
+    machine = make_machine(folder, **{**free, **changes})
+    return estimate_step(plan, shape_of(folder, **(shape or {})), LoadedProfile(machine))
+
+
+def seconds_of(found: Estimate) -> dict[str, float]:
+    """Return what takes a time worth the name."""
+    return {name: seconds for name, seconds in found.seconds.items() if seconds > 1e-12}
+
+
+#: Rates at which each kind of work takes a time of its own.
+RATES: dict[str, Any] = {
+    "matmul_flops_per_s": {"cpu/float32": 1e11, "cuda/float32": 1e12},
+    "attention_flops_per_s": {"cpu/float32": 2e10, "cuda/float32": 4e11},
+    "elementwise_bytes_per_s": {"cpu/float32": 3e9, "cuda/float32": 8e10},
+    "launches_per_s": 20_000.0,
+}
+
+
+def work_by_hand(plan: Plan) -> dict[str, float]:
+    """Add up a micro-batch: every visit forward, again and backward, and the head with its logits once more."""
+    parts = [each for visit in plan.trace.visits for each in (visit.forward, visit.backward)] + [plan.trace.head]
+    assert not plan.program.kept and not plan.program.saved_attention
+    again = plan.trace.logits_flops * (1 - 1 / plan.trace.head_parts)
+    return {
+        "products": sum(part.product_flops for part in parts) + again,
+        "attention": sum(part.attention_flops - part.skipped_flops for part in parts),
+        "bytes": sum(part.moved_nbytes for part in parts),
+        "launches": sum(part.launches for part in parts),
+        "leases": sum(len(tick.uses) for tick in plan.program.ticks),
+    }
 
 
 def test_seconds_of_a_drive() -> None:
@@ -97,18 +134,61 @@ def test_flops_that_no_trace_knows_are_those_of_all_parameters(plan: Plan) -> No
 
 
 def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
-    found = estimate(plan, tmp_path)
+    found = estimate(plan, tmp_path, **RATES)
     num_parameters = plan.graph.num_parameters
+    work, num_micro_batches = work_by_hand(plan), 384 / plan.trace.num_tokens
     read, written = plan.traffic["nvme->ram"], plan.traffic["ram->nvme"]
+    computing_s = work["products"] / 1e11 + work["attention"] / 2e10 + work["bytes"] / 3e9
     assert found.seconds == {
-        "compute": pytest.approx(flops_per_token(plan) * 384 / 1e11),
+        "compute": pytest.approx(computing_s * num_micro_batches),
+        "host": pytest.approx((work["launches"] * num_micro_batches + 1.2 * work["leases"]) / 20_000),
         "optimizer": pytest.approx(num_parameters / 1e8, rel=0.02),  # blocks are padded
         "nvme": pytest.approx(2 * written / 1.5e9 + (read - written) / 2e9),
     }
     assert found.step_s == pytest.approx(
-        max(found.seconds["compute"] + found.seconds["optimizer"], found.seconds["nvme"])
+        max(found.seconds["compute"] + found.seconds["host"] + found.seconds["optimizer"], found.seconds["nvme"])
     )
     assert found.unmeasured == ()
+
+
+def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> None:
+    """What takes longer over the whole step decides; a launch for a GPU costs the host more than one on a CPU."""
+    links = {"ram->gpu": 1000, "gpu->ram": 1000}
+    placement = replace(plan.placement, traffic_bytes=links)
+    on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")), placement=placement)
+    gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    found = estimate(on_gpu, tmp_path, **RATES, gpu=gpu, adamw_params_per_s={"float32": 1e12})
+    work, num_micro_batches = work_by_hand(plan), 384 / plan.trace.num_tokens
+    computing_s = (work["products"] / 1e12 + work["attention"] / 4e11 + work["bytes"] / 8e10) * num_micro_batches
+    host_s = 1.3 * (work["launches"] * num_micro_batches + 1.2 * work["leases"]) / 20_000
+    assert found.seconds["compute"] == pytest.approx(computing_s)
+    assert found.seconds["host"] == pytest.approx(host_s)
+    assert (found.step_s, found.bound_by) == (pytest.approx(host_s), "host")
+    rates = measured_rates(replace(on_gpu, estimate=found))
+    assert rates is not None and rates.flops_per_s == pytest.approx(flops_per_token(plan) * 384 / host_s)
+    fast = estimate(on_gpu, tmp_path, **{**RATES, "launches_per_s": 1e8}, gpu=gpu, adamw_params_per_s={"float32": 1e12})
+    assert (fast.step_s, fast.bound_by) == (pytest.approx(computing_s, rel=0.01), "compute")
+
+
+def test_rates_that_nobody_measured_are_said_to_be_assumed(plan: Plan, tmp_path: Path) -> None:
+    assert "assumed" not in estimate(plan, tmp_path, **RATES).notes[0]
+    unknown = make_machine(tmp_path)
+    found = estimate_step(plan, shape_of(tmp_path), LoadedProfile(unknown))
+    for what in ("attention at 50%", "element-wise", "40 us of the host for each launch"):
+        assert what in found.notes[0].partition("assumed: ")[2], found.notes
+    work, num_micro_batches = work_by_hand(plan), 384 / plan.trace.num_tokens
+    by_hand = work["products"] / 1e11 + work["attention"] / 5e10 + work["bytes"] / 1e10
+    assert found.seconds["compute"] == pytest.approx(by_hand * num_micro_batches)
+    on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")))
+    said = estimate(on_gpu, tmp_path, **RATES).notes[0]
+    assert "; assumed: launches at 1.3 times what they cost on the CPU; " in said
+
+
+def test_layers_that_no_trace_knows_are_products_alone(plan: Plan, tmp_path: Path) -> None:
+    guessed = replace(plan, trace=replace(plan.trace, guesses=("a value was made up",)))
+    found = estimate(guessed, tmp_path, **RATES)
+    assert found.seconds["compute"] == pytest.approx(8 * plan.graph.num_parameters * 384 / 1e11)
+    assert "host" not in found.seconds and "could not be traced" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +277,10 @@ def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     assert unknown.unmeasured == ("gpu optimizer",) and unknown.step_s is None
     measured = gpu.model_copy(update={"update_bytes_per_s": 28.0 * num_trained})
     found = estimate(plan, tmp_path, gpu=measured, matmul_flops_per_s=flops)
-    assert found.seconds == {"compute": pytest.approx(2.0), "gpu optimizer": pytest.approx(1.0)}  # 12 in, 12 out, 4 in
+    assert seconds_of(found) == {
+        "compute": pytest.approx(2.0),
+        "gpu optimizer": pytest.approx(1.0),
+    }  # 12 in + 12 out + 4
     assert (found.step_s, found.bound_by) == (pytest.approx(3.0), "compute")
     rates = measured_rates(replace(plan, estimate=found))
     assert rates is not None and rates.gpu_update_params_per_s == pytest.approx(num_trained)

@@ -15,14 +15,14 @@ import pytest
 
 from fakes.rates import drive, make_machine
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.tape import Tape, compile_step
-from megatrain.plan import machine
+from megatrain.machine import machine
+from megatrain.machine.machine import DriveProfile, FileSystem, LoadedProfile, MachineProfile
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.machine import DriveProfile, FileSystem, LoadedProfile, MachineProfile
 from megatrain.plan.plan import Occasion, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.world import World
+from megatrain.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model
 
 WORLDS = {"one process": (1, 1), "2 processes": (2, 1), "4 processes": (4, 1), "2 x 2 processes": (4, 2)}
@@ -94,7 +94,7 @@ class Machine:
             return replace(real(root), source=self.of(path))
 
         monkeypatch.setattr(FileSystem, "key", property(lambda system: system.source))
-        for module in ("megatrain.plan.machine", "megatrain.plan.estimate"):
+        for module in ("megatrain.machine.machine", "megatrain.plan.estimate"):
             monkeypatch.setattr(f"{module}.file_system_of", named)
 
     def of(self, path: Path) -> str:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
-from megatrain.plan.machine import own_drive_bytes
+from megatrain.machine.machine import own_drive_bytes
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import table_rows
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatrain.config import RunConfig, load_config
-from megatrain.config.resolve import resolve_tiers
-from megatrain.plan import machine
+from megatrain.machine import machine
+from megatrain.resolve import resolve_tiers
 from tiered import GiB, MiB
 
 CUDA = torch.device("cuda")

@@ -16,7 +16,6 @@ import torch
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.doctor import examine, processors
 from megatrain.doctor.drives import DriveEffort
 from megatrain.engine.step import StepEngine
@@ -32,7 +31,8 @@ from megatrain.plan.measure import (
 )
 from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
-from megatrain.plan.what_if import plan_alternative
+from megatrain.resolve import resolve
+from megatrain.what_if import plan_alternative
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 

@@ -9,12 +9,12 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
+from megatrain.machine.machine import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
 from megatrain.plan import planner
-from megatrain.plan.machine import DriveProfile, LoadedProfile, MachineProfile, cpu_name, file_system_of
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 

@@ -11,15 +11,15 @@ import pytest
 from click.testing import CliRunner
 from transformers import AutoConfig
 
+from megatrain.base import layout as layouts
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
-from megatrain.models import layout as layouts
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import MOST_GATHERS_AHEAD, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.plan.together import gathering_at_most
 from megatrain.ranks.world import World
+from megatrain.resolve import resolve
 from oracles.tiered_run import QUICKSTART, config_text, write_tiny_model
 from processes.saved_run import command_group
 from tiered import MiB

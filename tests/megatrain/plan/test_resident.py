@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.program import StepProgram
 from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
 from tiered.units import format_size

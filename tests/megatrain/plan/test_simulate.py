@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
+from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'

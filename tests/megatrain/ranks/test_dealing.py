@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatrain.models.layout import build_layout
+from megatrain.base.layout import build_layout
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.muon import Muon
 from megatrain.optim.threads import KernelThreads

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.base.errors import ConfigError
 from megatrain.best import Best
-from megatrain.config.problems import ConfigError
 from megatrain.ranks.messages import MessageError, decode, encode
 from megatrain.ranks.world import WorldError
 

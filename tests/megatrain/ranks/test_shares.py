@@ -7,9 +7,9 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.engine.lanes import total
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
+from megatrain.ranks.lanes import total
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Shares
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from fakes.twins import Twins
 from megatrain import trainer as trainers
+from megatrain.base import layout as layouts
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.config.resolve import resolve
 from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
-from megatrain.models import layout as layouts
-from megatrain.models.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.world import World
+from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, parts_passing, write_tiny_model
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.report.charts import FRAME, MAX_COLUMNS, Area, Chart, Line, average, lay_out, nice_ticks
+from megatrain.base.observer import StepMetrics
+from megatrain.report.charts import FRAME, MAX_COLUMNS, Area, Chart, Line, average, lay_out, make_charts, nice_ticks
+from megatrain.report.figures import compute_figures
+from megatrain.report.history import RunHistory
 
 FINITE = st.floats(-1e9, 1e9, allow_nan=False)
 ANY = st.one_of(FINITE, st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -27,7 +32,7 @@ def test_any_values_are_drawn_inside_the_frame_or_not_at_all(
     points = [(float(step), value) for step, value in enumerate(values, 1)]
     drawing = lay_out(Chart("t", lines=[Line("x", points)], is_log=is_log, starts_at_zero=starts_at_zero))
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
-    if not shown:
+    if not any(shown) and (starts_at_zero or not shown):
         assert drawing is None or not (drawing.curves or drawing.dots)
         return
     assert drawing is not None
@@ -69,6 +74,26 @@ def test_averages_leave_out_what_is_not_finite() -> None:
     points = [(float(step), math.nan if step % 2 else 1.0) for step in range(1, 1001)]
     assert all(value == 1.0 for _, value in average(points))
     assert all(math.isnan(value) for _, value in average([(1.0, math.inf)] * 1000))
+
+
+def test_what_stays_zero_is_not_drawn() -> None:
+    zero = [(1.0, 0.0), (2.0, 0.0)]
+    assert lay_out(Chart("t", lines=[Line("", zero)], starts_at_zero=True)) is None
+    assert lay_out(Chart("t", areas=[Area("a", zero), Area("b", zero)])) is None
+    assert lay_out(Chart("a loss", lines=[Line("", zero)])) is not None, "a figure may be 0; a count of 0 is nothing"
+    lines = [Line("a", zero), Line("b", [(1.0, 0.0), (2.0, 3.0)])]
+    assert lay_out(Chart("t", lines=lines, starts_at_zero=True)) is not None
+
+
+def test_a_tier_that_holds_nothing_has_no_chart(tmp_path: Path) -> None:
+    """Its capacity is not zero, and would be a line above nothing."""
+    used, capacity = {"ram": 9, "nvme": 0}, {"ram": 9, "nvme": 9}
+    steps = [
+        dataclasses.asdict(StepMetrics(step, 2, 1.0, 2.0, 1.0, 1e-3, 9, 9, 1.0, 0.0, used, capacity)) for step in (1, 2)
+    ]
+    history = RunHistory(tmp_path, "done", steps=steps, usage={"nvme": [(0.0, 0), (1.0, 0)]})
+    titles = [chart.title for chart in make_charts(history, compute_figures(history))]
+    assert "RAM in use" in titles and not any(title.startswith("NVME") for title in titles), titles
 
 
 def test_bands_are_stacked() -> None:

@@ -15,14 +15,15 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
 from megatrain.report.charts import make_charts
 from megatrain.report.figures import Setting, compute_figures
-from megatrain.report.history import NotARunError, read_history, write_plan, write_summary
+from megatrain.report.history import NotARunError, read_history
 from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
 from megatrain.run.folder import RunFolder
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.run.record import write_plan, write_summary
 from megatrain.run.status import RunStatus, write_status
 from megatrain.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text
@@ -320,7 +321,7 @@ def test_a_run_that_starts_anew_forgets_the_one_before(real_run: Path, tmp_path:
     config = load_config(real_run.parent / "run.toml", (), [f"output_dir={tmp_path}", "device=cpu"]).config
     plan = Trainer(config, observer=RunObserver()).plan
     for continued_from, count in ((None, 1), (3, 2), (None, 1), (0, 2)):
-        record = json.loads(write_plan(plan, config, continued_from).read_text())
+        record = json.loads(write_plan(plan, continued_from).read_text())
         assert read_history(tmp_path).plan == record and len(record["starts"]) == count
         assert (tmp_path / "summary.json").exists() == (continued_from is not None and count == 2)
         write_summary(RunSummary(1, 1.0, 1.0, 1.0, 1, 1), tmp_path)

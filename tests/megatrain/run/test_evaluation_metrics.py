@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from megatrain.base.observer import EvaluationMetrics, Observers, StepMetrics, format_evaluation
 from megatrain.run.loggers import MetricsLog, last_evaluations
-from megatrain.run.metrics import EvaluationMetrics, Observers, StepMetrics, format_evaluation
 
 
 def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> EvaluationMetrics:

@@ -16,18 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.run import folder as run_folder
+from megatrain.base.names import LOCK_NAME
+from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.base.owner import Owner, UnreachableRunError, catches_signal, living_owner, send_signal
 from megatrain.run import status as status_module
-from megatrain.run.folder import (
-    Owner,
-    RunFolder,
-    UnreachableRunError,
-    catches_signal,
-    committed_step,
-    living_owner,
-    send_signal,
-)
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
+from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
 from tiered import LockedError
 from tiered.durable.manifest import Manifest, write_manifest
@@ -48,6 +41,7 @@ def another_process(path: Path, code: str = "") -> Iterator[subprocess.Popen[str
     """A process that has the folder until its standard input ends."""
     script = f"""
 import select, signal, sys
+from megatrain.base.owner import *
 from megatrain.run.folder import *
 with RunFolder({str(path)!r}) as folder:
     {code or "pass"}
@@ -95,7 +89,7 @@ def test_a_dead_owner_is_nobody(tmp_path: Path) -> None:
 
 
 def test_the_name_of_the_lock_is_that_of_the_store() -> None:
-    assert run_folder._LOCK_NAME == directory.LOCK_NAME
+    assert LOCK_NAME == directory.LOCK_NAME
 
 
 def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
@@ -336,6 +330,7 @@ def test_a_process_of_the_same_number_in_another_container_gets_no_signal(tmp_pa
 def test_looking_imports_nothing_heavy(tmp_path: Path) -> None:
     script = f"""
 import sys
+from megatrain.base.owner import *
 from megatrain.run.folder import *
 from megatrain.run.status import *
 print(read_status({str(tmp_path)!r}), living_owner({str(tmp_path)!r}), committed_step({str(tmp_path)!r}))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary
 from megatrain.config import load_config
-from megatrain.run.metrics import EvaluationMetrics, RunObserver, RunSummary
 from megatrain.run.status import read_status
 from megatrain.trainer import Trainer
 from oracles.tiered_run import write_tiny_model

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
 from megatrain.config import ConfigError, RunConfig, config_from_toml, load_config, to_toml
-from megatrain.config.resolve import resolve_logging
+from megatrain.resolve import resolve_logging
 from megatrain.run import loggers
 from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers
-from megatrain.run.metrics import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
 
 SUMMARY = RunSummary(6, 2.0, 1.0, 5.0, 100, 90)
 

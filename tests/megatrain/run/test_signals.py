@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatrain.base.progress import Activity
 from megatrain.run import signals
-from megatrain.run.activity import Activity
 from megatrain.run.signals import RunSignals
 
 

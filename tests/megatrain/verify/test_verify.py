@@ -16,8 +16,8 @@ import torch
 from click.testing import CliRunner
 from transformers import CONFIG_MAPPING
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.config import load_config
-from megatrain.models.errors import UnsupportedModelError
 from megatrain.models.folder import ModelFolder
 from megatrain.models.small import LARGEST_NUM_PARAMETERS, write_small_model
 from megatrain.optim.base import Update

@@ -1,0 +1,112 @@
+"""The living process that has the folder of a run: found by its lock, and sent signals. Imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatrain.base.names import LOCK_NAME
+
+__all__ = ["Owner", "UnreachableRunError", "catches_signal", "check_reachable", "living_owner", "send_signal"]
+
+
+_OWNER = re.compile(r"process (\d+) on ([^,\s]+)")
+
+
+class UnreachableRunError(Exception):
+    """A run is alive, but this process cannot reach it; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The living process that holds the lock of a run's folder.
+
+    Attributes:
+        pid: None where the lock does not say.
+        host: None where the lock does not say.
+        text: contents of the lock, for messages.
+    """
+
+    pid: int | None
+    host: str | None
+    text: str
+
+
+def living_owner(path: Path | str) -> Owner | None:
+    """Return the process that holds the lock of a run's folder, or None; the file of a dead process is no lock.
+
+    Raises:
+        OSError: the lock cannot be read.
+    """
+    try:
+        fd = os.open(Path(path, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        text = os.pread(fd, 4096, 0).decode(errors="replace").strip()
+        match = _OWNER.match(text)
+        pid, host = (int(match[1]), match[2]) if match else (None, None)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Owner(pid, host, text or "another process")
+        return None
+    finally:
+        os.close(fd)
+
+
+def check_reachable(path: Path | str, owner: Owner) -> None:
+    """Make sure that the owner's pid names the owner here: it may be of another machine or container.
+
+    Raises:
+        UnreachableRunError: it is on another machine, in another container, or another user's.
+        ProcessLookupError: it has ended.
+    """
+    if owner.pid is None or owner.host != socket.gethostname():
+        raise UnreachableRunError(f"'{path}' is in use by {owner.text}. Give this command on that machine")
+    try:
+        lock = os.stat(Path(path, LOCK_NAME))
+        has_lock = any(
+            os.path.samestat(os.stat(entry), lock)
+            for entry in Path(f"/proc/{owner.pid}/fd").iterdir()
+            if entry.exists()
+        )
+    except PermissionError:
+        raise UnreachableRunError(
+            f"'{path}' is in use by {owner.text}, which belongs to another user. Give this command as that user"
+        ) from None
+    except FileNotFoundError:
+        has_lock = False
+    if has_lock:
+        return
+    if living_owner(path) != owner:
+        raise ProcessLookupError(f"process {owner.pid} has ended")
+    raise UnreachableRunError(
+        f"'{path}' is in use by {owner.text}, which is in another container. Give this command there"
+    )
+
+
+def send_signal(path: Path | str, owner: Owner, number: int) -> None:
+    """Send a signal to the owner of a folder.
+
+    Raises:
+        UnreachableRunError: as ``check_reachable``.
+        ProcessLookupError: as ``check_reachable``.
+    """
+    check_reachable(path, owner)
+    assert owner.pid is not None
+    os.kill(owner.pid, number)
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """Return whether a process on this machine has a handler for a signal; without one, most signals end it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)$", text, re.MULTILINE)
+    return match is not None and bool(int(match[1], 16) >> (number - 1) & 1)

@@ -1,0 +1,281 @@
+"""The timeline of traced steps: what computed, what moved and what waited; written for Perfetto, and read again.
+
+The file has the Trace Event Format (JSON) of Chrome, read by https://ui.perfetto.dev and chrome://tracing. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from tiered import Event
+
+TIMELINE_NAME = "trace.json"
+#: The first rows; links follow as they appear.
+COMPUTE, WAITING = "compute", "waiting"
+_IN_USE = " in use"  # behind the name of a tier
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One bar of a row; times are seconds of ``time.perf_counter``."""
+
+    row: str
+    name: str
+    start_s: float
+    end_s: float
+    nbytes: int = 0
+
+
+class TimedOp(Protocol):
+    """What a timeline reads of an op of the tape."""
+
+    @property
+    def tick(self) -> int: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def visit(self) -> int: ...
+
+
+class Timeline:
+    """Collects spans while it is on. Thread-safe: links report from their threads.
+
+    Attributes:
+        is_on: whether spans are collected.
+        read_usage: returns tier -> bytes in use, asked at each op; None: that is not collected.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.read_usage: Callable[[], Mapping[str, int]] | None = None
+        self._usage: list[tuple[float, Mapping[str, int]]] = []
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+        self._op: tuple[str, float] | None = None
+
+    @property
+    def spans(self) -> list[Span]:
+        """The collected spans, ordered by start."""
+        with self._lock:
+            return sorted(self._spans, key=lambda span: span.start_s)
+
+    def on_event(self, event: Event) -> None:
+        """Add an event of a store (``TieredStore(on_event=...)``)."""
+        if not self.is_on:
+            return
+        if event.kind == "stall":
+            self._add(Span(WAITING, f"{event.detail} {event.key}", event.start_s, event.end_s))
+        elif event.kind in ("fetch", "write_back"):
+            row = f"{'to' if event.kind == 'fetch' else 'back to'} {event.tier} ({event.detail})"
+            self._add(Span(row, event.key, event.start_s, event.end_s, event.nbytes))
+
+    def on_op(self, op: TimedOp | None) -> None:
+        """Note that the engine begins an op of the tape, or has ended a step (None)."""
+        now_s = time.perf_counter()
+        if self._op is not None and self.is_on:
+            self._add(Span(COMPUTE, self._op[0], self._op[1], now_s))
+        if self.is_on and self.read_usage is not None:
+            self._usage.append((now_s, self.read_usage()))
+        self._op = None if op is None else (f"{op.phase} {op.visit}", now_s)
+
+    def _add(self, span: Span) -> None:
+        with self._lock:
+            self._spans.append(span)
+
+    def write(self, path: Path) -> Path:
+        """Write the spans collected so far to a file, at once or not at all.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"traceEvents": list(self._trace_events()), "displayTimeUnit": "ms"}))
+        os.replace(temporary, path)
+        return path
+
+    def _trace_events(self) -> Iterator[dict[str, Any]]:
+        spans = self.spans
+        start_s = spans[0].start_s if spans else 0.0
+        rows = [COMPUTE, WAITING, *dict.fromkeys(span.row for span in spans if span.row not in (COMPUTE, WAITING))]
+        threads: dict[tuple[str, int], int] = {}
+        for row in rows:
+            for lane, span in _lanes([span for span in spans if span.row == row]):
+                if (row, lane) not in threads:
+                    threads[row, lane] = len(threads)
+                    yield _metadata(threads[row, lane], row if lane == 0 else f"{row} {lane + 1}")
+                yield {
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": threads[row, lane],
+                    "name": span.name,
+                    "ts": (span.start_s - start_s) * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                    "args": {"bytes": span.nbytes} if span.nbytes else {},
+                }
+        for at_s, used in self._usage:
+            for tier, nbytes in used.items():
+                time_us = (at_s - start_s) * 1e6
+                yield {"ph": "C", "pid": 0, "name": f"{tier}{_IN_USE}", "ts": time_us, "args": {"bytes": nbytes}}
+
+
+def read_usage(path: Path) -> Mapping[str, Sequence[tuple[float, int]]]:
+    """Return tier -> (seconds, bytes in use) in the steps of a timeline file; {} where it says nothing of that."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+        found: dict[str, list[tuple[float, int]]] = {}
+        for event in events:
+            if event.get("ph") == "C" and str(event.get("name", "")).endswith(_IN_USE):
+                tier = event["name"].removesuffix(_IN_USE)
+                found.setdefault(tier, []).append((float(event["ts"]) / 1e6, int(event["args"]["bytes"])))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}  # cut off, or of somebody else: `megatrain-tier trace` says which
+    return found
+
+
+def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
+    """Yield each span with the first lane in which it overlaps no other."""
+    ends_s: list[float] = []
+    for span in spans:
+        lane = next((number for number, end_s in enumerate(ends_s) if end_s <= span.start_s), len(ends_s))
+        ends_s[lane : lane + 1] = [span.end_s]
+        yield lane, span
+
+
+def _metadata(thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name, "sort_index": thread}}
+
+
+class NoTimelineError(Exception):
+    """A run wrote no timeline."""
+
+
+class TimelineError(Exception):
+    """A file is no timeline that a viewer could show."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowSummary:
+    """One row of a timeline.
+
+    Attributes:
+        name: of the row.
+        num_spans: its spans, all lanes together.
+        busy_s: seconds during which at least one span was open.
+        nbytes: moved by its spans.
+    """
+
+    name: str
+    num_spans: int
+    busy_s: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineSummary:
+    """What a timeline holds.
+
+    Attributes:
+        num_spans: of all rows.
+        seconds: from the first start to the last end.
+        rows: in the order of the file, lanes of a row together.
+    """
+
+    num_spans: int
+    seconds: float
+    rows: tuple[RowSummary, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def find_timeline(run: Path) -> Path:
+    """Return the timeline file of a run's folder, or the file given.
+
+    Raises:
+        NoTimelineError: the run has written none.
+    """
+    path = run / TIMELINE_NAME if run.is_dir() else run
+    if not path.is_file():
+        raise NoTimelineError(
+            f"'{run}' holds no {TIMELINE_NAME}. Name steps in the config and run them:\n"
+            "  [profile]\n  trace_steps = [3, 4]"
+        )
+    return path
+
+
+def summarize(path: Path) -> TimelineSummary:
+    """Read a timeline file and validate it.
+
+    Raises:
+        TimelineError: it is no timeline, or is truncated.
+        OSError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TimelineError(f"{path}: this is not JSON: {error}. Run the traced steps again") from None
+    events = values.get("traceEvents") if isinstance(values, dict) else None
+    if not isinstance(events, list):
+        raise TimelineError(f"{path}: this is no timeline: it has no traceEvents")
+    names: dict[Any, str] = {}
+    spans: dict[Any, list[tuple[float, float, int]]] = {}
+    for number, event in enumerate(events):
+        if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
+            raise TimelineError(f"{path}: event {number} has no phase `ph`")
+        row = (event.get("pid"), event.get("tid"))
+        if event["ph"] == "M" and event.get("name") == "thread_name":
+            names[row] = str(event.get("args", {}).get("name", row))
+        elif event["ph"] == "X":
+            spans.setdefault(row, []).append(_span(path, number, event))
+    if not spans:
+        raise TimelineError(f"{path}: the timeline is empty: no traced step was run")
+    return _summary(names, spans)
+
+
+def _span(path: Path, number: int, event: dict[str, Any]) -> tuple[float, float, int]:
+    start, length = event.get("ts"), event.get("dur")
+    for value in (start, length):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise TimelineError(f"{path}: event {number} has no time: ts = {start!r}, dur = {length!r}")
+    assert start is not None and length is not None
+    nbytes = event.get("args", {}).get("bytes", 0)
+    return float(start) / 1e6, float(start + length) / 1e6, int(nbytes)
+
+
+def _summary(names: dict[Any, str], spans: dict[Any, list[tuple[float, float, int]]]) -> TimelineSummary:
+    rows: dict[str, list[tuple[float, float, int]]] = {}
+    for row, found in spans.items():
+        name = names.get(row, str(row[1]))
+        base, _, lane = name.rpartition(" ")
+        rows.setdefault(base if lane.isdecimal() and base in names.values() else name, []).extend(found)
+    everything = [span for found in rows.values() for span in found]
+    seconds = max(end for _, end, _ in everything) - min(start for start, _, _ in everything)
+    summaries = [
+        RowSummary(name, len(found), sum(_busy(found)), sum(nbytes for _, _, nbytes in found))
+        for name, found in rows.items()
+    ]
+    return TimelineSummary(len(everything), seconds, tuple(summaries))
+
+
+def _busy(spans: list[tuple[float, float, int]]) -> Iterator[float]:
+    """Yield lengths that add up to the time during which at least one span was open."""
+    until = -math.inf
+    for start, end, _ in sorted(spans):
+        yield max(0.0, end - max(start, until))
+        until = max(until, end)

@@ -1,0 +1,107 @@
+"""Reads the blocks of a checkpoint as if one process had written them, whoever did.
+
+A block lies on the ranks in shares of equal length, one after the other; what is past its end is zeros
+(`megatrain/ranks/shares.py`). It is read as one, in ranges, so another number of ranks, an export and a single process
+read the same bytes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from megatrain.checkpoint.document import Checkpoint, read_manifests, whole_blocks
+from megatrain.checkpoint.whereabouts import drives_of_config
+from tiered import BlockRecord, BlockSpec, GenerationReader
+from tiered.errors import BlockNotFoundError
+from tiered.ext import dtype_from_name
+
+__all__ = ["CheckpointReader"]
+
+
+class CheckpointReader:
+    """The blocks of a checkpoint.
+
+    Takes no lock. Reads whole pieces of each rank's share, all of them verified.
+
+    Args:
+        checkpoint: whose blocks these are.
+        search: paths of file tiers, for parts that are not where they were written; default: those that the last
+            config of its run names.
+
+    Attributes:
+        blocks: records by key, with the shape of the whole block; its checksums are those of the shares.
+        piece_bytes: as of ``GenerationReader``.
+
+    Raises:
+        GenerationError: a rank's generation is not there, is another one, or lacks a block. Of several the rank is
+            named.
+    """
+
+    piece_bytes = GenerationReader.piece_bytes
+
+    def __init__(self, checkpoint: Checkpoint, search: Sequence[str | os.PathLike[str]] | None = None) -> None:
+        self.checkpoint = checkpoint
+        if search is None:
+            search = drives_of_config(checkpoint.folder.parent)
+        self.blocks: dict[str, BlockRecord] = whole_blocks(checkpoint, read_manifests(checkpoint))
+        self._readers: list[GenerationReader] = []
+        for rank, each in enumerate(checkpoint.ranks):
+            own = [Path(path, each.path) for path in search]
+            with checkpoint.naming(rank):
+                self._readers.append(GenerationReader(checkpoint.folder / each.path, each.generation, own))
+
+    def spec(self, key: str) -> BlockSpec:
+        """Return a block, whole."""
+        if key not in self.blocks:
+            raise BlockNotFoundError(key, f"the checkpoint has {len(self.blocks)} blocks")
+        record = self.blocks[key]
+        return BlockSpec(key, record.shape, dtype_from_name(record.dtype), record.home)
+
+    def read(self, key: str, out: torch.Tensor) -> None:
+        """Read a whole block into ``out`` and verify it; see ``GenerationReader.read``."""
+        spec = self.spec(key)
+        if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
+            raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
+        if len(self._readers) == 1 and self._share_bytes(key) == spec.nbytes:
+            self._readers[0].read(key, out)  # straight into place
+            return
+        memory = out.reshape(-1).view(torch.uint8)
+        for start in range(0, spec.nbytes, self.piece_bytes):
+            stop = min(start + self.piece_bytes, spec.nbytes)
+            memory[start:stop] = self.read_range(key, start, stop)
+
+    def read_range(self, key: str, start: int, stop: int) -> torch.Tensor:
+        """Read bytes ``start`` to ``stop`` of a block, verified, from the ranks that have them.
+
+        Returns:
+            1-D uint8 in host memory.
+
+        Raises:
+            CorruptBlockError: damaged; of several the rank is named.
+            GenerationError: a part is missing; of several the rank is named.
+            TransferError: the drive refused.
+        """
+        spec = self.spec(key)
+        if not 0 <= start <= stop <= spec.nbytes:
+            raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
+        length = self._share_bytes(key)
+        parts: list[torch.Tensor] = []
+        for rank, reader in enumerate(self._readers):
+            first, last = max(start, rank * length), min(stop, (rank + 1) * length)
+            if first < last:
+                with self.checkpoint.naming(rank):
+                    parts.append(reader.read_range(key, first - rank * length, last - rank * length))
+        return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
+
+    def _share_bytes(self, key: str) -> int:
+        return self._readers[0].blocks[key].nbytes
+
+    def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
+        """Yield a sentence about every damage, of several ranks with the rank; reads all of it."""
+        for rank, reader in enumerate(self._readers):
+            for problem in reader.problems(on_block):
+                yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem

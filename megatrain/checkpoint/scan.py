@@ -1,0 +1,129 @@
+"""The one scan for checkpoints: what lies in a run's folder, whether it can be used, and in which order.
+
+Imports neither torch nor a store, so that ``status`` answers at once. Reads documents, and looks for files by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints, read_manifests, whole_blocks
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.checkpoint.whereabouts import LostPart, drives_of_config, lost_parts
+from tiered.errors import GenerationError
+
+__all__ = ["Lost", "is_there", "saved_checkpoints", "scan", "usable_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Checkpoints whose parts on drives are gone, for messages.
+
+    Attributes:
+        steps: ascending.
+        paths: where the parts lay.
+    """
+
+    steps: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    @classmethod
+    def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
+        """Return what is lost of these, None if nothing is."""
+        gone = [each for each in checkpoints if each.is_gone]
+        if not gone:
+            return None
+        steps = tuple(sorted({each.step for each in gone if each.step is not None}))
+        return cls(steps, tuple(dict.fromkeys(part.path for each in gone for part in each.lost)))
+
+    def __str__(self) -> str:
+        what = "checkpoint of step" if len(self.steps) == 1 else "checkpoints of steps"
+        steps = ", ".join(map(str, self.steps))
+        verb = "is" if len(self.steps) == 1 else "are"
+        states = (f"'{path}'" + ("" if os.path.isdir(path) else ", which is not there") for path in self.paths)
+        return f"the {what} {steps} {verb} gone: parts of {'it' if verb == 'is' else 'them'} lay in {'; '.join(states)}"
+
+
+def scan(
+    folder: Path,
+    drives: Sequence[Path] = (),
+    *,
+    reads_state: bool = True,
+    on_damage: Callable[[GenerationError], None] | None = None,
+) -> list[Checkpoint]:
+    """Return the checkpoints in a folder, whoever wrote them, the newest first; unusable ones with their problem.
+
+    Works beside a living run: what it removes meanwhile is left out.
+
+    Args:
+        folder: of checkpoints, or of copies.
+        drives: paths where parts may have moved, besides those that the last config of the run names.
+        reads_state: whether all of ``RunState`` is checked, or its step alone, which takes less to import.
+        on_damage: as for ``read_checkpoints``.
+
+    Raises:
+        GenerationError: as ``read_checkpoints``.
+    """
+    search = tuple(dict.fromkeys([*drives, *drives_of_config(folder.parent)]))
+    found = (_examined(each, search, reads_state) for each in reversed(read_checkpoints(folder, on_damage)))
+    return [each for each in found if each is not None]
+
+
+def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> list[Checkpoint]:
+    """Return the checkpoints of a run and their copies, in the order in which a run would try them.
+
+    Those whose documents make no sense are left out, those of which a part is gone are there.
+
+    Args:
+        drives: as for ``scan``.
+    """
+    root = Path(os.path.abspath(output_dir))
+    found: list[list[Checkpoint]] = []
+    for name in (CHECKPOINTS_NAME, COPIES_NAME):
+        there = [
+            each
+            for each in scan(root / name, drives, reads_state=False, on_damage=lambda error: None)
+            if not each.is_future
+        ]
+        if there and there[0].is_foreign:
+            there = []  # a run would refuse all of them
+        found.append([each for each in there if each.problem is None or each.lost])
+    return in_order(*found)
+
+
+def usable_checkpoint(output_dir: Path | str) -> Checkpoint | None:
+    """Return the checkpoint that a run in this folder would continue from, or None."""
+    return next((each for each in saved_checkpoints(output_dir) if not each.is_gone), None)
+
+
+def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool) -> Checkpoint | None:
+    """Return a checkpoint with what is found out about it; None: a living run has just removed it."""
+    if checkpoint.problem is not None:
+        return checkpoint
+    try:
+        if reads_state:
+            _ = checkpoint.state
+        elif checkpoint.step is None:
+            raise CheckpointError(f"{checkpoint.where} has no step")
+    except CheckpointError as error:
+        return replace(checkpoint, meta={}, problem=str(error), is_foreign=True)
+    try:
+        manifests = read_manifests(checkpoint)
+        nbytes = sum(block.nbytes for block in whole_blocks(checkpoint, manifests).values())
+    except GenerationError as error:
+        return replace(checkpoint, problem=str(error)) if is_there(checkpoint) else None
+    lost: list[LostPart] = []
+    for rank, manifest in zip(checkpoint.ranks, manifests, strict=True):
+        lost += lost_parts(manifest, checkpoint.folder / rank.path, [path / rank.path for path in search])
+    problem = "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
+    return replace(checkpoint, nbytes=nbytes, lost=tuple(lost), problem=problem)
+
+
+def is_there(checkpoint: Checkpoint) -> bool:
+    """Return whether its document still names a checkpoint: a living run removes old ones."""
+    known = read_checkpoints(checkpoint.folder, on_damage=lambda error: None)
+    return any(each.ranks == checkpoint.ranks for each in known)

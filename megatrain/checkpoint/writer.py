@@ -1,0 +1,323 @@
+"""Makes checkpoints of generations: the two phases of a save, by all ranks of a run together (see `document.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint.document import (
+    Checkpoint,
+    RankGeneration,
+    manifest_checksum,
+    prune,
+    read_checkpoints,
+    store_paths,
+    write_document,
+)
+from megatrain.checkpoint.state import CheckpointError
+from tiered import list_generations
+from tiered.errors import GenerationError, TieredError
+from tiered.ext import claim_directory, files_below, generation_folder
+
+if TYPE_CHECKING:
+    from tiered import Commit, CopyFigures, TieredStore
+
+__all__ = ["CheckpointFolder", "CheckpointWriter", "CopyWriter"]
+
+#: Returns what all ranks gave, by rank: ``RankGroup.gather``. A collective.
+Gather = Callable[[Any], Sequence[Any]]
+
+
+class CheckpointFolder:
+    """A folder of checkpoints, or of copies, as all ranks know it. Rank 0 changes it, and tells the others.
+
+    All ranks call the same methods in the same order. One rank alone tells itself.
+
+    Args:
+        path: of the folder.
+        rank: number of this one.
+        gather: of all ranks.
+        keep: checkpoints that stay at most.
+        tell: called, on rank 0, where something old could not be removed: that costs no checkpoint.
+        passes_over_damage: a document that is damaged names nothing, and the next one replaces it; else it is refused
+            by whoever would replace it.
+
+    Attributes:
+        known: the checkpoints that are there, oldest first.
+        best: a checkpoint that stays whatever its age, beside ``keep`` others.
+        own: path of this rank's store, as in ``RankGeneration``.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        gather: Gather,
+        keep: int,
+        tell: Callable[[str], None],
+        *,
+        passes_over_damage: bool = False,
+    ) -> None:
+        self.path, self.rank, self.keep = path, rank, keep
+        self.best: Checkpoint | None = None
+        self.gather, self._tell = gather, tell
+        self.paths = store_paths(len(gather(None)))
+        self.own = self.paths[rank]
+        on_damage = None if self.is_listed and not passes_over_damage else _pass_over
+        self.known: list[Checkpoint] = self.from_first(lambda: read_checkpoints(path, on_damage))
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether ``RANKS.json`` names what is made here: of one process, the manifests of its generations do."""
+        return self.own != ""
+
+    @property
+    def newest_number(self) -> int:
+        """The largest number of those that are made as here; 0: there is none."""
+        return max((each.number for each in self.known if each.is_listed == self.is_listed), default=0)
+
+    def generations(self, checkpoints: Sequence[Checkpoint | None]) -> list[int]:
+        """Return the generations of this rank that checkpoints name."""
+        ranks = [rank for each in checkpoints if each is not None for rank in each.ranks]
+        return [rank.generation for rank in ranks if rank.path == self.own]
+
+    def newest(self, checkpoints: Sequence[Checkpoint], keep: int) -> list[Checkpoint]:
+        """Return the last of some checkpoints, and the best one."""
+        is_best = [self.best is not None and each.ranks == self.best.ranks for each in checkpoints]
+        others = [number for number, best in enumerate(is_best) if not best]
+        stay = set(others[max(0, len(others) - keep) :])
+        return [each for number, each in enumerate(checkpoints) if is_best[number] or number in stay]
+
+    def change(self, keep: int, *, drop: Sequence[Checkpoint] = (), made: Checkpoint | None = None) -> None:
+        """Let the newest checkpoints stay, and remove the others. A collective.
+
+        What this run's own stores have of those that go, their next commits remove.
+
+        Args:
+            keep: how many stay.
+            drop: checkpoints that go, whatever their age.
+            made: one more, whose generations are whole.
+        """
+        doomed = {each.ranks for each in drop}
+        left = [each for each in self.known if each.ranks not in doomed]
+        left = self.newest(left if made is None else [*left, made], keep)
+
+        def write() -> None:
+            listed = [each for each in left if each.is_listed]
+            if listed != [each for each in self.known if each.is_listed]:
+                write_document(self.path, listed)
+            try:
+                prune(self.path, left, self.paths)
+            except (TieredError, OSError) as error:
+                self._tell(f"old checkpoints in '{self.path}' could not be removed: {error}")
+
+        if left != self.known:
+            # What rank 0 returns from has been written: no rank begins another commit, which prunes, before that.
+            self.from_first(write)
+            self.known = left
+
+    def from_first(self, find: Callable[[], Any]) -> Any:
+        """Return what rank 0 found, on all ranks; what it raised is raised on all. A collective."""
+        found: Any = None
+        if self.rank == 0:
+            try:
+                found = find(), None
+            except (TieredError, CheckpointError, OSError) as error:
+                found = None, self.named(str(error))
+        result, problem = self.gather(found)[0]
+        if problem is not None:
+            raise CheckpointError(problem)
+        return result
+
+    def named(self, problem: str) -> str:
+        """Return what is wrong with this rank's part, with its name where there are others."""
+        return f"rank {self.rank}: {problem}" if self.is_listed else problem
+
+
+def _pass_over(error: GenerationError) -> None:
+    """Do nothing: whoever looks for checkpoints has said so."""
+
+
+class CheckpointWriter:
+    """The two phases of a save. All ranks call the same methods in the same order.
+
+    Args:
+        folder: of the checkpoints.
+        store: of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
+        lanes: of the run.
+        elements: of each block, without what shares have past its end.
+        is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
+            loaded: the first save drops them, and not the one that could.
+    """
+
+    def __init__(
+        self,
+        folder: CheckpointFolder,
+        store: TieredStore,
+        *,
+        lanes: int,
+        elements: Mapping[str, int],
+        is_past: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+    ) -> None:
+        self.folder, self._lanes, self._elements, self._is_past = folder, lanes, dict(elements), is_past
+        if folder.is_listed:
+            store.keep_only(lambda: folder.generations(folder.known))
+        else:  # its generations are the checkpoints: it counts them itself, when the newest is whole
+            store.keep_also(lambda: folder.generations([folder.best]))
+
+    def begin(self) -> None:
+        """Make way for one more checkpoint: one less is named than may be, but never none."""
+        drop = [each for each in self.folder.known if not self._is_past(each)]
+        self.folder.change(self._num_left, drop=drop)
+        self._is_past = lambda checkpoint: True  # what is made from now on
+
+    @property
+    def _num_left(self) -> int:
+        return max(1, self.folder.keep - 1)
+
+    @property
+    def _past(self) -> list[Checkpoint]:
+        return [each for each in self.folder.known if self._is_past(each)]
+
+    def outgoing(self) -> list[Checkpoint]:
+        """Return the checkpoints that the next one replaces."""
+        stay = [each.ranks for each in self.folder.newest(self._past, self.folder.keep - 1)]
+        return [each for each in self.folder.known if each.ranks not in stay]
+
+    def agree_on_room(self, free_bytes: Callable[[], int], is_stopping: bool) -> tuple[int, bool]:
+        """Return what rank 0 finds free for the checkpoint of all, and whether any rank is asked to stop.
+
+        Counts what ``begin`` and the commits after it remove: generations of these ranks that nothing will name.
+        """
+        free = 0
+        if self.folder.rank == 0:
+            left = self.folder.newest(self._past, self._num_left)
+            named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
+            for path in self.folder.paths:
+                directory = self.folder.path / path
+                for number in list_generations(directory):
+                    if (path, number) not in named:
+                        files = files_below(generation_folder(directory, number))
+                        free += sum(found.st_blocks * 512 for file in files if (found := file.lstat()).st_nlink == 1)
+            free += free_bytes()
+        told = self.folder.gather((free, is_stopping))
+        return told[0][0], any(stopping for _, stopping in told)
+
+    def of_all(self, sizes: tuple[int, int, int]) -> tuple[int, int, int]:
+        """Return the sums of what all ranks give."""
+        first, second, third = (sum(each) for each in zip(*self.folder.gather(sizes), strict=True))
+        return first, second, third
+
+    def are_whole(self, commit: Commit) -> bool:
+        """Return whether the generations of all ranks are whole, or have failed. Does not wait for the drives."""
+        return all(self.folder.gather(commit.is_done))
+
+    def finish(self, commit: Commit, meta: Mapping[str, Any]) -> Checkpoint:
+        """Wait until the generations of all ranks are whole, and make them a checkpoint.
+
+        Raises:
+            CheckpointError: a rank could not write its own; the document is as before.
+            TransferError: one process could not.
+        """
+        folder, ranks = self.folder, self._whole_on_all(commit)
+        number = ranks[0].generation
+        if folder.is_listed:
+            number = 1 + max((each.number for each in folder.known), default=0)
+        made = Checkpoint(folder.path, number, ranks, dict(meta), self._lanes, self._elements)
+        folder.change(folder.keep, made=made)
+        return made
+
+    def _whole_on_all(self, commit: Commit) -> tuple[RankGeneration, ...]:
+        """Wait until the generations of all ranks are whole; return them."""
+        folder = self.folder
+        own: tuple[RankGeneration | None, str]
+        try:
+            commit.wait()
+            assert commit.generation is not None
+            own = rank_generation(folder, commit.generation), ""
+        except (TieredError, OSError) as error:
+            if not folder.is_listed:
+                raise
+            own = None, folder.named(str(error))
+        everyone = folder.gather(own)
+        failed = [problem for generation, problem in everyone if generation is None]
+        if failed:
+            raise CheckpointError(f"no checkpoint was made: {'; '.join(failed)}. The one before is whole")
+        return tuple(generation for generation, _ in everyone)
+
+
+class CopyWriter:
+    """Whole copies of checkpoints: each rank copies its own part, a document says which belong together.
+
+    All ranks call the same methods in the same order. What fails costs the copy, and raises nothing.
+
+    Args:
+        folder: of the copies; a document that is damaged names none.
+    """
+
+    def __init__(self, folder: CheckpointFolder) -> None:
+        self.folder = folder
+
+    def begin(self) -> list[int]:
+        """Make way for one more copy, but leave one; return the generations of this rank that stay."""
+        folder = self.folder
+        # What cannot be written now is told when the copy is made.
+        with contextlib.suppress(CheckpointError):
+            if folder.is_listed:  # before ranks have folders in it: else it is a folder of somebody else's
+                folder.from_first(lambda: claim_directory(folder.path))
+            folder.change(max(1, folder.keep - 1))
+        return folder.generations(folder.known)
+
+    def are_done(self, is_done: bool) -> bool:
+        """Return whether all ranks have copied their own, or failed to."""
+        return all(self.folder.gather(is_done))
+
+    def finish(
+        self, checkpoint: Checkpoint, figures: CopyFigures | None, error: Exception | None
+    ) -> tuple[tuple[int, int] | None, str]:
+        """Make what all ranks have copied a copy of the checkpoint.
+
+        Args:
+            checkpoint: that was copied.
+            figures: of this rank's copy; None: there is none.
+            error: why not.
+
+        Returns:
+            Bytes that all ranks together have copied and linked; or None, and why there is no copy.
+        """
+        folder, own = self.folder, None
+        problem = str(error or "it was given up")
+        if figures is not None:
+            try:
+                own = rank_generation(folder, figures.generation)
+            except GenerationError as failure:
+                problem = str(failure)
+        everyone = folder.gather((own, figures, folder.named(problem)))
+        failed = [text for generation, _, text in everyone if generation is None]
+        if failed:
+            return None, "; ".join(failed)
+        ranks = tuple(each for each, _, _ in everyone)
+        # A copy by one process may have a larger number than its checkpoint, where a copy has that.
+        number = checkpoint.number if folder.is_listed else ranks[0].generation
+        made = replace(checkpoint, folder=folder.path, number=number, ranks=ranks)
+        # A number that grows no more: the checkpoints were removed, and theirs began anew.
+        drop = [each for each in folder.known if each.is_listed == made.is_listed and each.number >= made.number]
+        try:
+            folder.change(folder.keep, drop=drop, made=made)
+        except CheckpointError as failure:
+            return None, str(failure)
+        of_all = [figures for _, figures, _ in everyone]
+        return (sum(each.copied_bytes for each in of_all), sum(each.linked_bytes for each in of_all)), ""
+
+
+def rank_generation(folder: CheckpointFolder, generation: int) -> RankGeneration:
+    """Return what this rank has of a checkpoint: a generation of its store, which is whole.
+
+    Raises:
+        GenerationError: it is not there.
+    """
+    sum_ = manifest_checksum(folder.path / folder.own, generation)
+    return RankGeneration(folder.own, generation, sum_ if folder.is_listed else "")

@@ -1,0 +1,135 @@
+"""What operators of torch have to do, in units that take time: FLOPs of products and attention, bytes, launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["NO_WORK", "Work", "moved_nbytes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What some operators have to do.
+
+    Attributes:
+        product_flops: Floating-point operations of matrix products and convolutions.
+        attention_flops: Those of fused attention kernels, of all pairs of tokens.
+        skipped_flops: Those of them that kernels of causal attention leave out.
+        moved_nbytes: What all other operators read and write.
+        launches: Operators that compute something: a kernel or more of a GPU each.
+    """
+
+    product_flops: int = 0
+    attention_flops: int = 0
+    skipped_flops: int = 0
+    moved_nbytes: int = 0
+    launches: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations, as kernels are rated: what a causal mask leaves out counts."""
+        return self.product_flops + self.attention_flops
+
+    @property
+    def computed_flops(self) -> int:
+        """Floating-point operations that are computed."""
+        return self.flops - self.skipped_flops
+
+    def __add__(self, other: Work) -> Work:
+        return Work(
+            self.product_flops + other.product_flops,
+            self.attention_flops + other.attention_flops,
+            self.skipped_flops + other.skipped_flops,
+            self.moved_nbytes + other.moved_nbytes,
+            self.launches + other.launches,
+        )
+
+    def __sub__(self, other: Work) -> Work:
+        return self + Work(
+            -other.product_flops,
+            -other.attention_flops,
+            -other.skipped_flops,
+            -other.moved_nbytes,
+            -other.launches,
+        )
+
+    def of_share(self, share: float) -> Work:
+        """Return the work on a share of the tokens: as many launches, each of less."""
+        return Work(
+            round(self.product_flops * share),
+            round(self.attention_flops * share),
+            round(self.skipped_flops * share),
+            round(self.moved_nbytes * share),
+            self.launches,
+        )
+
+
+NO_WORK = Work()
+
+_ATEN = torch.ops.aten
+#: They take memory, and write none.
+_ALLOCATE = frozenset({_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _ATEN.new_empty_strided})
+#: They fill what they make; of another tensor they read the shape alone.
+_FILL = frozenset({_ATEN.zeros_like, _ATEN.ones_like, _ATEN.full_like, _ATEN.new_zeros, _ATEN.new_ones, _ATEN.new_full})
+#: What they change is written and not read.
+_OVERWRITE = frozenset({_ATEN.copy_, _ATEN.fill_, _ATEN.zero_, _ATEN.uniform_, _ATEN.normal_})
+#: Of what they choose from, they read as much as they give.
+_LOOK_UP = frozenset({_ATEN.embedding, _ATEN.index, _ATEN.index_select, _ATEN.gather})
+#: Of what they change, they read and write as much as is added or put there.
+_PUT = frozenset({_ATEN.index_add_, _ATEN.index_put_, _ATEN.index_copy_, _ATEN.scatter_, _ATEN.scatter_add_})
+
+
+def moved_nbytes(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int | None:
+    """Return what a call of a torch operator reads and writes; None: it computes nothing, and is no launch.
+
+    Each input counts as read, each result as written. Repeated elements of an expanded tensor count once. Nothing is
+    taken to be in a cache, which holds for tensors that are larger than one.
+    """
+    packet = getattr(func, "_overloadpacket", None)
+    if packet in _ALLOCATE:
+        return None
+    results = _tensors((result,))
+    inputs = _tensors((*args, *kwargs.values()))
+    if not results and not inputs:
+        return None
+    if not _is_mutable(func):
+        storages = {tensor.untyped_storage()._cdata for tensor in inputs}
+        results = [tensor for tensor in results if tensor.untyped_storage()._cdata not in storages]
+        if not results:  # views, or numbers about tensors
+            return None
+        if packet in _FILL:
+            inputs = []
+        elif packet in _LOOK_UP:
+            inputs = [*results, *inputs[1:]]
+        return sum(map(_nbytes, inputs)) + sum(map(_nbytes, results))
+    if packet in _PUT:
+        return 3 * max(map(_nbytes, inputs[1:]), default=0)
+    changed = {id(tensor) for tensor in results}
+    if packet in _OVERWRITE or "out" in kwargs:
+        inputs = [tensor for tensor in inputs if id(tensor) not in changed]
+    return sum(map(_nbytes, inputs)) + sum(map(_nbytes, results))
+
+
+def _is_mutable(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    nbytes = tensor.numel() * tensor.element_size()
+    return min(nbytes, tensor.untyped_storage().nbytes())
+
+
+def _tensors(values: tuple[Any, ...]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(_tensors(tuple(value)))
+    return found

@@ -1,0 +1,1 @@
+"""A machine: its profile, its memory and its file systems; machines in files."""

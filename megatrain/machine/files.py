@@ -1,0 +1,441 @@
+"""Machines in TOML files: the figures of one machine, each with where it comes from, to plan runs for it elsewhere.
+
+The package brings files of common machines (``megatrain/machine/machines``); ``doctor --save-profile`` writes one.
+A figure is a table: ``is``, the value with its unit, and one of ``source`` (who published it), ``estimate`` (what it is
+estimated from) and ``measured`` (when, by doctor).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from megatrain.base.sizes import parse_rate
+from megatrain.machine.machine import DriveProfile, GpuProfile, MachineProfile, PlannedDrive, PlannedMachine
+from tiered.units import GB, GiB, format_decimal_size, parse_size
+
+__all__ = ["Figure", "MachineFile", "MachineFileError", "find_machine", "machine_names", "machine_toml", "read_machine"]
+
+FORMAT = "megatrain-tier machine 1"
+_FOLDER = Path(__file__).with_name("machines")
+_PREFIXES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_COUNTED = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*([kMGTP]?)([A-Za-z]+)/s")
+#: Planned machines have no day on which they were measured; a profile must have one.
+_NO_DAY = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+class MachineFileError(Exception):
+    """There is no such machine, or its file cannot be used; the text says what to write."""
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f'{value!r} has no unit. Write a text such as "24GB"')
+    return value
+
+
+def _size(value: object) -> float:
+    return float(parse_size(_text(value)))
+
+
+def _per_second(unit: str, example: str) -> BeforeValidator:
+    """Return what reads ``"794TFLOP/s"``: a number of units per second."""
+
+    def parse(value: object) -> float:
+        match = _COUNTED.fullmatch(_text(value).strip())
+        if match is None or match[3] != unit or not float(match[1]):
+            raise ValueError(f'"{value}" is no rate above 0. Write for example "{example}"')
+        return float(match[1].replace("_", "")) * _PREFIXES[match[2]]
+
+    return BeforeValidator(parse)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+
+class Figure(_Table):
+    """One figure: its value in bytes, units or units per second, and where it comes from."""
+
+    value: Any = Field(alias="is")
+    source: str | None = Field(None, min_length=1)
+    estimate: str | None = Field(None, min_length=1)
+    measured: str | None = Field(None, min_length=1)
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Figure:
+        if sum(origin is not None for origin in (self.source, self.estimate, self.measured)) != 1:
+            raise ValueError("a figure needs one of source, estimate and measured: where it comes from")
+        return self
+
+    @property
+    def origin(self) -> str:
+        """Where it comes from, in words."""
+        return self.source or (f"estimated: {self.estimate}" if self.estimate else f"measured {self.measured}")
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value:,}"
+
+
+class Size(Figure):
+    """Bytes."""
+
+    value: Annotated[float, BeforeValidator(_size), Field(alias="is", gt=0)]
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return format_decimal_size(int(self.value))
+
+
+class Bandwidth(Figure):
+    """Bytes per second."""
+
+    value: Annotated[float, BeforeValidator(parse_rate), Field(alias="is", gt=0)]
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value / GB:,.4g} GB/s"
+
+
+class Flops(Figure):
+    """Floating-point operations per second of large matrix products, as achieved."""
+
+    value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value / 1e12:,.4g} TFLOP/s"
+
+
+class Updates(Figure):
+    """Parameters that AdamW updates per second."""
+
+    value: Annotated[float, _per_second("param", "6.5Gparam/s"), Field(alias="is", gt=0)]
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value / 1e9:,.3g} G parameters/s"
+
+
+class Launches(Figure):
+    """Operators that one thread calls per second, with the Python code of a step around them."""
+
+    value: Annotated[float, _per_second("launch", "28klaunch/s"), Field(alias="is", gt=0)]
+
+    @property
+    def shown(self) -> str:
+        """The value with its unit."""
+        return f"{self.value / 1e3:,.3g} k launches/s"
+
+
+class Count(Figure):
+    """A number of things."""
+
+    value: Annotated[int, Field(alias="is", gt=0)]
+
+
+class GpuTable(_Table):
+    """``[gpu]``: one GPU, and the links between it and RAM, the other GPUs of its host, and those of other hosts."""
+
+    name: str
+    count: int = Field(1, ge=1)
+    memory: Size
+    from_ram: Bandwidth
+    to_ram: Bandwidth
+    update: Bandwidth | None = None
+    peer: Bandwidth | None = None
+    network: Bandwidth | None = None
+    bfloat16: Flops
+    float32: Flops | None = None
+    attention_bfloat16: Flops | None = None
+    attention_float32: Flops | None = None
+    elementwise_bfloat16: Bandwidth | None = None
+    elementwise_float32: Bandwidth | None = None
+
+
+class CpuTable(_Table):
+    """``[cpu]``: all processors together."""
+
+    name: str
+    cores: Count
+    bfloat16: Flops | None = None
+    float32: Flops | None = None
+    attention_bfloat16: Flops | None = None
+    attention_float32: Flops | None = None
+    elementwise_bfloat16: Bandwidth | None = None
+    elementwise_float32: Bandwidth | None = None
+    launches: Launches | None = None
+    adamw_bfloat16: Updates
+    adamw_float32: Updates
+
+
+class RamTable(_Table):
+    """``[ram]``."""
+
+    size: Size
+    in_use: Size
+    read: Bandwidth
+    copied: Bandwidth = Field(alias="copy")
+    update: Bandwidth
+
+
+class DriveTable(_Table):
+    """``[[drives]]``: ``count`` equal ones."""
+
+    name: str
+    count: int = Field(1, ge=1)
+    size: Size
+    read: Bandwidth
+    write: Bandwidth
+    mixed: Bandwidth
+    sustained_write: Bandwidth | None = None
+    endurance: Size | None = None
+
+
+class MachineFile(_Table):
+    """A whole file.
+
+    Attributes:
+        title: what it is, in some words.
+        note: what a user should know, or "".
+        unified_memory: of the one memory that GPU and RAM share; their sizes are then its parts.
+    """
+
+    format: Literal["megatrain-tier machine 1"]
+    title: str = Field(min_length=1)
+    note: str = ""
+    unified_memory: Size | None = None
+    gpu: GpuTable | None = None
+    cpu: CpuTable
+    ram: RamTable
+    drives: tuple[DriveTable, ...] = ()
+
+    def figures(self) -> Iterator[tuple[str, Figure]]:
+        """Yield every figure with its place, e.g. ``("gpu.memory", ...)``."""
+        if self.unified_memory is not None:
+            yield "unified_memory", self.unified_memory
+        tables: list[tuple[str, _Table | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
+        tables += [(f"drives.{number}", drive) for number, drive in enumerate(self.drives)]
+        for place, table in tables:
+            for name, field in type(table).model_fields.items() if table is not None else ():
+                figure = getattr(table, name)
+                if isinstance(figure, Figure):
+                    yield f"{place}.{field.alias or name}", figure
+
+
+def machine_names() -> list[str]:
+    """Return the names of the machines that the package brings."""
+    return sorted(path.stem for path in _FOLDER.glob("*.toml"))
+
+
+def find_machine(name: str) -> PlannedMachine:
+    """Return a machine by its name, or by the path of its file.
+
+    Raises:
+        MachineFileError: there is none, or the file cannot be used.
+    """
+    return planned_machine(*read_machine(name))
+
+
+def read_machine(name: str) -> tuple[str, MachineFile]:
+    """Return the name and the figures of a machine.
+
+    Args:
+        name: of a machine that the package brings, or a path.
+
+    Raises:
+        MachineFileError: there is none, or the file cannot be used.
+    """
+    path = _FOLDER / f"{name}.toml"
+    if name not in machine_names():
+        path = Path(name).expanduser()
+        if not path.is_file():
+            close = [each for each in machine_names() if each.startswith(name)]
+            close = close or difflib.get_close_matches(name, machine_names(), n=1)
+            meant = f'. Did you mean "{close[0]}"?' if close else "."
+            raise MachineFileError(
+                f'--machine: there is no machine and no file "{name}"{meant} Machines: {", ".join(machine_names())}; '
+                "`megatrain-tier doctor --save-profile FILE` writes a file of the one that it runs on"
+            )
+    try:
+        return path.stem, MachineFile.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise MachineFileError(f"--machine: {path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise MachineFileError(f"--machine: {path}: {_first_problem(error)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MachineFileError(f"--machine: {path} is no TOML file: {error}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    place = ".".join(str(part) for part in first["loc"])
+    what = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "missing":
+        what = "is missing"
+    elif first["type"] == "extra_forbidden":
+        what = "is no key of a machine file"
+    more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{place}: {what}{more}" if place else f"{what}{more}"
+
+
+def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
+    """Return a machine as the planner takes it."""
+    gpu, cpu, ram = file.gpu, file.cpu, file.ram
+
+    def by_device(prefix: str = "") -> dict[str, float]:
+        """Return the rates of a kind, of the processors and of the GPU."""
+        return {
+            f"{device}/{dtype}": figure.value
+            for device, table in (("cpu", cpu), ("cuda", gpu))
+            for dtype in ("bfloat16", "float32")
+            if (figure := getattr(table, prefix + dtype, None)) is not None
+        }
+
+    drives = [
+        (PlannedDrive(f"{table.name} {number}", table.name, int(table.size.value), _endurance(table)), table)
+        for table in file.drives
+        for number in range(table.count)
+    ]
+    profile = MachineProfile(
+        host=name,
+        cpu=cpu.name,
+        ram_bytes=int(ram.size.value),
+        measured_at=_NO_DAY,
+        is_quick=False,
+        num_threads=cpu.cores.value,
+        ram_read_bytes_per_s=ram.read.value,
+        ram_copy_bytes_per_s=ram.copied.value,
+        ram_update_bytes_per_s=ram.update.value,
+        adamw_params_per_s={"bfloat16": cpu.adamw_bfloat16.value, "float32": cpu.adamw_float32.value},
+        matmul_flops_per_s=by_device(),
+        attention_flops_per_s=by_device("attention_"),
+        elementwise_bytes_per_s=by_device("elementwise_"),
+        launches_per_s=None if cpu.launches is None else cpu.launches.value,
+        gpu=None
+        if gpu is None
+        else GpuProfile(
+            name=gpu.name,
+            memory_bytes=int(gpu.memory.value),
+            h2d_bytes_per_s=gpu.from_ram.value,
+            d2h_bytes_per_s=gpu.to_ram.value,
+            update_bytes_per_s=None if gpu.update is None else gpu.update.value,
+            peer_bytes_per_s=None if gpu.peer is None else gpu.peer.value,
+            network_bytes_per_s=None if gpu.network is None else gpu.network.value,
+        ),
+        drives={drive.key: _drive_profile(table) for drive, table in drives},
+    )
+    origins = [figure for _, figure in file.figures()]
+    return PlannedMachine(
+        name=name,
+        title=file.title,
+        note=file.note,
+        ram_bytes=int(ram.size.value),
+        free_ram_bytes=max(0, int(ram.size.value - ram.in_use.value)),
+        gpu_bytes=None if gpu is None else int(gpu.memory.value),
+        num_gpus=0 if gpu is None else gpu.count,
+        unified_bytes=None if file.unified_memory is None else int(file.unified_memory.value),
+        drives=tuple(drive for drive, _ in drives),
+        profile=profile,
+        num_published=sum(figure.source is not None for figure in origins),
+        num_estimated=sum(figure.estimate is not None for figure in origins),
+    )
+
+
+def _endurance(table: DriveTable) -> int | None:
+    return None if table.endurance is None else int(table.endurance.value)
+
+
+def _drive_profile(table: DriveTable) -> DriveProfile:
+    return DriveProfile(
+        path=table.name,
+        filesystem="unknown",
+        measured_at=_NO_DAY,
+        is_quick=False,
+        is_direct=True,
+        read_bytes_per_s=table.read.value,
+        write_bytes_per_s=table.write.value,
+        mixed_bytes_per_s=table.mixed.value,
+        bare_read_bytes_per_s=table.read.value,
+        bare_write_bytes_per_s=table.write.value,
+        bare_mixed_bytes_per_s=table.mixed.value,
+        sustained_write_bytes_per_s=None if table.sustained_write is None else table.sustained_write.value,
+    )
+
+
+def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mapping[str, int]) -> str:
+    """Return the file of a machine that doctor measured.
+
+    Args:
+        profile: what doctor found.
+        in_use_bytes: of RAM, by everything else.
+        drive_sizes: key of a drive in the profile -> bytes of its file system.
+    """
+    day = f"{profile.measured_at:%Y-%m-%d}{', quick' if profile.is_quick else ''}"
+
+    def line(key: str, text: str) -> str:
+        return f'{key} = {{ is = {text}, measured = "{day}" }}'
+
+    def size(key: str, nbytes: float) -> str:
+        return line(key, f'"{nbytes / GiB:.3f}GiB"')
+
+    def rate(key: str, value: float | None) -> list[str]:
+        return [] if value is None else [line(key, f'"{value / GB:.4f}GB/s"')]
+
+    def flops(device: str) -> list[str]:
+        kinds: tuple[tuple[str, Mapping[str, float], float, str], ...] = (
+            ("", profile.matmul_flops_per_s, 1e12, "TFLOP/s"),
+            ("attention_", profile.attention_flops_per_s, 1e12, "TFLOP/s"),
+            ("elementwise_", profile.elementwise_bytes_per_s, GB, "GB/s"),
+        )
+        return [
+            line(prefix + dtype, f'"{rates[f"{device}/{dtype}"] / unit:.4f}{name}"')
+            for prefix, rates, unit, name in kinds
+            for dtype in ("bfloat16", "float32")
+            if f"{device}/{dtype}" in rates
+        ]
+
+    lines = [
+        "# Made by `megatrain-tier doctor --save-profile`; `megatrain-tier plan CONFIG --machine FILE` plans for it.",
+        f'format = "{FORMAT}"',
+        f"title = {_quoted(f'{profile.host}: {profile.cpu}')}",
+    ]
+    gpu = profile.gpu
+    if gpu is not None:
+        lines += ["", "[gpu]", f"name = {_quoted(gpu.name)}", size("memory", gpu.memory_bytes)]
+        lines += [*rate("from_ram", gpu.h2d_bytes_per_s), *rate("to_ram", gpu.d2h_bytes_per_s)]
+        lines += [*rate("update", gpu.update_bytes_per_s), *flops("cuda")]
+    lines += ["", "[cpu]", f"name = {_quoted(profile.cpu)}", line("cores", str(profile.num_threads)), *flops("cpu")]
+    if profile.launches_per_s is not None:
+        lines.append(line("launches", f'"{profile.launches_per_s / 1e3:.4f}klaunch/s"'))
+    for dtype in ("bfloat16", "float32"):
+        lines.append(line(f"adamw_{dtype}", f'"{profile.adamw_params_per_s[dtype] / 1e9:.5f}Gparam/s"'))
+    lines += ["", "[ram]", size("size", profile.ram_bytes), size("in_use", max(GiB // 256, in_use_bytes))]
+    lines += [*rate("read", profile.ram_read_bytes_per_s), *rate("copy", profile.ram_copy_bytes_per_s)]
+    lines += rate("update", profile.ram_update_bytes_per_s)
+    for key, nbytes in drive_sizes.items():
+        drive = profile.drives[key]
+        lines += ["", "[[drives]]", f"name = {_quoted(f'{drive.filesystem} at {drive.path}')}", size("size", nbytes)]
+        lines += [*rate("read", drive.read_bytes_per_s), *rate("write", drive.write_bytes_per_s)]
+        lines += [*rate("mixed", drive.mixed_bytes_per_s), *rate("sustained_write", drive.sustained_write_bytes_per_s)]
+    return "\n".join(lines) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML string."""
+    plain = "".join(each if each.isprintable() else "?" for each in text)
+    return '"' + plain.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,777 @@
+"""What this machine has, and what of it a config lets a run use."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import psutil
+import torch
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.names import CHECKPOINTS_NAME
+from megatrain.base.sizes import Size
+from tiered.ext import (
+    KvikioProbe,
+    may_open_driver,
+    probe_kvikio,
+    read_owner,
+    read_store_id,
+    reusable_bytes,
+    snapshot_folders,
+    statuses_below,
+)
+from tiered.units import GiB, format_size
+
+#: Older figures are still used, and said to be old.
+STALE_DAYS = 30
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class DriveProfile(_Record):
+    """What one file system did, in bytes per second. ``bare`` rates are those of plain I/O without the tier.
+
+    Attributes:
+        path: where it was measured.
+        filesystem: its type.
+        is_direct: O_DIRECT was used.
+        mixed_bytes_per_s: reads and writes together, at the same time.
+        sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
+        computing_s_per_byte: seconds that computing loses while a byte moves; None where that was not measured.
+        seconds_per_copy: of the thread that runs the step, for each block that moves; None where not measured.
+    """
+
+    path: str
+    filesystem: str
+    measured_at: AwareDatetime
+    is_quick: bool
+    is_direct: bool
+    read_bytes_per_s: Rate
+    write_bytes_per_s: Rate
+    mixed_bytes_per_s: Rate
+    bare_read_bytes_per_s: Rate
+    bare_write_bytes_per_s: Rate
+    bare_mixed_bytes_per_s: Rate
+    sustained_write_bytes_per_s: Rate | None = None
+    computing_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    seconds_per_copy: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+
+class GpuProfile(_Record):
+    """What one CUDA device did; rates between page-locked RAM and the device, in bytes per second.
+
+    Attributes:
+        update_bytes_per_s: two reads and a write per element in its own memory; None where that was not measured.
+        peer_bytes_per_s: each direction, when all GPUs of a host gather or exchange at once; None where nobody knows.
+        network_bytes_per_s: each direction between hosts, for each GPU when all of them use it; None where nobody
+            knows.
+    """
+
+    name: str
+    memory_bytes: int
+    h2d_bytes_per_s: Rate
+    d2h_bytes_per_s: Rate
+    update_bytes_per_s: Rate | None = None
+    peer_bytes_per_s: Rate | None = None
+    network_bytes_per_s: Rate | None = None
+
+
+class MachineProfile(_Record):
+    """All that was measured on one machine.
+
+    Attributes:
+        host: which machine.
+        cpu: which machine.
+        ram_bytes: which machine.
+        num_threads: how many computed.
+        ram_read_bytes_per_s: reads alone; bytes read and written by a copy.
+        ram_copy_bytes_per_s: reads alone; bytes read and written by a copy.
+        ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
+        adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
+        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of large matrix products.
+        attention_flops_per_s: likewise of fused attention, of what a causal kernel computes; empty: not measured.
+        elementwise_bytes_per_s: likewise what other operators of layers read and write; empty: not measured.
+        launches_per_s: operators that one thread calls, with the Python code of a step around them, for layers on the
+            CPU; None: not measured.
+        drives: device of a file system -> its rates.
+    """
+
+    host: str
+    cpu: str
+    ram_bytes: int
+    measured_at: AwareDatetime
+    is_quick: bool
+    num_threads: int
+    ram_read_bytes_per_s: Rate
+    ram_copy_bytes_per_s: Rate
+    ram_update_bytes_per_s: Rate
+    adamw_params_per_s: dict[str, Rate]
+    matmul_flops_per_s: dict[str, Rate]
+    attention_flops_per_s: dict[str, Rate] = Field(default_factory=dict)
+    elementwise_bytes_per_s: dict[str, Rate] = Field(default_factory=dict)
+    launches_per_s: Rate | None = None
+    gpu: GpuProfile | None = None
+    drives: dict[str, DriveProfile] = Field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Return what tells this machine from others."""
+        return _key_of(self.host, self.cpu, self.ram_bytes)
+
+    def drive_of(self, path: Path) -> DriveProfile | None:
+        """Return what is known of the drive that holds ``path`` (or will, once it is made)."""
+        return self.drives.get(file_system_of(path).key)
+
+
+class _ProfileFile(_Record):
+    format: Literal["megatrain-tier profile"] = "megatrain-tier profile"
+    version: Literal[1] = 1
+    machines: dict[str, MachineProfile] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DriveSpec:
+    """A folder on a drive.
+
+    Attributes:
+        path: of the folder.
+        size: that may be used there.
+        mount_point: where its drive must be mounted; None: anywhere.
+        max_written_bytes: over all runs; None: no limit.
+    """
+
+    path: Path
+    size: Size
+    mount_point: Path | None = None
+    max_written_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDrive:
+    """A drive of a machine that is planned for; its rates are in the machine's profile, under the same key.
+
+    Attributes:
+        key: of its rates.
+        name: for people.
+        total_bytes: of its file system.
+        max_written_bytes: that its maker promises; None: not known.
+    """
+
+    key: str
+    name: str
+    total_bytes: int
+    max_written_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMachine:
+    """A machine that runs are planned for from its figures, on another one: nothing is asked of this machine.
+
+    Attributes:
+        name: of the file that has the figures.
+        title: what it is, for people.
+        note: what its user should know, or "".
+        ram_bytes: all of its RAM.
+        free_ram_bytes: what the system leaves of it.
+        gpu_bytes: memory of one GPU; None: it has none.
+        num_gpus: of that kind; a process uses one.
+        unified_bytes: of the one memory that GPU and RAM share; None: they have their own.
+        drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
+        profile: its rates.
+        num_published: figures with a source.
+        num_estimated: figures that somebody estimated.
+    """
+
+    name: str
+    title: str
+    note: str
+    ram_bytes: int
+    free_ram_bytes: int
+    gpu_bytes: int | None
+    num_gpus: int
+    unified_bytes: int | None
+    drives: tuple[PlannedDrive, ...]
+    profile: MachineProfile
+    num_published: int
+    num_estimated: int
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether layers run on a GPU."""
+        return self.gpu_bytes is not None
+
+    @property
+    def origin(self) -> str:
+        """Where its rates come from, as a line of a plan."""
+        made = f"{self.num_published} of its figures are published ones, {self.num_estimated} estimated"
+        if not self.num_published and not self.num_estimated:
+            made = "measured there by doctor"
+        return f"rates           predicted for {self.name} ({self.title}): {made}; nothing was measured for this plan"
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpecs:
+    """What a run may use of a machine.
+
+    Attributes:
+        ram_size: RAM for blocks.
+        gpu_size: GPU memory.
+        safety_margin: kept free where a size is "auto".
+        drives: of the NVMe tier; none: there is no such tier.
+        rates: weight of each drive in what is striped, in any unit.
+        has_rates: the config gives these.
+        emulates_gpu: a part of RAM takes the place of GPU memory.
+        engine: how files are read and written.
+        direct: whether blocks may go between drives and GPU memory without passing RAM.
+        verify: when files are compared with their checksums.
+        on_full: what happens when a drive is full.
+        allows_tmpfs: a drive may be RAM.
+        file_bytes: largest file of a block; None: the tier's own choice.
+        machine: that is planned for; None: this one.
+        profile: the rates to plan with; None: those of the machine.
+    """
+
+    ram_size: Size
+    gpu_size: Size
+    safety_margin: Size
+    drives: tuple[DriveSpec, ...] = ()
+    rates: tuple[float, ...] = ()
+    has_rates: bool = False
+    emulates_gpu: bool = False
+    engine: Literal["posix", "auto", "kvikio"] = "posix"
+    direct: Literal["auto", "off", "on"] = "auto"
+    verify: Literal["resume", "always", "off"] = "resume"
+    on_full: Literal["pause", "error"] = "pause"
+    allows_tmpfs: bool = False
+    file_bytes: int | None = None
+    machine: PlannedMachine | None = None
+    profile: LoadedProfile | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedProfile:
+    """The profile of a machine, or None.
+
+    Attributes:
+        machine: its rates.
+        note: why there are none although there is a file, or None.
+        origin: a line on where they come from; "": doctor measured them on this machine.
+        ranks: lines on the ranks whose rates these are, of several; none: they do not differ.
+    """
+
+    machine: MachineProfile | None
+    note: str | None = None
+    origin: str = ""
+    ranks: tuple[str, ...] = ()
+
+
+#: What a file system is that is none of a drive's own: RAM; of another machine; a program's; a container's layers.
+Nature = Literal["drive", "memory", "network", "program", "layers"]
+_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+_LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
+_NETWORK = (
+    "nfs", "cifs", "smb", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2", "gfs2",
+    "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+)  # fmt: skip
+_CAUTIONS: Mapping[Nature, str] = {
+    "drive": "",
+    "memory": "is RAM, not a drive: blocks there take RAM that no limit of ours counts",
+    "network": "is not on a drive of this machine: others share its speed, and locks may not hold",
+    "program": "goes through a program (FUSE): slow, and perhaps not on a drive of this machine",
+    "layers": "is the layers of a container: slow, and what is written there goes with the container",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FileSystem:
+    """Where a path lies: ``device`` is ``major:minor``, ``source`` what was mounted there, ``kind`` e.g. ``ext4``."""
+
+    device: str
+    kind: str
+    source: str
+    mount_point: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} on {self.source}, mounted at {self.mount_point}"
+
+    @property
+    def nature(self) -> Nature:
+        """Return what its kind says of where bytes really are."""
+        if self.kind in _IN_MEMORY:
+            return "memory"
+        if self.kind.startswith(_LAYERS):
+            return "layers"
+        if self.kind.startswith(_NETWORK):
+            return "network"
+        return "program" if self.kind.startswith("fuse") else "drive"
+
+    @property
+    def caution(self) -> str:
+        """Return why blocks are better put elsewhere, as a clause that begins with the kind; "": no reason."""
+        return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
+
+    @property
+    def key(self) -> str:
+        """Return what tells this file system from others of the machine."""
+        return f"{self.device} {self.source}"
+
+
+def profile_path() -> Path:
+    """Return the file of profiles: ``$XDG_CACHE_HOME/megatrain-tier/profile.json``."""
+    cache = os.environ.get("XDG_CACHE_HOME", "")
+    folder = Path(cache) if os.path.isabs(cache) else Path(os.path.expanduser("~")) / ".cache"
+    return folder / "megatrain-tier" / "profile.json"
+
+
+def load_profile(path: Path | None = None) -> LoadedProfile:
+    """Return the profile of this machine. Never raises: a file that cannot be used is named in the note."""
+    path = profile_path() if path is None else path
+    try:
+        machines = _read(path).machines
+    except FileNotFoundError:
+        return LoadedProfile(None)
+    except (OSError, ValueError) as error:
+        return LoadedProfile(None, f"{path} is not used: {_reason(error)}. `megatrain-tier doctor` writes a new one")
+    machine = machines.get(machine_key())
+    if machine is None and machines:
+        return LoadedProfile(None, f"{path} has no figures of this machine, only of {', '.join(sorted(machines))}")
+    return LoadedProfile(machine)
+
+
+def profile_of(tiers: TierSpecs) -> LoadedProfile:
+    """Return the rates of the machine that a run is planned for; of several ranks, those that all plan with."""
+    if tiers.profile is not None:
+        return tiers.profile
+    if tiers.machine is None:
+        return load_profile()
+    return LoadedProfile(tiers.machine.profile, origin=tiers.machine.origin)
+
+
+def drive_keys(paths: Sequence[Path], planned: PlannedMachine | None) -> list[str]:
+    """Return for each path of the NVMe tier what tells its drive from others, as the profile has it.
+
+    Args:
+        paths: of the tier.
+        planned: the machine; None: this one.
+    """
+    if planned is None:
+        return [file_system_of(path).key for path in paths]
+    keys = [drive.key for drive in planned.drives]
+    return [*keys, *(f"beyond {number}" for number in range(len(keys), len(paths)))][: len(paths)]
+
+
+def store_profile(machine: MachineProfile, path: Path | None = None) -> Path:
+    """Write the profile of one machine, at once or not at all; return the file.
+
+    Other machines' figures in the file stay, and this one's figures of drives that were not measured now.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = profile_path() if path is None else path
+    try:
+        machines = dict(_read(path).machines)
+    except (OSError, ValueError):
+        machines = {}
+    before = machines.get(machine.key)
+    if before is not None:
+        machine = machine.model_copy(update={"drives": {**before.drives, **machine.drives}})
+    machines[machine.key] = machine
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as file:
+            file.write(_ProfileFile(machines=machines).model_dump_json(indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: PlannedMachine | None = None) -> list[float]:
+    """Return the relative weights of NVMe paths: as given, else as known of the machine's drives, else equal.
+
+    Args:
+        paths: of the tier.
+        given: one for each path, or not for all.
+        planned: the machine; None: this one, as it was measured.
+    """
+    if len(paths) <= 1 or len(given) == len(paths):
+        return list(given) or [1.0] * len(paths)
+    if planned is not None:
+        there = [planned.profile.drives[drive.key].mixed_bytes_per_s for drive in planned.drives[: len(paths)]]
+        return there if len(there) == len(paths) else [1.0] * len(paths)
+    return measured_drive_rates(paths, load_profile().machine) or [1.0] * len(paths)
+
+
+def measured_drive_rates(paths: Sequence[Path], machine: MachineProfile | None) -> list[float] | None:
+    """Return the mixed rate of each path's drive, in bytes per second; None unless all were measured."""
+    drives = [machine.drive_of(path) for path in paths] if machine is not None else []
+    rates = [drive.mixed_bytes_per_s for drive in drives if drive is not None]
+    return rates if rates and len(rates) == len(paths) else None
+
+
+def age_days(measured_at: datetime) -> float:
+    """Return how many days ago that was; 0 for a time that has not come yet."""
+    return max(0.0, (datetime.now(UTC) - measured_at).total_seconds() / 86400)
+
+
+def machine_key() -> str:
+    """Return what tells this machine from others: host name, processor and RAM."""
+    return _key_of(platform.node(), cpu_name(), psutil.virtual_memory().total)
+
+
+def cpu_name() -> str:
+    """Return the processor's name as the kernel gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> FileSystem:
+    """Return the file system that holds ``path``, or the nearest folder above it that exists."""
+    real = Path(os.path.realpath(existing_parent(path)))
+    number = real.stat().st_dev
+    device = f"{os.major(number)}:{os.minor(number)}"
+    try:
+        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        lines = []
+    best = FileSystem(device, "unknown", "unknown", "/")
+    for line in lines:
+        fields = line.split(" ")
+        if "-" not in fields[6:]:
+            continue
+        point, after = _unescape(fields[4]), fields.index("-", 6) + 1
+        # The last of several mounts on one point is the one that is seen.
+        if real.is_relative_to(point) and len(point) >= len(best.mount_point):
+            best = FileSystem(device, fields[after], _unescape(fields[after + 1]), point)
+    return best
+
+
+def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
+    """Return the folder above ``path`` that the system's table mounts a drive on, where none is mounted; else None."""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    fields = [line.split() for line in lines if not line.lstrip().startswith("#")]
+    points = [os.path.realpath(_unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
+    real = Path(os.path.realpath(path))
+    above = [point for point in points if point != "/" and real.is_relative_to(point)]
+    if not above:
+        return None
+    expected = max(above, key=len)
+    return None if Path(file_system_of(path).mount_point).is_relative_to(expected) else expected
+
+
+def disk_of(file_system: FileSystem, root: Path = Path("/sys/dev/block")) -> str:
+    """Return the disk that holds a file system, e.g. ``nvme0n1`` for its first partition; else its own key."""
+    number = file_system.device
+    if number.startswith("0:") and file_system.source.startswith("/dev/"):  # btrfs: a number of no device
+        with contextlib.suppress(OSError):
+            device = os.stat(file_system.source).st_rdev
+            number = f"{os.major(device)}:{os.minor(device)}"
+    folder = (root / number).resolve()
+    if not folder.is_dir():
+        return file_system.key
+    return folder.parent.name if (folder / "partition").exists() else folder.name
+
+
+def _read(path: Path) -> _ProfileFile:
+    return _ProfileFile.model_validate_json(path.read_bytes())
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return error.strerror or "it cannot be read"
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        return f"{place}: {first['msg']}" if place else str(first["msg"])
+    return str(error)
+
+
+def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
+    return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels differ by some MiB in what they report
+
+
+def _unescape(text: str) -> str:
+    """Return a field of mountinfo with its octal escapes (of space, tab, newline, backslash) resolved."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
+
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_LIBRARY_BYTES = GiB
+
+
+def resolve_device(name: str, planned: PlannedMachine | None = None) -> torch.device:
+    """Return the compute device that a config names; "auto": CUDA where there is one.
+
+    Raises:
+        ConfigError: the config asks for a GPU and torch finds none, or the planned machine has none.
+    """
+    if planned is not None:
+        if name == "cuda" and not planned.has_gpu:
+            text = f'device = "cuda", but the machine {planned.name} has no GPU'
+            raise ConfigError("the config", [Problem("device", text, 'Write "auto" or "cpu"')])
+        return torch.device("cuda" if planned.has_gpu and name != "cpu" else "cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        problem = Problem("device", 'device = "cuda", but torch finds no GPU that it can use', 'Write "auto" or "cpu"')
+        raise ConfigError("the config", [problem])
+    return torch.device(name)
+
+
+def bus_of_gpu() -> str:
+    """Return the PCI address of the current GPU, as sysfs has it; "" where this version of torch does not say."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    domain, bus, number = (getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device"))
+    if domain is None or bus is None or number is None:
+        return ""
+    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+
+
+def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """Return what layers multiply in; auto: bf16 with CUDA, fp32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
+    """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself."""
+    return "gpu" if device.type == "cuda" or tiers.emulates_gpu else "ram"
+
+
+def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
+    """Return whether blocks go straight between files and GPU memory: where kvikio has shown that it does that.
+
+    In the memory that takes a GPU's place files are read by plain system calls, but only if the config says so.
+
+    Raises:
+        ConfigError: the config wants it, and it does not work here.
+    """
+    if tiers.direct == "off" or not tiers.drives or compute_tier(tiers, device) != "gpu":
+        return False
+    if tiers.emulates_gpu or tiers.machine is not None:
+        return tiers.direct == "on"
+    if tiers.direct == "auto" and (tiers.verify == "always" or not may_open_driver()):
+        return False
+    for drive in tiers.drives:
+        if reason := _probed(existing_parent(drive.path)).reason:
+            if tiers.direct == "auto":
+                return False
+            text = f'tiers.direct = "on", but GPUDirect Storage does not work on {drive.path}: {reason}'
+            raise ConfigError("the config", [Problem("tiers.direct", text, 'Write "auto" or "off"')])
+    return True
+
+
+@functools.cache
+def _probed(folder: Path) -> KvikioProbe:
+    """Ask once in a process: the answer takes a second, and is the machine's."""
+    return probe_kvikio(folder)
+
+
+def total_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return the RAM of the machine, or of the cgroup where that is less."""
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in _cgroup_limits(root, own))])
+
+
+def available_ram_bytes(root: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> int:
+    """Return the RAM that is free now, within the cgroup's limit. Memory on disk (swap) does not count."""
+    left = (max(0, limit - used) for limit, used in _cgroup_limits(root, own))
+    available: int = psutil.virtual_memory().available
+    return min([available, *left])
+
+
+def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
+    """Return (limit, used) of the cgroup of this process and of each around it that has a limit.
+
+    A container sees its own cgroup as the root; a job of a batch system sees the whole tree, and where it is in it.
+    """
+    found = []
+    for folder, limit_name, used_name, cache_name in _cgroup_folders(root, own):
+        try:
+            limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
+        except OSError:
+            continue
+        if limit.strip().isdigit():
+            found.append((int(limit), max(0, int(used) - _stat_of(folder, cache_name))))
+    return found
+
+
+def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yield folders of cgroups, and the names there of the limit, of what is used, and of the file cache in that."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        lines = []
+    paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
+    of_memory = next((path for names, path in paths.items() if "memory" in names.split(",")), "")
+    for at in (Path(paths.get("", "")), *Path(paths.get("", "")).parents):
+        yield root / at, "memory.max", "memory.current", "inactive_file"  # version 2
+    for at in (Path(of_memory), *Path(of_memory).parents):  # version 1
+        yield root / "memory" / at, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+
+
+def _stat_of(folder: Path, name: str) -> int:
+    """Return a line of ``memory.stat``. The cache of files is charged to a cgroup, and goes when RAM is asked for."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+
+
+def ram_capacity_bytes(tiers: TierSpecs) -> int:
+    """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
+    planned = tiers.machine
+    total = total_ram_bytes() if planned is None else planned.ram_bytes
+    margin = tiers.safety_margin.resolve(total)
+    if tiers.emulates_gpu:
+        margin += tiers.gpu_size.resolve(total)
+    free = available_ram_bytes() if planned is None else planned.free_ram_bytes
+    return tiers.ram_size.resolve(total, auto_bytes=max(0, free - margin))
+
+
+def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
+    """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
+
+    The margin is at least what libraries take.
+    """
+    if tiers.emulates_gpu:
+        return tiers.gpu_size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
+    free, total = _gpu_memory(tiers.machine, device)
+    margin = max(tiers.safety_margin.resolve(total), library_bytes(total))
+    return tiers.gpu_size.resolve(total, auto_bytes=max(0, free - margin))
+
+
+def library_bytes(total_bytes: int) -> int:
+    """Return what libraries may take of a GPU's memory beside the tier, in which no plan has it.
+
+    An allowance, estimated from the sources of libraries and not measured: workspaces of cuBLAS and cuDNN, and kernels,
+    which are loaded when they are first used.
+    """
+    return min(_LIBRARY_BYTES, total_bytes // 10)
+
+
+def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
+    """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
+    if device.type != "cuda" or (planned is None and not torch.cuda.is_available()):
+        return ""
+    free, total = _gpu_memory(planned, device)
+    left, allowed = max(0, free - capacity_bytes), library_bytes(total)
+    text = (
+        f"{format_size(left)} of free GPU memory are outside of the tier; libraries are allowed {format_size(allowed)}"
+    )
+    if left < allowed:
+        text += f" of it: with more than tiers.gpu.size = {format_size(max(0, free - allowed))} they may find none"
+    return text
+
+
+def _gpu_memory(planned: PlannedMachine | None, device: torch.device) -> tuple[int, int]:
+    """Return what is free of a GPU's memory, and all of it."""
+    if planned is None:
+        return gpu_memory_bytes(device)
+    return planned.gpu_bytes or 0, planned.gpu_bytes or 0
+
+
+def gpu_memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return what is free now of a CUDA device's memory, and all of it."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return what a CUDA device calls itself."""
+    return torch.cuda.get_device_name(device)
+
+
+def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
+    """Return the capacity of the NVMe tier over all its paths; auto: free space less the margin.
+
+    What this run left there before counts as free. Paths on one file system share what is free there.
+
+    Args:
+        tiers: with at least one drive.
+        output_dir: of the run.
+    """
+    if tiers.machine is not None:
+        return _planned_nvme_bytes(tiers, tiers.machine)
+    capacity = 0
+    num_sharing = Counter(file_system_number(drive.path) for drive in tiers.drives if drive.size.is_auto)
+    for drive in tiers.drives:
+        disk = shutil.disk_usage(existing_parent(drive.path))
+        margin = tiers.safety_margin.resolve(disk.total)
+        share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(drive.path)])
+        own = own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
+        capacity += drive.size.resolve(disk.total, auto_bytes=share + own)
+    return capacity
+
+
+def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
+    """Return the capacity over the drives of a planned machine, which are empty; beyond them "auto" is nothing."""
+    totals = [drive.total_bytes for drive in planned.drives]
+    totals += [0] * (len(tiers.drives) - len(totals))
+    capacity = 0
+    for drive, total in zip(tiers.drives, totals, strict=False):
+        capacity += drive.size.resolve(total, auto_bytes=max(0, total - tiers.safety_margin.resolve(total)))
+    return capacity
+
+
+def file_system_number(path: Path) -> int:
+    """Return what two paths have in common that lie on one file system."""
+    return existing_parent(path).stat().st_dev
+
+
+def own_drive_bytes(path: Path, checkpoints: Path) -> int:
+    """Return the bytes on an NVMe path that a run has the use of: its own checkpoints, and files of dead runs.
+
+    Args:
+        checkpoints: the run's directory of generations. Other runs' checkpoints on the path do not count.
+    """
+    store_id = read_store_id(checkpoints)
+    owned = reusable_bytes(path)
+    seen = {status.st_ino for status in statuses_below(path / "live")}
+    for _, folder in snapshot_folders([path]):
+        owner = read_owner(folder)
+        for status in statuses_below(folder) if owner is not None and owner.id == store_id else ():
+            owned += status.st_size if status.st_ino not in seen else 0
+            seen.add(status.st_ino)
+    return owned
+
+
+def existing_parent(path: Path) -> Path:
+    """Return the path, or the nearest folder above it that exists."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path

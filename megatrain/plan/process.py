@@ -1,0 +1,131 @@
+"""What the memory of a run's process comes to, for those who set a container's limit by it. Not counted: CUDA.
+
+The RAM tier is counted exactly, the rest is what this process has now and what a run will load besides. That sum holds
+only while memory that a tensor gave back goes back to the system: ``engine/environment.py`` sees to it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tiered.units import MiB
+
+if TYPE_CHECKING:
+    from megatrain.plan.plan import Plan
+
+__all__ = ["ProcessMemory", "process_memory", "resident_bytes"]
+
+#: Measured on Linux, x86-64 (`bench/process_memory.py`): numba with LLVM, compiled kernels, and what the first step
+#: loads of torch. 93 MiB where the kernels come from numba's cache, 120 where the first run compiles them.
+_KERNELS_BYTES = 104 * MiB
+#: Rows, batches, threads of the tokenizer: 2 MiB where the rows are in the cache, 30 where they are tokenized.
+_DATA_BYTES = 14 * MiB
+#: Memory of a tokenizer for each byte of its ``tokenizer.json``, measured with 128,000 words.
+_TOKENIZER_FACTOR = 26
+#: What steps leave in the heap: tensors too small to be mapped alone. 0 to 67 MiB in the cases of that bench.
+_HEAP_BYTES = 24 * MiB
+_KERNELS_MODULE = "megatrain.optim.kernels"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The parts of a run's resident memory at its fullest.
+
+    Attributes:
+        tier_bytes: the RAM tier, and a GPU tier that is emulated in RAM, with the copies that the room between what a
+            step needs at once and the capacity comes to hold; of the workspace only what is there at once.
+        libraries_bytes: Python and libraries now, with the model's skeleton and the plan.
+        kernels_bytes: what the kernels of updates will take, and their compiler; 0 where they are loaded already.
+        data_bytes: the tokenizer and rows.
+        heap_bytes: what the C library keeps of freed memory.
+    """
+
+    tier_bytes: int
+    libraries_bytes: int
+    kernels_bytes: int
+    data_bytes: int
+    heap_bytes: int
+
+    @property
+    def beside_tier_bytes(self) -> int:
+        """All but the tier."""
+        return self.libraries_bytes + self.kernels_bytes + self.data_bytes + self.heap_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """What a container must allow at least."""
+        return self.tier_bytes + self.beside_tier_bytes
+
+
+def process_memory(plan: Plan) -> ProcessMemory:
+    """Predict the memory of the process that runs a plan. Call it where that was made, and nothing was trained."""
+    in_ram = ["ram", "gpu"] if plan.run.tiers.emulates_gpu else ["ram"]
+    tokenizer = Path(plan.run.model.tokenizer_folder, "tokenizer.json")
+    tokenizer_bytes = tokenizer.stat().st_size if tokenizer.is_file() else 0
+    return ProcessMemory(
+        tier_bytes=sum(resident_bytes(plan, tier) for tier in in_ram if tier in plan.tiers),
+        libraries_bytes=_own_bytes(),
+        kernels_bytes=_KERNELS_BYTES if plan.updates and _KERNELS_MODULE not in sys.modules else 0,
+        data_bytes=_DATA_BYTES + _TOKENIZER_FACTOR * tokenizer_bytes,
+        heap_bytes=_HEAP_BYTES,
+    )
+
+
+def resident_bytes(plan: Plan, tier: str) -> int:
+    """Return what a tier comes to hold in a run: copies stay there, and are fetched ahead, as far as there is room."""
+    placement, budget = plan.placement, plan.budgets_by_tier[tier]
+    ends: dict[str, set[str]] = {}
+    for access in plan.program.accesses(placement.homes):
+        ends.setdefault(access.key, {placement.homes[access.key]}).add(access.tier)
+    copies = [key for key, tiers in ends.items() if placement.homes[key] != tier and _passes(plan, tiers, tier)]
+    room = sum(budget.slot_bytes(plan.program.blocks[key].nbytes) for key in copies)
+    least = placement.peak_bytes(tier)
+    full = max(least, min(budget.capacity_bytes, least - placement.working_bytes[tier] + room))
+    return full - (_never_at_once(plan) if tier == plan.program.compute_tier else 0)
+
+
+def _never_at_once(plan: Plan) -> int:
+    """Return what the workspace has beyond the fullest moment of a step.
+
+    The plan adds all kept graphs to the largest visit. But the backward of a visit counts its own graph already, and by
+    then those of the visits behind it are gone.
+    """
+    if not plan.kept_bytes:
+        return 0
+    trace, program, together = plan.trace, plan.program, plan.run.num_together
+    head_bytes = trace.head_nbytes + (program.kept_parts - 1) * trace.head_part_nbytes
+    kept_bytes = inside_bytes = fullest_bytes = 0
+    for number, visit in enumerate(trace.visits):
+        if visit.is_head:
+            continue
+        nbytes = max(visit.forward_nbytes, visit.backward_nbytes)
+        own_bytes = visit.graph_nbytes if number in program.kept else 0
+        kept_bytes += together * own_bytes
+        inside_bytes = max(inside_bytes, nbytes)
+        fullest_bytes = max(fullest_bytes, kept_bytes - min(own_bytes, nbytes) + nbytes)
+    return kept_bytes + max(inside_bytes, head_bytes) - max(fullest_bytes, kept_bytes + head_bytes)
+
+
+def _passes(plan: Plan, ends: Collection[str], tier: str) -> bool:
+    """Return whether a block that lives and is used in some tiers has copies in this one."""
+    if tier in ends:
+        return True
+    if any((one, other) in plan.placement.direct for one in ends for other in ends):
+        return False
+    numbers = [plan.tiers.index(end) for end in ends]
+    return min(numbers) < plan.tiers.index(tier) < max(numbers)
+
+
+def _own_bytes() -> int:
+    """Return the resident memory of this process, without what planning freed and the C library kept."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
+    return int(psutil.Process().memory_info().rss)

@@ -1,0 +1,502 @@
+"""From a config to the values that a run works with: ints, paths, dtypes and choices, derived once, here.
+
+What is below the trainer takes these records and knows no config. Each record lives with the idea that it names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.best import BestSpec
+from megatrain.checkpoint.state import CheckpointSpec
+from megatrain.config.problems import find_unscorable
+from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.config.schema import TiersConfig
+from megatrain.data.dataset import NAME, DataSpec
+from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
+from megatrain.data.sources import Source
+from megatrain.engine.objective import Distillation, Objective
+from megatrain.engine.preferences import PreferenceLoss
+from megatrain.engine.program import KINDS, Kind
+from megatrain.evaluation import EvaluationSource, EvaluationSpec
+from megatrain.machine import machine
+from megatrain.machine.machine import DriveSpec, TierSpecs
+from megatrain.models.adapters import LoraSpec
+from megatrain.models.export import ExportSpec
+from megatrain.models.graph import ModelSpec
+from megatrain.models.hub import locate
+from megatrain.optim.base import ParameterGroup
+from megatrain.optim.factory import OptimizerSpec
+from megatrain.optim.lr import ScheduleSpec
+from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
+from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.ranks.group import DistributedSpec
+from megatrain.run.loggers import LoggingSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
+
+    from megatrain.config.schema import DatasetConfig, LoraConfig, OptimizerConfig, RunConfig
+    from megatrain.machine.machine import PlannedMachine
+
+__all__ = [
+    "default_tiers",
+    "resolve",
+    "resolve_batch",
+    "resolve_checkpoint",
+    "resolve_data",
+    "resolve_distributed",
+    "resolve_evaluation",
+    "resolve_export",
+    "resolve_logging",
+    "resolve_model",
+    "resolve_optimizer",
+    "resolve_preference",
+    "resolve_schedule",
+    "resolve_score",
+    "resolve_tiers",
+]
+
+
+def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
+    """Return a run in values.
+
+    Args:
+        config: of the run.
+        planned: the machine that it is planned for; None: this one.
+
+    Raises:
+        ConfigError: the config asks for a GPU and there is none.
+    """
+    device = machine.resolve_device(config.device, planned)
+    tiers = resolve_tiers(config, planned)
+    training, advanced = config.training, config.advanced
+    return RunSpec(
+        name=config.run_name,
+        output_dir=config.output_dir,
+        seed=config.seed,
+        device=device,
+        dtype=machine.resolve_compute_dtype(config.precision.compute_dtype, device),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        is_deterministic=config.full_determinism,
+        model=resolve_model(config),
+        data=resolve_data(config),
+        batch=resolve_batch(config, device.type),
+        objective=_objective(config),
+        optimizer=resolve_optimizer(config.optimizer, config.seed),
+        schedule=resolve_schedule(config.optimizer),
+        num_epochs=training.num_train_epochs,
+        max_steps=training.max_steps if training.max_steps > 0 else None,
+        tiers=tiers,
+        placement=_placement(config, _tier_names(tiers, device)),
+        keep_graphs=advanced.keep_graphs,
+        save_attention=advanced.save_attention,
+        stream_updates=advanced.stream_updates,
+        prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
+        eviction=advanced.eviction_policy,
+        trace_steps=config.profile.trace_steps,
+        checkpoint=resolve_checkpoint(config),
+        export=resolve_export(config),
+    )
+
+
+def _objective(config: RunConfig) -> Objective:
+    """Return what is minimised; of a teacher's scores only what they hold is read.
+
+    Raises:
+        ConfigError: they are not there, or others than the config says.
+    """
+    training, table = config.training, config.distill
+    plain = Objective(
+        training.label_smoothing_factor,
+        training.neftune_noise_alpha,
+        preference=resolve_preference(config),
+        z_loss=training.z_loss,
+    )
+    if config.task != "distill" or table.scores is None:
+        return plain
+    try:
+        found = read_kind(table.scores)
+    except ScoresError as error:
+        raise ConfigError(
+            "[distill]", [Problem("distill.scores", str(error), "Make them with megatrain-tier score TEACHER.toml")]
+        ) from error
+    problems = []
+    if table.top_k is not None and table.top_k > found.top_k:
+        text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
+        problems.append(Problem("distill.top_k", text, f"Write at most {found.top_k}, or score with a larger top_k"))
+    if not found.top_k:
+        text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
+        problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
+    if table.temperature != found.temperature:
+        text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
+        text += f" {found.temperature:g}"
+        problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
+    if problems:
+        raise ConfigError("[distill]", problems)
+    spec = Distillation(table.temperature, table.alpha, table.rest)
+    return replace(plain, distillation=spec, teacher_k=table.top_k or found.top_k)
+
+
+def resolve_score(config: RunConfig) -> ScoreSpec:
+    """Return what is written of each token.
+
+    Raises:
+        ConfigError: something that cannot be scored.
+    """
+    table = config.score
+    if problems := list(find_unscorable(config)):
+        raise ConfigError("the config", problems)
+    return ScoreSpec(table.top_k, table.temperature, table.embeddings, table.formats)
+
+
+def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
+    """Return the loss over preferences; None: the run has none."""
+    if config.task != "dpo":
+        return None
+    table = config.preference
+    return PreferenceLoss(
+        loss_type=table.loss_type,
+        beta=table.beta,
+        label_smoothing=table.label_smoothing,
+        simpo_gamma=table.simpo_gamma,
+        rpo_alpha=table.rpo_alpha,
+        desirable_weight=table.desirable_weight,
+        undesirable_weight=table.undesirable_weight,
+    )
+
+
+def resolve_model(config: RunConfig) -> ModelSpec:
+    """Return what is trained. Of a model on the hub, all but the weights is fetched unless it is here.
+
+    Raises:
+        HubError: the hub has no such model, or cannot be reached.
+    """
+    table = config.model
+    hub = locate(table.model_name_or_path, table.revision)
+    folder = table.model_name_or_path if hub is None else str(hub.folder)
+    tokenizer_folder = folder
+    if table.tokenizer_name_or_path is not None:
+        tokenizer = locate(table.tokenizer_name_or_path, None)
+        tokenizer_folder = table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
+    return ModelSpec(
+        folder=folder,
+        tokenizer_folder=tokenizer_folder,
+        hub=hub,
+        chat_template=table.chat_template,
+        attn_implementation=table.attn_implementation,
+        freeze=table.freeze,
+        from_scratch=table.train_from_scratch,
+        compile_backend=table.compile_backend if table.compile else None,
+        use_liger_kernel=table.use_liger_kernel,
+        mlp_rows=table.mlp_rows,
+        lora=_lora(config.lora),
+        images=table.images,
+        cuts_experts=table.split_experts,
+    )
+
+
+def _lora(table: LoraConfig) -> LoraSpec | None:
+    if not table.is_on:
+        return None
+    return LoraSpec(
+        r=table.r,
+        lora_alpha=table.lora_alpha,
+        lora_dropout=table.lora_dropout,
+        target_modules=table.target_modules if table.target_modules != "auto" else None,
+        target_parameters=table.target_parameters,
+        exclude_modules=table.exclude_modules or None,
+        modules_to_save=table.modules_to_save,
+        layers_to_transform=table.layers_to_transform,
+        rank_pattern=table.rank_pattern,
+        alpha_pattern=table.alpha_pattern,
+        use_rslora=table.use_rslora,
+        use_dora=table.use_dora,
+        init_lora_weights=table.init_lora_weights,
+        folder=table.adapter_name_or_path,
+    )
+
+
+def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
+    """Return what is trained on.
+
+    Args:
+        config: of the run.
+        sources: instead of ``[[data.train]]``, with nothing kept from training.
+    """
+    table, loss = config.data, resolve_preference(config)
+    found = tuple(_source(source) for source in (table.train if sources is None else sources))
+    return DataSpec(
+        sources=found if loss is None else tuple(replace(source, format="preference") for source in found),
+        only_text=config.task == "pretrain",
+        max_length=table.max_length,
+        packing=table.packing,
+        has_default_packing="packing" not in table.model_fields_set,
+        train_on=table.train_on if loss is None else "completion",
+        overlong=table.overlong,
+        bad_rows=table.bad_rows,
+        max_dropped=table.max_dropped,
+        cache_dir=table.cache_dir,
+        max_cache_bytes=table.max_cache_size,
+        val_size=table.val_size if sources is None else None,
+        seed=config.data_seed,
+        images_folder=None if config.model.images == "off" else resolve_model(config).folder,
+        scores=config.distill.scores if config.task == "distill" and sources is None else None,
+        preferences="" if loss is None else "pairs" if loss.is_paired else "answers",
+    )
+
+
+def _source(table: DatasetConfig) -> Source:
+    return Source(
+        path=table.path,
+        subset=table.subset,
+        split=table.split,
+        format=table.format,
+        columns={str(ours): theirs for ours, theirs in table.columns.items()},
+        max_samples=table.max_samples,
+        weight=table.weight,
+        json_key=table.json_key,
+    )
+
+
+def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
+    """Return the cut of a step into micro-batches.
+
+    Args:
+        config: of the run.
+        device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
+    """
+    return BatchSpec(
+        num_rows=config.rows_per_step,
+        max_length=config.data.max_length,
+        given_rows=config.micro_batch_size,
+        # Kernels of flash attention keep packed documents apart in batches of one row only.
+        single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
+        order=config.advanced.micro_batch_order,
+        rows_per_example=config.rows_per_example,
+        aimed_tokens=MICRO_BATCH_TOKENS[device],
+        num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
+    )
+
+
+def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
+    """Return the update. ``seed``: of the run."""
+    groups = tuple(
+        ParameterGroup(
+            group.params,
+            (group.lr_mult or 1.0) if group.learning_rate is None else group.learning_rate / table.learning_rate,
+            group.weight_decay,
+        )
+        for group in table.groups
+    )
+    rates = {"optimizer.learning_rate": table.learning_rate}
+    for number, group in enumerate(table.groups):
+        if group.learning_rate is not None:
+            rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+        elif group.lr_mult is not None:
+            rates[f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"] = group.lr_mult * table.learning_rate
+    return OptimizerSpec(
+        name=table.optim,
+        weight_decay=table.weight_decay,
+        decay_exclude=table.weight_decay_exclude,
+        beta1=table.adam_beta1,
+        beta2=table.adam_beta2,
+        epsilon=table.adam_epsilon,
+        momentum=table.muon_momentum if table.optim == "muon" else table.sgd_momentum,
+        nesterov=table.muon_nesterov if table.optim == "muon" else table.sgd_nesterov,
+        ns_steps=table.muon_ns_steps,
+        adjust_lr=table.muon_adjust_lr,
+        muon_exclude=table.muon_exclude,
+        custom=table.custom_optimizer,
+        arguments=table.optim_args,
+        state_dtype=table.state_dtype,
+        seed=seed,
+        ema_decay=table.ema_decay,
+        max_grad_norm=table.max_grad_norm,
+        clip_scope=table.clip_scope,
+        nonfinite=table.nonfinite,
+        layer_decay=table.layer_decay,
+        groups=groups,
+        learning_rates=rates,
+    )
+
+
+def resolve_schedule(table: OptimizerConfig) -> ScheduleSpec:
+    """Return the learning rate."""
+    return ScheduleSpec(
+        name=table.lr_scheduler_type,
+        learning_rate=table.learning_rate,
+        warmup=table.warmup_steps,
+        arguments=table.lr_scheduler_kwargs,
+    )
+
+
+def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
+    """Return what a run may use of this machine, or of the one that it is planned for."""
+    return _tiers(
+        config.tiers,
+        file_bytes=config.advanced.file_size,
+        emulates_gpu=config.advanced.emulate_gpu,
+        planned=planned,
+    )
+
+
+def default_tiers() -> TierSpecs:
+    """Return what a run may use of this machine whose config names no size."""
+    return _tiers(TiersConfig())
+
+
+def _tiers(
+    table: TiersConfig,
+    *,
+    file_bytes: int | None = None,
+    emulates_gpu: bool = False,
+    planned: PlannedMachine | None = None,
+) -> TierSpecs:
+    paths = [drive.path for drive in table.nvme]
+    given = [drive.rate for drive in table.nvme if drive.rate is not None]
+    rates = machine.stripe_rates(paths, given, planned)
+    return TierSpecs(
+        ram_size=table.ram.size,
+        gpu_size=table.gpu.size,
+        safety_margin=table.safety_margin,
+        drives=tuple(DriveSpec(each.path, each.size, each.mount_point, each.max_written) for each in table.nvme),
+        rates=tuple(rates),
+        has_rates=len(given) == len(paths),
+        emulates_gpu=emulates_gpu,
+        engine=table.engine,
+        direct=table.direct,
+        verify=table.verify,
+        on_full=table.on_disk_full,
+        allows_tmpfs=table.allow_tmpfs,
+        file_bytes=file_bytes,
+        machine=planned,
+    )
+
+
+def _tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
+    """Return the tiers of a run, fast to slow."""
+    first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
+    return [*first, "ram", *(["nvme"] if tiers.drives else [])]
+
+
+def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
+    """Return where kinds of blocks may live.
+
+    GPU memory is a home where the config names it; what else lives there the planner decides, for the residents.
+    """
+    table = config.placement
+    wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
+        "weights": table.weights,
+        "activations": table.activations,
+        "gradients": table.gradients,
+        "optimizer": table.optimizer,
+    }
+    default = [tier for tier in tiers if tier != "gpu"]
+    homes: dict[Kind | Literal["in place"], Sequence[str]] = {}
+    for kind in KINDS:
+        names = wanted[kind]
+        homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
+    # Frozen weights are in the folder already: another drive would hold a second copy of them.
+    names = (*(tier for tier in default if tier != "nvme"), FOLDER) if table.weights == "auto" else table.weights
+    homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
+    return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
+
+
+def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
+    """Return when the run is saved, and how much of that is kept."""
+    table = config.checkpoint
+    num_kept = max(table.save_total_limit, MIN_GENERATIONS)  # while one is made, the one before stays
+    return CheckpointSpec(
+        output_dir=config.output_dir,
+        drives=tuple(drive.path for drive in config.tiers.nvme),
+        strategy=table.save_strategy,
+        every_steps=table.save_steps,
+        interval_s=table.save_interval,
+        keep=table.save_total_limit,
+        num_generations=num_kept + table.load_best_model_at_end if table.is_on else 0,
+        save_copy=table.save_copy,
+        num_copies=num_kept if table.is_on and table.save_copy is not False else 0,
+        on_signal=table.save_on_signal,
+        resume_from=table.resume_from_checkpoint,
+        is_async=table.async_save,
+        min_free_bytes=table.min_free_disk,
+        on_full=config.tiers.on_disk_full,
+    )
+
+
+def resolve_distributed(config: RunConfig) -> DistributedSpec:
+    """Return how the processes of a run share a machine."""
+    table = config.distributed
+    return DistributedSpec(
+        num_processes=table.processes,
+        num_threads=None if table.threads == "auto" else table.threads,
+        pins=table.numa == "auto",
+        timeout_s=table.timeout,
+    )
+
+
+def resolve_export(config: RunConfig) -> ExportSpec:
+    """Return how the trained model is written."""
+    table = config.export
+    dtype = None if table.dtype == "auto" else getattr(torch, table.dtype)
+    return ExportSpec(dtype=dtype, max_shard_bytes=table.max_shard_size, merge=table.merge)
+
+
+def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
+    """Return when the run evaluates, and on what."""
+    table = config.evaluation
+    sources = (
+        EvaluationSource(
+            each.shown_name,
+            f"data.eval.{number} ({each.path})",
+            resolve_data(config, [each.as_source(table.eval_max_samples)]),
+        )
+        for number, each in enumerate(config.data.eval)
+    )
+    return EvaluationSpec(
+        strategy=table.eval_strategy,
+        every_steps=table.eval_steps,
+        on_start=table.eval_on_start,
+        rows=table.per_device_eval_batch_size and table.per_device_eval_batch_size * config.rows_per_example,
+        max_samples=table.eval_max_samples,
+        sources=tuple(sources),
+        num_samples=table.max_predict_samples if table.predict_with_generate else 0,
+        max_new_tokens=table.max_new_tokens,
+        weights=("trained", "average") if table.weights == "both" else (table.weights,),
+    )
+
+
+def resolve_best(config: RunConfig) -> BestSpec:
+    """Return which evaluation is the best, and what follows from it."""
+    table, evaluations = config.evaluation, resolve_evaluation(config)
+    metric, greater = table.metric_for_best_model, table.greater_is_better
+    sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
+    averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
+    return BestSpec(
+        metric,
+        is_greater_better=not metric.endswith(("loss", "perplexity")) if greater is None else greater,
+        is_kept=config.checkpoint.load_best_model_at_end,
+        patience=table.early_stopping_patience,
+        threshold=table.early_stopping_threshold,
+        is_average=table.weights == "average"
+        or (table.weights == "both" and metric.removeprefix("eval_").startswith(tuple(averages))),
+    )
+
+
+def resolve_logging(config: RunConfig) -> LoggingSpec:
+    """Return where the figures of the run go."""
+    table = config.logging
+    return LoggingSpec(
+        report_to=table.report_to,
+        project=table.project,
+        run_name=config.run_name,
+        output_dir=config.output_dir,
+        values=resolved_values(config),
+        toml=to_toml(config),
+    )

@@ -1,0 +1,122 @@
+"""The record of a run: ``plan.json``, written at each start, and ``summary.json``, at each end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.checkpoint.state import installed_versions, now_text
+from megatrain.machine.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
+from megatrain.plan.show import headline, table_rows
+from megatrain.plan.simulate import measured_rates, simulate_step
+
+if TYPE_CHECKING:
+    from megatrain.base.observer import RunSummary
+    from megatrain.plan.plan import Plan, RunSpec
+
+__all__ = ["PLAN_NAME", "SUMMARY_NAME", "read_entries", "read_record", "write_plan", "write_summary"]
+
+
+PLAN_NAME, SUMMARY_NAME = "plan.json", "summary.json"
+
+_FORMAT = 1
+
+
+def write_plan(plan: Plan, continued_from: int | None) -> Path:
+    """Write what is planned into ``output_dir``, at the start of a run; return the file.
+
+    A run that is continued has several starts: the earlier ones are kept.
+
+    Args:
+        plan: Of this start.
+        continued_from: Steps done before, if the run is continued; None: it starts anew, and the record of an earlier
+            run is replaced.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    path = plan.run.output_dir / PLAN_NAME
+    if continued_from is None:
+        (plan.run.output_dir / SUMMARY_NAME).unlink(missing_ok=True)
+    starts = [] if continued_from is None else read_entries(path, "starts")
+    start = {
+        "at": now_text(),
+        "first_step": continued_from or 0,
+        "budget_bytes": dict(plan.budgets),
+        "link_bytes_per_step": dict(plan.traffic),
+    }
+    return _write(path, {**_plan_values(plan), "starts": [*starts, start]})
+
+
+def write_summary(summary: RunSummary, output_dir: Path) -> None:
+    """Add the end of a start to ``summary.json``. A full or broken drive is no reason to fail the run."""
+    path = output_dir / SUMMARY_NAME
+    ends = [*read_entries(path, "ends"), {"at": now_text(), **summary.to_json()}]
+    with contextlib.suppress(OSError):
+        _write(path, {"ends": ends})
+
+
+def _plan_values(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON values; sizes in bytes, times in seconds."""
+    rates = measured_rates(plan)
+    estimate = plan.estimate
+    replayed = simulate_step(plan, plan.run.num_fullest_tokens, rates) if rates is not None and estimate else None
+    return {
+        "headline": headline(plan),
+        "num_parameters": plan.graph.num_parameters,
+        "device": plan.device.type,
+        "compute_dtype": str(plan.graph.dtype).removeprefix("torch."),
+        "micro_batch_size": plan.micro_batch_size,
+        "num_micro_batches": plan.num_micro_batches,
+        "rows": [{"kind": kind, "bytes": dict(sizes), "note": note} for kind, sizes, note in table_rows(plan)],
+        "peak_bytes": dict(plan.totals),
+        "budget_bytes": dict(plan.budgets),
+        "link_bytes_per_step": dict(plan.traffic),
+        "checkpoint_bytes_in_output_dir": plan.checkpoint_bytes_in_output_dir,
+        "estimate": None if estimate is None else estimate.to_json(),
+        "replayed": None if replayed is None else dataclasses.asdict(replayed),
+        "machine": _describe_machine(plan.run, plan.device.type),
+        "versions": installed_versions(),
+    }
+
+
+def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
+    """Return what the run is on: processor, RAM, GPU, and its drives."""
+    profile = load_profile().machine
+    places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.drives}}
+    systems = {name: file_system_of(path) for name, path in places.items()}
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)),
+        "ram_bytes": total_ram_bytes(),
+        "gpu": profile.gpu.name if device == "cuda" and profile is not None and profile.gpu is not None else None,
+        "drives": {name: f"{system.kind} on {system.source}" for name, system in systems.items()},
+    }
+
+
+def _write(path: Path, values: Mapping[str, Any]) -> Path:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps({"format": _FORMAT, **values}, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)  # a reader sees the old record or the new one, never a part
+    return path
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a record; empty if it cannot be read."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) and values.get("format") == _FORMAT else {}
+
+
+def read_entries(path: Path, name: str) -> list[dict[str, Any]]:
+    return [entry for entry in read_record(path).get(name, []) if isinstance(entry, dict)]

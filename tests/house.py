@@ -1,0 +1,344 @@
+"""The house in figures: who imports whom, and what the bounds of ``test_architecture.py`` are measured with.
+
+``python -m tests.house`` prints the figures, for the message of a change that moves one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("tiered", "megatrain", "cli")
+
+#: The rooms, from the ground floor up; each may import those before it. Where a folder has files of two rooms, the
+#: longest prefix of a module's name counts.
+ROOMS: Mapping[str, tuple[str, ...]] = {
+    "tiered": ("tiered",),
+    "base": ("megatrain.base",),
+    "machine": ("megatrain.machine",),
+    "models": ("megatrain.models",),
+    "optim": ("megatrain.optim",),
+    "sharding": ("megatrain.ranks",),
+    "core": ("megatrain.engine",),
+    "converters": (
+        "megatrain.engine.attention",
+        "megatrain.engine.documents",
+        "megatrain.engine.tiled",
+        "megatrain.models.adapters",
+        "megatrain.models.carried",
+        "megatrain.models.experts",
+        "megatrain.models.in_place",
+        "megatrain.models.liger",
+        "megatrain.models.packed",
+        "megatrain.models.packed_rows",
+        "megatrain.models.quantized",
+    ),
+    "data": ("megatrain.data",),
+    "plan": ("megatrain.plan", "megatrain.tiers"),
+    "tasks": (
+        "megatrain.advice",
+        "megatrain.best",
+        "megatrain.chat",
+        "megatrain.continuation",
+        "megatrain.engine.preferences",
+        "megatrain.evaluation",
+        "megatrain.reference",
+    ),
+    "checkpoint": ("megatrain.checkpoint", "megatrain.weights"),
+    "run": ("megatrain.run",),
+    "launch": ("megatrain.ranks.launch",),
+    "config": ("megatrain.config",),
+    "trainer": (
+        "megatrain.export",
+        "megatrain.generation",
+        "megatrain.resolve",
+        "megatrain.scoring",
+        "megatrain.trainer",
+    ),
+    "tools": (
+        "megatrain.checkup",
+        "megatrain.doctor",
+        "megatrain.embed",
+        "megatrain.report",
+        "megatrain.translate",
+        "megatrain.verify",
+        "megatrain.what_if",
+    ),
+    "api": ("megatrain.__init__",),
+    "cli": ("cli",),
+}
+_FLOORS = {room: floor for floor, room in enumerate(ROOMS)}
+_ROOM_OF = {prefix: room for room, prefixes in ROOMS.items() for prefix in prefixes}
+
+#: What is to be read first; README.md and ARCHITECTURE.md name these six.
+READING_ORDER = (
+    "tiered/block.py",
+    "tiered/store.py",
+    "megatrain/engine/program.py",
+    "megatrain/engine/step.py",
+    "megatrain/engine/forward.py",
+    "megatrain/trainer.py",
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    module: str
+    tree: ast.Module
+    text: str
+
+    @property
+    def name(self) -> str:
+        return self.path.relative_to(ROOT).as_posix()
+
+
+def read_sources() -> list[Source]:
+    sources = []
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+            sources.append(Source(path, module, ast.parse(text, filename=str(path)), text))
+    return sources
+
+
+SOURCES = read_sources()
+MODULES = {source.module for source in SOURCES}
+
+
+def typing_only(tree: ast.Module) -> set[ast.AST]:
+    """Return every node under `if TYPE_CHECKING:`; such imports never run."""
+    return {
+        node
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and "TYPE_CHECKING" in ast.unparse(branch.test)
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+
+
+def absolute_name(source: Source, node: ast.ImportFrom) -> str:
+    if node.level == 0:
+        return node.module or ""
+    base = source.module.split(".")[: -node.level]
+    return ".".join([*base, node.module] if node.module else base)
+
+
+def module_of(name: str) -> str:
+    """Return the module that a dotted name means: a package is its `__init__`."""
+    return f"{name}.__init__" if f"{name}.__init__" in MODULES else name
+
+
+def imports(source: Source, with_typing: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute module name) of every import, also those inside functions."""
+    skipped = set() if with_typing else typing_only(source.tree)
+    for node in ast.walk(source.tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, module_of(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            module = absolute_name(source, node)
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield node.lineno, module_of(inner if module_of(inner) in MODULES else module)
+
+
+def file_pairs() -> set[tuple[str, str]]:
+    """Return (importer, imported) of all modules of this project."""
+    return {
+        (source.module, name)
+        for source in SOURCES
+        for _, name in imports(source)
+        if name in MODULES and name != source.module
+    }
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    for length in range(len(parts), 0, -1):
+        room = _ROOM_OF.get(".".join(parts[:length]))
+        if room is not None:
+            return room
+    raise AssertionError(f"{module} is in no room: tests/house.py lists them")
+
+
+def folder_of(module: str) -> str:
+    """Return the package of a module; one beside the packages of `megatrain` stands for itself."""
+    return ".".join(module.split(".")[:2]) if module.startswith("megatrain.") else module.split(".")[0]
+
+
+def upward_pairs() -> set[tuple[str, str]]:
+    """Return (importer, imported) where a room imports one above it."""
+    return {
+        (importer, imported)
+        for importer, imported in file_pairs()
+        if _FLOORS[room_of(importer)] < _FLOORS[room_of(imported)]
+    }
+
+
+def circles(pairs: Iterable[tuple[str, str]]) -> list[set[str]]:
+    """Return the sets of packages in which each imports each, over whatever others (Tarjan)."""
+    edges: dict[str, set[str]] = defaultdict(set)
+    for importer, imported in pairs:
+        edges[importer].add(imported)
+    order: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    trail: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(name: str) -> None:
+        order[name] = lowest[name] = len(order)
+        trail.append(name)
+        for other in edges.get(name, ()):
+            if other not in order:
+                visit(other)
+            if other in trail:
+                lowest[name] = min(lowest[name], lowest[other])
+        if lowest[name] == order[name]:
+            circle = set(trail[trail.index(name) :])
+            del trail[trail.index(name) :]
+            if len(circle) > 1:
+                found.append(circle)
+
+    for name in sorted(edges):
+        if name not in order:
+            visit(name)
+    return found
+
+
+def in_circles(pairs: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the packages that are in a circle with others."""
+    return set().union(*circles((folder_of(one), folder_of(other)) for one, other in pairs))
+
+
+def definitions() -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield (module, class) of all classes that stand at the top of a file."""
+    for source in SOURCES:
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                yield source.module, node
+
+
+def num_methods(node: ast.ClassDef) -> int:
+    return sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+
+
+def num_arguments(node: ast.ClassDef) -> int:
+    """Return the arguments of `__init__` beside `self`; 0 where a class (a record) has none of its own."""
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "__init__":
+            return len(each.args.posonlyargs) + len(each.args.args) + len(each.args.kwonlyargs) - 1
+    return 0
+
+
+def num_fields(node: ast.ClassDef) -> int:
+    return sum(isinstance(each, ast.AnnAssign) for each in node.body)
+
+
+def large_classes(least: int) -> dict[str, int]:
+    """Return `module.Class` -> methods, of those that have more than `least`."""
+    found = {f"{module}.{node.name}": num_methods(node) for module, node in definitions()}
+    return {name: count for name, count in found.items() if count > least}
+
+
+def long_constructors(least: int) -> dict[str, int]:
+    """Return `module.Class` -> arguments, of the classes of the core whose constructors take more than `least`."""
+    found = {
+        f"{module}.{node.name}": num_arguments(node)
+        for module, node in definitions()
+        if module.startswith("megatrain.engine.")
+    }
+    return {name: count for name, count in found.items() if count > least}
+
+
+def fields_of(name: str) -> int:
+    return next(num_fields(node) for _, node in definitions() if node.name == name)
+
+
+def names_of_two() -> set[str]:
+    """Return the class names, a leading underscore aside, that stand for two classes or more."""
+    counts = Counter(node.name.lstrip("_") for _, node in definitions())
+    return {name for name, count in counts.items() if count > 1}
+
+
+def schema_importers() -> set[str]:
+    """Return the modules that know a whole config."""
+    return {
+        source.module
+        for source in SOURCES
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.ImportFrom)
+        and (node.module == "megatrain.config.schema" or any(alias.name == "RunConfig" for alias in node.names))
+    }
+
+
+def reading_order(page: str) -> tuple[str, ...]:
+    """Return the files of the numbered list under the heading of a page that speaks of reading."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = re.split(r"^## .*\bread(?:ing)?\b.*$", text, flags=re.MULTILINE | re.IGNORECASE)[1]
+    return tuple(re.findall(r"^\d+\. `([^`]+)`", section.split("\n## ")[0], flags=re.MULTILINE))
+
+
+def num_lines(name: str) -> int:
+    return (ROOT / name).read_text(encoding="utf-8").count("\n")
+
+
+def glossary_words() -> set[str]:
+    """Return all words of the left column of the glossary."""
+    rows = re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return {word.strip() for row in rows for word in row.split(",")}
+
+
+def vague_entries() -> tuple[int, int]:
+    """Return the entries of Args and Attributes that begin with "of", and all of them."""
+    vague = total = 0
+    for source in SOURCES:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                for section in re.split(r"^(?:Args|Attributes):$", ast.get_docstring(node) or "", flags=re.M)[1:]:
+                    entries = re.findall(r"^ {4}\*{0,2}\w+: (.*)$", section.split("\n\n")[0], flags=re.M)
+                    total += len(entries)
+                    vague += sum(entry.startswith("of ") for entry in entries)
+    return vague, total
+
+
+def figures() -> Iterator[tuple[str, str]]:
+    """Yield the gates of the house, each with its figure."""
+    pairs, upward = file_pairs(), upward_pairs()
+    yield "upward pairs of files", f"{len(upward)} of {len(pairs)}"
+    by_rooms = Counter((room_of(one), room_of(other)) for one, other in upward)
+    for (one, other), count in sorted(by_rooms.items(), key=lambda each: (_FLOORS[each[0][0]], _FLOORS[each[0][1]])):
+        yield f"    {one} -> {other}", str(count)
+    yield "packages in a circle", f"{len(in_circles(pairs))}: {', '.join(sorted(in_circles(pairs)))}"
+    yield "modules that know the config", str(len(schema_importers()))
+    yield "fields of StepProgram", str(fields_of("StepProgram"))
+    yield "constructors of the core with more than 10 arguments", str(len(long_constructors(10)))
+    for name, count in sorted(long_constructors(10).items(), key=lambda each: -each[1]):
+        yield f"    {name}", str(count)
+    yield "classes with more than 30 methods", str(len(large_classes(30)))
+    for name, count in sorted(large_classes(30).items(), key=lambda each: -each[1]):
+        yield f"    {name}", str(count)
+    yield "class names of two classes", f"{len(names_of_two())}: {', '.join(sorted(names_of_two()))}"
+    yield "lines of the six files to read", str(sum(map(num_lines, READING_ORDER)))
+    yield 'entries of Args and Attributes that begin with "of"', "{} of {}".format(*vague_entries())
+    lines: Counter[str] = Counter()
+    for source in SOURCES:
+        lines[folder_of(source.module) if source.path.parent != ROOT / "megatrain" else "megatrain (top)"] += (
+            source.text.count("\n")
+        )
+    yield "lines", str(sum(lines.values()))
+    for name, count in sorted(lines.items()):
+        yield f"    {name}", str(count)
+
+
+if __name__ == "__main__":
+    for title, figure in figures():
+        print(f"{title}: {figure}")

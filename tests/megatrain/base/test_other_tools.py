@@ -1,0 +1,79 @@
+"""The one table of other tools' keys: it fits our schema, and what it says of a key reaches the user either way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Fate, Tool
+from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf
+from megatrain.translate.reference import BEGIN, written_anew
+from megatrain.translate.translate import translate_file
+
+
+def test_each_of_our_keys_in_the_table_exists() -> None:
+    names = [*TRANSLATIONS.values(), *OTHERS.values(), *(name for names in KEYS.values() for name in names.values())]
+    ours = {".".join(part for part in name.ours.split(".") if not part.isdecimal()) for name in names}
+    assert ours - {""} <= set(NAMES)
+    for name in names:
+        if name.fate in (Fate.SAME, Fate.PATH):
+            assert name.ours
+        if name.fate in (Fate.UNNEEDED, Fate.LOST):
+            assert name.why
+
+
+def test_no_advice_on_names_that_are_ours() -> None:
+    assert {name for name in TRANSLATIONS if full_keys_of_leaf(name)} == {"dtype"}
+    assert not {*ACCEPTED, *ALWAYS_ON} & set(TRANSLATIONS), "these are accepted"
+
+
+def test_every_name_of_another_tool_is_answered() -> None:
+    for leaf, name in TRANSLATIONS.items():
+        advice = advice_for_unknown((leaf,))
+        assert f"That is {name.tool}'" in advice and (name.ours or name.note) in advice
+
+
+@pytest.mark.parametrize(
+    ("tool", "values", "ours"),
+    [
+        ("trl", {"model_name_or_path": "a/b", "use_cpu": True}, {"device": "cpu"}),
+        ("trl", {"model_name_or_path": "a/b", "per_gpu_train_batch_size": 3},
+         {"training.per_device_train_batch_size": 3}),
+        ("axolotl", {"base_model": "a/b", "use_tensorboard": True, "wandb_project": "p"},
+         {"logging.report_to": ["jsonl", "tensorboard", "wandb"], "logging.project": "p"}),
+    ],
+)  # fmt: skip
+def test_what_is_advised_is_also_imported(
+    tmp_path: Path, tool: Tool, values: dict[str, object], ours: dict[str, object]
+) -> None:
+    path = tmp_path / "theirs.json"
+    path.write_text(json.dumps(values))
+    translation = translate_file(path, tool, base=tmp_path)
+    assert ours.items() <= {key: entry.value for key, entry in translation.entries.items()}.items()
+    assert not translation.lost
+
+
+def test_the_table_needs_nothing_of_the_project() -> None:
+    heavy = {"torch", "pydantic", "yaml", "megatrain.config"}
+    code = f"import sys, megatrain.base.other_tools; print({heavy} & {{*sys.modules}})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "trl", "deepspeed", "torchtitan"])
+def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
+    """Written anew by ``python -m megatrain.translate.reference docs/coming_from``."""
+    page = (Path(__file__).parents[3] / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
+    assert page == written_anew(page, tool)
+    table = page.partition(BEGIN)[2]
+    keys = {**OTHERS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
+    told = {key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.why + name.ours}
+    told = {key: name for key, name in told.items() if key not in OTHERS or name.tool == tool}
+    assert len(told) > 15
+    for key, name in told.items():
+        is_same = key == name.ours.rpartition(".")[2]
+        assert f"`{key}`" in table or (is_same and f"`{name.ours}`" in table), key

@@ -1,0 +1,58 @@
+"""Sizes and durations with units become bytes and seconds, and durations are written back exactly."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.base.sizes import exact_duration, parse_interval
+from megatrain.config import Size
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("45min", 2700.0), ("30s", 30.0), ("2h", 7200.0), ("1h30min", 5400.0), (" 1 h 1.5 s ", 3601.5), ("1d", 86400.0)],
+)
+def test_a_duration_is_read(text: str, seconds: float) -> None:
+    assert parse_interval(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (45, '45 has no unit. Write "45min" or "45s"'),
+        ("45", '"45" is not a duration. Write for example "45min"'),
+        ("45 parsecs", '"45 parsecs" is not a duration'),
+        ("1h30", '"1h30" is not a duration'),
+        ("0min", '"0min" is not a duration above 0'),
+        ("", '"" is not a duration'),
+        (True, "this is not a duration"),
+    ],
+)
+def test_what_is_no_duration_says_what_to_write(value: object, words: str) -> None:
+    with pytest.raises(ValueError, match="Write") as caught:
+        parse_interval(value)
+    assert words in str(caught.value)
+
+
+@given(st.one_of(st.integers(1, 10**9).map(float), st.floats(1e-9, 1e12)))
+def test_every_duration_comes_back(seconds: float) -> None:
+    assert parse_interval(exact_duration(seconds)) == seconds
+
+
+@pytest.mark.parametrize("text", ["45min", "30s", "2h", "1h30min", "0.25s"])
+def test_what_people_write_stays_as_it_is(text: str) -> None:
+    assert exact_duration(parse_interval(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "expected"),
+    [("2GiB", 100, 2 << 30), ("90%", 1000, 900), ("auto", 1000, 1000), ("1.5GB", 0, 1_500_000_000), (" 50 % ", 10, 5)],
+)
+def test_size_resolves(text: str, total: int, expected: int) -> None:
+    assert Size.parse(text).resolve(total) == expected
+
+
+def test_auto_size_has_its_own_value() -> None:
+    assert Size.parse("auto").resolve(1000, auto_bytes=7) == 7

@@ -1,0 +1,112 @@
+"""Checkpoints that earlier versions wrote: listed, verified, exported and continued (tests/data/checkpoints)."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatrain.checkpoint.catalog import list_checkpoints, verify_checkpoints
+from megatrain.export import export_checkpoint
+from processes.golden import unpack
+from processes.rank_runs import launch
+from processes.saved_run import SavedRun
+from tiered import read_manifest
+
+#: Form -> its checkpoints, and then its copies: step, number, ranks.
+FORMS = {
+    "one": ([(1, 1, 1), (2, 2, 1)], [(1, 1, 1), (2, 2, 1)]),
+    "ram": ([(1, 1, 1), (2, 2, 1)], []),
+    "ranks": ([(1, 1, 2), (2, 2, 2)], [(1, 1, 2), (2, 2, 2)]),
+    "both": ([(1, 1, 1), (2, 2, 2)], [(1, 1, 1), (2, 2, 2)]),
+}
+WITH_COPIES = [name for name, (_, copies) in FORMS.items() if copies]
+
+
+def longer(run: SavedRun) -> Path:
+    """Let the config take two steps more."""
+    path = run.folder / "run.toml"
+    text = path.read_text()
+    assert "max_steps = 2" in text
+    path.write_text(text.replace("max_steps = 2", "max_steps = 4"))
+    return path
+
+
+def go_on(run: SavedRun) -> bytes:
+    """Return the weights after two steps more."""
+    result = run.call("run", longer(run))
+    assert result.exit_code == 0, result.output
+    assert "continuing after step 2 of 4" in result.output
+    return (run.out / "final/model.safetensors").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The weights after four steps that nothing stopped.
+
+    Another processor may round the first two steps otherwise than that which wrote the golden ones: what is compared
+    is then what the simplest of the forms gives.
+    """
+    folder = tmp_path_factory.mktemp("unbroken")
+    golden, run = unpack("ram", folder / "golden"), unpack("ram", folder)
+    before = read_manifest(run.out / "checkpoints", 2).blocks
+    shutil.rmtree(run.out)
+    path = longer(run)
+    path.write_text(path.read_text().replace("save_total_limit = 2", "save_total_limit = 4"))
+    result = run.call("run", path)
+    assert result.exit_code == 0, result.output
+    now = read_manifest(run.out / "checkpoints", 2).blocks
+    if [each.xxh3_64 for each in now] != [each.xxh3_64 for each in before]:
+        return go_on(golden)
+    return (run.out / "final/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_listed_and_verified(form: str, tmp_path: Path) -> None:
+    run = unpack(form, tmp_path)
+    infos = list_checkpoints(run.out)
+    for is_copy, expected in enumerate(FORMS[form]):
+        own = [info for info in infos if info.is_copy == bool(is_copy)]
+        assert [(info.step, info.number, info.world) for info in own] == expected
+    assert [(info.step, info.is_copy) for info in infos if info.is_newest] == [(2, False)]
+    assert [info.problem for info in infos] == [None] * len(infos)
+    assert [problems for _, problems in verify_checkpoints(run.out)] == [[]] * len(infos)
+    listed = run.call("ckpt", "ls", run.out)
+    assert listed.exit_code == 0 and "a run continues from step 2" in listed.output, listed.output
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_exported(form: str, tmp_path: Path) -> None:
+    """The same bytes, whoever wrote them: what lies on drives is gone where there is a copy."""
+    run, simplest = unpack(form, tmp_path), unpack("ram", tmp_path / "simplest")
+    if form in WITH_COPIES:
+        shutil.rmtree(run.folder / "drive")
+    for folder, out in ((run, tmp_path / "exported"), (simplest, tmp_path / "expected")):
+        export_checkpoint(folder.out, out, model_folder=run.folder / "model")
+    exported, expected = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("exported", "expected"))
+    assert exported == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_continued(form: str, unbroken: bytes, tmp_path: Path) -> None:
+    run = unpack(form, tmp_path)
+    assert go_on(run) == unbroken
+    assert [(info.step, info.world) for info in list_checkpoints(run.out) if not info.is_copy] == [(3, 1), (4, 1)]
+
+
+@pytest.mark.parametrize("form", WITH_COPIES)
+def test_continued_from_the_copy(form: str, unbroken: bytes, tmp_path: Path) -> None:
+    run = unpack(form, tmp_path)
+    for gone in (run.out / "checkpoints", run.folder / "drive"):
+        shutil.rmtree(gone)
+    assert go_on(run) == unbroken
+
+
+@pytest.mark.parametrize("form", [pytest.param("one", marks=pytest.mark.slow), "ranks", "both"])
+def test_continued_by_ranks(form: str, unbroken: bytes, tmp_path: Path) -> None:
+    run = unpack(form, tmp_path)
+    ended = launch(2, longer(run))
+    assert ended.codes == [0] and "continuing after step 2 of 4" in ended.out, ended.err
+    assert (run.out / "final/model.safetensors").read_bytes() == unbroken
+    assert [(info.step, info.world) for info in list_checkpoints(run.out) if not info.is_copy] == [(3, 2), (4, 2)]

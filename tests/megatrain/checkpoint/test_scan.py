@@ -1,0 +1,94 @@
+"""What a scan finds out, in which order a run tries it, and what a save removes: with records, and golden folders."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatrain.base.names import RANKS_NAME
+from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
+from megatrain.checkpoint.document import Checkpoint, RankGeneration, in_order, read_checkpoints
+from megatrain.checkpoint.resume import find_candidates
+from megatrain.checkpoint.scan import usable_checkpoint
+from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
+from megatrain.config.load import load_config
+from megatrain.resolve import resolve_checkpoint
+from processes.golden import unpack
+from processes.saved_run import SavedRun
+from tiered import MiB, RamTier, TieredStore
+
+
+def of_one(number: int, saved_at: str) -> Checkpoint:
+    meta = {"saved_at": saved_at} if saved_at else {}
+    return Checkpoint(Path("checkpoints"), number, (RankGeneration("", number),), meta)
+
+
+def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
+    """Else a copy that is older than all of them would come first, as if it were the newest."""
+    damaged, own = of_one(3, ""), of_one(2, "2026-02")
+    for saved_at, place in (("2026-01", 2), ("2026-02", 2), ("2026-03", 1)):
+        copy = of_one(1, saved_at)
+        assert in_order([damaged, own], [copy]).index(copy) == place
+        assert in_order([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
+
+
+def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, 0, lambda item: [item], 2, print)
+    known = [of_one(number, f"2026-0{number}") for number in (1, 2, 3, 4)]
+    assert folder.newest(known, 2) == known[2:] and folder.newest(known, 0) == []
+    # One is what generations it names: of several ranks there may be one with the same number.
+    folder.best = replace(known[0], folder=tmp_path, nbytes=9)
+    assert folder.newest(known, 2) == [known[0], *known[2:]] and folder.newest(known, 0) == known[:1]
+    folder.best = replace(known[0], ranks=(RankGeneration("rank00000", 1, "0" * 16),))
+    assert folder.newest(known, 2) == known[2:]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_writer_of_one_process_knows_what_its_store_keeps(keep: int, tmp_path: Path) -> None:
+    """And which checkpoint the next commit replaces: a copy of it has to end before, also where one is kept."""
+    tiers = [RamTier(MiB, pin_memory=False)]
+    with TieredStore(tiers, path=str(tmp_path), keep_generations=keep) as store:
+        folder = CheckpointFolder(tmp_path, 0, lambda item: [item], keep, print)
+        writer, made = CheckpointWriter(folder, store, lanes=1, elements={}), []
+        for step in (1, 2, 3):
+            store.put("a", torch.full((1000,), float(step)))
+            assert writer.outgoing() == (made[-1:] if keep == 1 else made[-2:-1])
+            writer.begin()
+            meta = {"step": step}
+            made.append(writer.finish(store.commit(meta), meta))
+            assert folder.known == made[-keep:]
+            assert [each.ranks for each in read_checkpoints(tmp_path)] == [each.ranks for each in folder.known]
+    assert not (tmp_path / RANKS_NAME).exists()
+
+
+def candidates_of(run: SavedRun) -> list[Checkpoint]:
+    return find_candidates(resolve_checkpoint(load_config(run.folder / "run.toml").config), print)
+
+
+def test_a_drive_of_one_rank_is_not_there(tmp_path: Path) -> None:
+    """It may be one of another host: `ckpt` says what is not found, and a run tries it all the same."""
+    run = unpack("ranks", tmp_path)
+    gone = run.folder / "drive/rank00001"
+    shutil.rmtree(gone)
+    own, copies = (list_checkpoints(run.out)[index] for index in (slice(0, 2), slice(2, 4)))
+    for each in own:
+        (part,) = each.lost
+        assert (part.path, part.is_there) == (str(gone), False)
+        assert each.problem is not None and str(part) in each.problem
+        assert {key.rpartition("/")[2] for key in part.blocks} == {"low", "m", "v"} and part.num_blocks == 12
+    assert [each.is_newest for each in copies] == [False, True] and find_checkpoint(run.out).is_copy
+    assert [(each.step, each.is_copy) for each in candidates_of(run)] == [(2, False), (2, True), (1, False), (1, True)]
+    found = usable_checkpoint(run.out)
+    assert found is not None and not found.is_copy
+
+
+def test_a_lost_drive_of_one_process_leaves_the_copies(tmp_path: Path) -> None:
+    run = unpack("one", tmp_path)
+    shutil.rmtree(run.folder / "drive")
+    assert [(each.step, each.is_copy) for each in candidates_of(run)] == [(2, True), (1, True)]
+    found = usable_checkpoint(run.out)
+    assert found is not None and found.is_copy

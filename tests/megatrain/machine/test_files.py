@@ -1,0 +1,195 @@
+"""Plans for other machines: figures with sources, sizes and rates of that machine, and nothing of this one."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from megatrain.base.errors import ConfigError
+from megatrain.config import load_config
+from megatrain.machine import machine
+from megatrain.machine.files import MachineFileError, find_machine, machine_names, read_machine
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
+from oracles.tiered_run import EXAMPLES
+from processes.saved_run import command_group
+from tiered import GiB
+
+MODEL = EXAMPLES / "quickstart" / "model"
+WANTED = {
+    *("h200-1.5tb", "h100-512gb", "gh200", "rtx4090-128gb", "rtx5090-128gb", "rtx-pro-6000-256gb", "8xh100-2tb"),
+    *("4xrtx4090-256gb", "laptop-32gb", "dgx-spark", "cpu-server-512gb"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_asked_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where a plan for another machine looks at this one."""
+
+    def asked(*args: object, **kwargs: object) -> Any:
+        raise AssertionError("this machine was asked")
+
+    for name in ("available_ram_bytes", "total_ram_bytes", "gpu_memory_bytes", "load_profile", "file_system_of"):
+        monkeypatch.setattr(machine, name, asked)
+
+
+def config_at(folder: Path, *, drives: int = 0, more: str = "") -> Path:
+    tables = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(drives))
+    (folder / "run.toml").write_text(
+        f'task = "pretrain"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "{MODEL}"\ntrain_from_scratch = true\n'
+        f'[data]\nmax_length = 64\n[[data.train]]\npath = "text.txt"\n[training]\ntrain_batch_tokens = 256\n'
+        f"{more}{tables}"
+    )
+    return folder / "run.toml"
+
+
+def test_all_machines_can_be_used() -> None:
+    assert set(machine_names()) == WANTED
+    for name in machine_names():
+        found, (_, file) = find_machine(name), read_machine(name)
+        assert found.has_gpu == (name not in ("laptop-32gb", "cpu-server-512gb"))
+        assert found.num_published + found.num_estimated == len(list(file.figures())) >= 15, name
+        assert found.num_gpus == {"8xh100-2tb": 8, "4xrtx4090-256gb": 4}.get(name, int(found.has_gpu))
+        assert bool(file.note) == (found.num_gpus > 1 or found.unified_bytes is not None), name
+
+
+def test_every_figure_says_where_it_comes_from() -> None:
+    for name in machine_names():
+        for place, figure in read_machine(name)[1].figures():
+            assert figure.measured is None, (name, place)  # nothing of the package's machines was measured by us
+            assert len(figure.origin) > 5, (name, place)
+
+
+def test_parts_of_a_unified_memory_are_the_whole() -> None:
+    found = find_machine("dgx-spark")
+    assert found.unified_bytes == (found.gpu_bytes or 0) + found.ram_bytes
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    return tmp_path / "mine.toml"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (("[ram]", "[ram"), "is no TOML file"),
+        (('is = "24GiB"', 'is = "24"'), "gpu.memory.is"),
+        (('is = "24GiB"', "is = 24"), "has no unit"),
+        (('is = "155TFLOP/s"', 'is = "155TB/s"'), 'Write for example "794TFLOP/s"'),
+        (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is no key of a machine file"),
+        ((', source = "NVIDIA data sheet"', ""), "needs one of source, estimate and measured"),
+        (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is no key of a machine file"),
+        (("in_use =", "# in_use ="), "ram.in_use: is missing"),
+    ],
+)
+def test_a_broken_file_is_named_in_one_message(broken: Path, change: tuple[str, str], says: str) -> None:
+    text = (Path(machine.__file__).parent / "machines" / "rtx4090-128gb.toml").read_text()
+    assert change[0] in text
+    broken.write_text(text.replace(*change, 1))
+    with pytest.raises(MachineFileError) as caught:
+        find_machine(str(broken))
+    assert says in str(caught.value) and str(broken) in str(caught.value) and "\n" not in str(caught.value).strip()
+
+
+def test_an_unknown_name_lists_the_machines(tmp_path: Path) -> None:
+    done = call("plan", config_at(tmp_path), "--machine", "h200")
+    assert done.exit_code == 2 and "Traceback" not in done.output
+    assert 'Did you mean "h200-1.5tb"?' in done.output and all(name in done.output for name in WANTED)
+    both = call("plan", config_at(tmp_path), "--machine", "gh200", "--measure")
+    assert both.exit_code == 2 and "use one of them" in both.output
+
+
+def call(*words: object) -> Any:
+    return CliRunner().invoke(command_group(), [str(word) for word in words])
+
+
+def test_sizes_left_to_the_machine_are_those_of_the_machine(tmp_path: Path) -> None:
+    there = find_machine("rtx4090-128gb")
+    plan = plan_run(resolve(load_config(config_at(tmp_path, drives=2)).config, there))
+    assert plan.device.type == "cuda" and plan.graph.dtype == torch.bfloat16
+    assert plan.run.traced_on.type == "cpu"
+    assert plan.budgets["gpu"] == 24 * GiB - 24 * GiB // 20  # less the margin
+    assert plan.budgets["ram"] == 122 * GiB - 128 * GiB // 20  # less what is in use there, too
+    assert plan.budgets["nvme"] == 2 * (4 * 10**12 - 4 * 10**12 // 20)
+    assert plan.objections == () and plan.fits
+    assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
+    assert (
+        "predicted for rtx4090-128gb" in plan.estimate.notes[-1] and "nothing was measured" in plan.estimate.notes[-1]
+    )
+    assert plan.run.tiers.rates == (5e9, 5e9)
+
+
+def test_a_model_that_stays_in_its_folder_is_read_from_the_first_drive(tmp_path: Path) -> None:
+    """Of a folder that has a config.json alone: a plan needs no weights."""
+    more = '[lora]\nr = 4\ntarget_modules = ["q_proj"]\n[placement]\nweights = ["folder"]\n'
+    more += '[tiers.gpu]\nsize = "3400KiB"\n[tiers.ram]\nsize = "13MiB"\n'  # so that nothing of it waits there
+    path, there = config_at(tmp_path, more=more), find_machine("rtx4090-128gb")
+    plan = plan_run(resolve(load_config(path, (), ["model.train_from_scratch=false"]).config, there))
+    assert plan.estimate is not None and plan.estimate.step_s and not plan.estimate.unmeasured
+    rate = there.profile.drives[there.drives[0].key].read_bytes_per_s
+    assert plan.estimate.seconds["folder"] == plan.traffic["folder->ram"] / rate > 0
+
+
+def test_sizes_that_are_given_are_compared_with_the_machine(tmp_path: Path) -> None:
+    more = '[tiers.gpu]\nsize = "40GiB"\n[tiers.ram]\nsize = "1TiB"\n'
+    path = config_at(tmp_path, drives=3, more=more)
+    plan = plan_run(resolve(load_config(path, (), ["tiers.nvme.0.size=5TB"]).config, find_machine("rtx4090-128gb")))
+    found = {each.key: each for each in plan.objections}
+    assert set(found) == {"tiers.gpu.size", "tiers.ram.size", "tiers.nvme", "tiers.nvme.0.size"}
+    assert all(each.refuses and "rtx4090-128gb" in str(each) for each in found.values())
+    assert 'tiers.ram.size = "1TiB" is more than there is' in found["tiers.ram.size"].text
+    done = call("plan", path, "--machine", "rtx4090-128gb", "--set", "tiers.nvme.0.size=5TB")
+    assert done.exit_code == 0 and "fits, but not on rtx4090-128gb." in done.output
+
+
+def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
+    laptop = find_machine("laptop-32gb")
+    plan = plan_run(resolve(load_config(config_at(tmp_path)).config, laptop))
+    assert plan.device.type == "cpu" and set(plan.budgets) == {"ram"}
+    (note,) = plan.objections
+    assert not note.refuses and "laptop-32gb has 1 drives" in note.text
+    with pytest.raises(ConfigError, match="laptop-32gb has no GPU"):
+        resolve(load_config(config_at(tmp_path), (), ["device=cuda"]).config, laptop)
+
+
+def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
+    path = config_at(tmp_path, drives=2)
+    shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--what-if", "batch=512")
+    assert shown.exit_code == 0, shown.output
+    assert "fits on 4xrtx4090-256gb, as predicted." in shown.output
+    assert "with --processes 4 for each of 4" in shown.output and "batch=512" in shown.output
+    assert "doctor --config" not in shown.output and "plan --measure" not in shown.output
+    values = json.loads(call("plan", path, "--machine", "gh200", "--json").stdout)
+    assert values["machine"]["name"] == "gh200" and values["fits_this_machine"] is False  # two paths, one drive
+    assert values["estimate"]["predicted_tokens_per_s"] > 0
+
+
+def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # here this machine is what is asked
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    examine = importlib.import_module("megatrain.doctor.examine")
+    monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (1 << 20, 0.01))
+    file = tmp_path / "mine.toml"
+    done = call("doctor", drive, "--quick", "--save-profile", file)
+    assert done.exit_code == 0, done.output
+    assert f"plan CONFIG --machine {file}" in done.output
+    found, profile = find_machine(str(file)), machine.load_profile().machine
+    assert profile is not None and found.num_published == found.num_estimated == 0
+    assert "measured there by doctor" in found.origin
+    assert found.profile.adamw_params_per_s == pytest.approx(profile.adamw_params_per_s, rel=0.02, abs=1e4)
+    assert found.profile.ram_copy_bytes_per_s == pytest.approx(profile.ram_copy_bytes_per_s, rel=0.01)
+    (measured,), (planned,) = profile.drives.values(), found.profile.drives.values()
+    assert planned.mixed_bytes_per_s == pytest.approx(measured.mixed_bytes_per_s, rel=0.01, abs=1e5)
+    plan = plan_run(resolve(load_config(config_at(tmp_path, drives=1), (), ["device=cpu"]).config, found))
+    assert plan.estimate is not None and plan.estimate.step_s
+    missing = call("doctor", drive, "--save-profile", tmp_path / "nowhere" / "mine.toml")
+    assert missing.exit_code == 2 and "cannot be written" in missing.output

@@ -1,0 +1,169 @@
+"""The profile: what is stored comes back, whole or not at all; what is damaged or foreign is named and not used."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatrain.machine import machine
+from megatrain.machine.machine import DriveProfile, MachineProfile, load_profile, profile_path, store_profile
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+
+
+def drive(path: str = "/somewhere", **rates: float) -> DriveProfile:
+    names = ("read", "write", "mixed", "bare_read", "bare_write", "bare_mixed")
+    values = {f"{name}_bytes_per_s": 1e9 for name in names} | rates
+    return DriveProfile(path=path, filesystem="ext4", measured_at=NOW, is_quick=True, is_direct=True, **values)
+
+
+def make_machine(**changes: object) -> MachineProfile:
+    values: dict[str, object] = {
+        "host": platform.node(),
+        "cpu": machine.cpu_name(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "measured_at": NOW,
+        "is_quick": False,
+        "num_threads": 2,
+        "ram_read_bytes_per_s": 3e10,
+        "ram_copy_bytes_per_s": 2e10,
+        "ram_update_bytes_per_s": 2e10,
+        "adamw_params_per_s": {"float32": 1e9},
+        "matmul_flops_per_s": {"cpu/float32": 1e11},
+        "drives": {"1:2 /dev/x": drive()},
+    }
+    return MachineProfile.model_validate(values | changes)
+
+
+def test_what_is_stored_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "profile.json"
+    assert load_profile(path).machine is None
+    assert load_profile(path).note is None
+    stored = make_machine()
+    assert store_profile(stored, path) == path
+    assert load_profile(path).machine == stored
+    assert os.listdir(path.parent) == ["profile.json"]
+    assert json.loads(path.read_text())["version"] == 1
+
+
+def test_the_file_lies_in_the_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert profile_path() == tmp_path / "megatrain-tier" / "profile.json"
+    monkeypatch.setenv("HOME", "/home/somebody")
+    for not_absolute in ("", "cache"):
+        monkeypatch.setenv("XDG_CACHE_HOME", not_absolute)
+        assert profile_path() == Path("/home/somebody/.cache/megatrain-tier/profile.json")
+
+
+def test_other_machines_and_other_drives_stay(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    store_profile(make_machine(host="another"), path)
+    store_profile(make_machine(), path)
+    store_profile(make_machine(drives={"3:4 /dev/y": drive("/y")}, num_threads=7), path)
+    loaded = load_profile(path).machine
+    assert loaded is not None
+    assert sorted(loaded.drives) == ["1:2 /dev/x", "3:4 /dev/y"]
+    assert loaded.num_threads == 7
+    assert len(json.loads(path.read_text())["machines"]) == 2
+
+
+def test_the_figures_of_another_machine_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    store_profile(make_machine(host="another", ram_bytes=7 << 30), path)
+    loaded = load_profile(path)
+    assert loaded.machine is None
+    assert loaded.note is not None
+    assert "another" in loaded.note and "7 GiB" in loaded.note
+
+
+DAMAGED = {
+    "empty": b"",
+    "cut off": b'{"format": "megatrain-tier pro',
+    "not json": b"\xff\xfe\x00hello",
+    "list": b"[]",
+    "foreign": b'{"format": "something else", "machines": {}}',
+    "newer": b'{"format": "megatrain-tier profile", "version": 2, "machines": {}}',
+    "deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("contents", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_file_is_named_and_replaced(tmp_path: Path, contents: bytes) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(contents)
+    loaded = load_profile(path)
+    assert loaded.machine is None
+    assert loaded.note is not None and loaded.note.startswith(f"{path} is not used: ")
+    store_profile(make_machine(), path)
+    assert load_profile(path).machine == make_machine()
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("inf"), float("nan")])
+def test_a_rate_that_is_none_makes_the_file_damaged(tmp_path: Path, rate: object) -> None:
+    path = tmp_path / "profile.json"
+    store_profile(make_machine(), path)
+    values = json.loads(path.read_text())
+    next(iter(values["machines"].values()))["ram_read_bytes_per_s"] = rate
+    path.write_text(json.dumps(values))
+    loaded = load_profile(path)
+    assert loaded.machine is None
+    assert (loaded.note is not None and "ram_read_bytes_per_s" in loaded.note) or rate != rate or rate == float("inf")
+
+
+def test_a_folder_in_its_place_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "profile.json").mkdir()
+    loaded = load_profile(tmp_path / "profile.json")
+    assert loaded.machine is None
+    assert loaded.note is not None and "Is a directory" in loaded.note
+
+
+def test_a_failed_store_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "profile.json"
+    store_profile(make_machine(), path)
+
+    def refuse(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(OSError, match="No space"):
+        store_profile(make_machine(num_threads=9), path)
+    assert load_profile(path).machine == make_machine()
+    assert os.listdir(tmp_path) == ["profile.json"]
+
+
+def test_the_drive_of_a_path(tmp_path: Path) -> None:
+    here = machine.file_system_of(tmp_path)
+    number = tmp_path.stat().st_dev
+    assert here.device == f"{os.major(number)}:{os.minor(number)}"
+    assert here == machine.file_system_of(tmp_path / "not" / "made" / "yet")
+    known = make_machine(drives={here.key: drive(str(tmp_path))})
+    assert known.drive_of(tmp_path / "later") == drive(str(tmp_path))
+    assert make_machine().drive_of(tmp_path) is None
+
+
+def test_mounts_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
+    folder = tmp_path / "with space"
+    folder.mkdir()
+    mounts = tmp_path / "mountinfo"
+    point = str(folder.resolve()).replace(" ", "\\040")
+    mounts.write_text(
+        "21 1 8:1 / / rw - ext4 /dev/root rw\n"
+        f"22 21 8:2 / {point} rw,relatime shared:1 master:2 - xfs /dev/my\\040disk rw\n"
+        "23 21 8:3 / /elsewhere rw - btrfs /dev/other rw\n"
+        "a line of another kind\n"
+    )
+    found = machine.file_system_of(folder, mounts)
+    assert (found.kind, found.source, found.mount_point) == ("xfs", "/dev/my disk", str(folder.resolve()))
+    assert machine.file_system_of(tmp_path, mounts).kind == "ext4"
+    assert machine.file_system_of(tmp_path, tmp_path / "none").kind == "unknown"
+
+
+def test_age() -> None:
+    assert machine.age_days(datetime.now(UTC) - timedelta(days=31)) == pytest.approx(31, abs=0.01)
+    assert machine.age_days(datetime.now(UTC) + timedelta(days=1)) == 0

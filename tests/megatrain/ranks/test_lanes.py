@@ -1,0 +1,91 @@
+"""The tree in which lanes are added: a function of their number alone, whoever has which of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatrain.ranks.lanes import (
+    Subtree,
+    lane_of,
+    lanes_of_rank,
+    micro_batches_of_lane,
+    micro_batches_of_rank,
+    most_open_sums,
+    num_merges,
+    split,
+    subtrees,
+    total,
+)
+
+ALL_WORLDS = [(num_ranks, num_lanes) for num_lanes in range(1, 17) for num_ranks in range(1, num_lanes + 1)]
+
+
+@given(st.integers(1, 16), st.integers(1, 200))
+def test_every_micro_batch_is_in_one_lane_and_on_one_rank(num_lanes: int, num_micro_batches: int) -> None:
+    lanes = [micro_batches_of_lane(lane, num_lanes, num_micro_batches) for lane in range(num_lanes)]
+    assert [number for lane in lanes for number in lane] == list(range(num_micro_batches))
+    assert max(map(len, lanes)) - min(map(len, lanes)) <= 1
+    for number in range(num_micro_batches):
+        assert number in lanes[lane_of(number, num_lanes, num_micro_batches)]
+    for num_ranks in range(1, num_lanes + 1):
+        ranks = [micro_batches_of_rank(rank, num_ranks, num_lanes, num_micro_batches) for rank in range(num_ranks)]
+        assert [number for rank in ranks for number in rank] == list(range(num_micro_batches))
+        if num_micro_batches >= num_lanes:
+            assert all(ranks)
+
+
+@pytest.mark.parametrize(("num_lanes", "expected"), [(2, 1), (3, 2), (4, 2), (5, 4), (6, 4), (8, 4), (9, 8)])
+def test_left_half_is_a_power_of_two(num_lanes: int, expected: int) -> None:
+    assert split(0, num_lanes) == expected
+    assert split(3, 3 + num_lanes) == 3 + expected
+
+
+def test_lanes_taken_in_order_leave_the_sums_of_the_ranks_subtrees() -> None:
+    """For all numbers of lanes and ranks, sums of text say what was added to what."""
+
+    def add(left: str, right: str) -> str:
+        return f"({left}+{right})"
+
+    for num_ranks, num_lanes in ALL_WORLDS:
+        sums: dict[Subtree, str] = {}
+        for rank in range(num_ranks):
+            own = lanes_of_rank(rank, num_ranks, num_lanes)
+            opened: list[str] = []
+            most = 0
+            for lane in own:
+                opened.append(str(lane))
+                most = max(most, len(opened))
+                for _ in range(num_merges(lane, num_lanes, own)):
+                    right = opened.pop()
+                    opened.append(add(opened.pop(), right))
+            assert most == most_open_sums(num_lanes, own), (num_ranks, num_lanes, rank)
+            sums.update(zip(subtrees(0, num_lanes, own.start, own.stop), opened, strict=True))
+        by_one = total(0, num_lanes, {(lane, lane + 1): str(lane) for lane in range(num_lanes)}, add)
+        assert total(0, num_lanes, sums, add) == by_one, (num_ranks, num_lanes)
+
+
+@pytest.mark.parametrize(("num_lanes", "open_sums"), [(1, 1), (2, 2), (4, 3), (8, 4), (16, 5)])
+def test_open_sums_of_one_rank_are_the_depth_of_the_tree(num_lanes: int, open_sums: int) -> None:
+    assert most_open_sums(num_lanes) == open_sums
+    # A rank with a subtree of its own needs as many as if there were no other lanes.
+    for num_ranks in (2, 4, 8):
+        if num_ranks <= num_lanes:
+            own = lanes_of_rank(num_ranks - 1, num_ranks, num_lanes)
+            assert most_open_sums(num_lanes, own) == most_open_sums(num_lanes // num_ranks)
+
+
+def test_numbers_are_the_same_for_every_number_of_ranks() -> None:
+    numbers = np.random.default_rng(1).standard_normal((16, 500)).astype(np.float32)
+    for num_lanes in (2, 5, 8, 12):
+        expected = total(0, num_lanes, {(i, i + 1): numbers[i] for i in range(num_lanes)}, np.add)
+        for num_ranks in range(1, num_lanes + 1):
+            sums: dict[Subtree, np.ndarray] = {}
+            for rank in range(num_ranks):
+                own = lanes_of_rank(rank, num_ranks, num_lanes)
+                leaves = {(i, i + 1): numbers[i] for i in own}
+                for first, stop in subtrees(0, num_lanes, own.start, own.stop):
+                    sums[first, stop] = total(first, stop, leaves, np.add)
+            assert np.array_equal(total(0, num_lanes, sums, np.add), expected), (num_ranks, num_lanes)
