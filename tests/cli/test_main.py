@@ -21,6 +21,7 @@ from click.testing import CliRunner, Result
 from megatrain.base.observer import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.data.rows_report import DataError
 from megatrain.plan.limits import Objection
+from megatrain.plan.process import ProcessMemory
 from tiered import CapacityError, GiB, MiB
 from tiered.durable.manifest import Manifest, write_manifest
 
@@ -116,6 +117,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr("megatrain.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
     monkeypatch.setattr("megatrain.plan.facts.carried_tensors", lambda config, graph: "")
+    memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
+    monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):
         monkeypatch.setattr(f"megatrain.plan.show.{function}", attrgetter(field_name))
     return asked
