@@ -41,8 +41,8 @@ from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
-from megatrain.evaluation import load_evaluation_sets
 from megatrain.resolve import resolve_evaluation
+from megatrain.tasks.evaluation import load_evaluation_sets
 from megatrain.trainer import Trainer
 from megatrain.verify.proof import make_plain_optimizer
 

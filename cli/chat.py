@@ -43,8 +43,8 @@ def command(
     with Spinner("loading the model") as spinner, without_collector():
         import torch
 
-        from megatrain.chat import ChatError, ChatSettings, open_chat
         from megatrain.machine.machine import available_ram_bytes, gpu_memory_bytes, resolve_device
+        from megatrain.tasks.chat import ChatError, ChatSettings, open_chat
 
         found = resolve_device(device)
         places = [(found, gpu_memory_bytes(found)[0])] if found.type == "cuda" else []

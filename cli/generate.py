@@ -94,10 +94,10 @@ def command(
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
-            from megatrain.chat import ChatSettings
             from megatrain.generation import Generator, config_for_prompts
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
+            from megatrain.tasks.chat import ChatSettings
 
             from .render import print_plan
 

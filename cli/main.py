@@ -33,8 +33,8 @@ DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 #: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.base.errors", "ConfigError", EXIT_CONFIG),
-    ("megatrain.chat", "ChatError", EXIT_CONFIG),
-    ("megatrain.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
+    ("megatrain.tasks.chat", "ChatError", EXIT_CONFIG),
+    ("megatrain.tasks.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
     ("megatrain.ranks.world", "WorldError", EXIT_CONFIG),
     ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.base.errors", "UnsupportedModelError", EXIT_CONFIG),

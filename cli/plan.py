@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from megatrain.evaluation import EvaluationSpec
     from megatrain.plan.measure import PlanTimer
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.simulate import SimulatedStep
+    from megatrain.tasks.evaluation import EvaluationSpec
     from megatrain.what_if import Alternative, RunLength
 
 
@@ -308,7 +308,7 @@ def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
 
 def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     """Return what is evaluated, and when; of averages, which are more bytes than weights, what a pass moves."""
-    from megatrain.evaluation import plans_of_evaluations, traffic_of_passes
+    from megatrain.tasks.evaluation import plans_of_evaluations, traffic_of_passes
     from tiered.units import format_size
 
     sets, val_size = [source.name for source in spec.sources], plan.run.data.val_size

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
@@ -32,7 +31,6 @@ from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
-from megatrain.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.machine import machine
 from megatrain.models.adapters import AdapterError
 from megatrain.models.checkpoint_names import ConversionError
@@ -63,6 +61,8 @@ from megatrain.resolve import (
     resolve_tiers,
 )
 from megatrain.run.loggers import check_loggers
+from megatrain.tasks.advice import model_warnings, schedule_warnings
+from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.tiers import check_drives
 from megatrain.trainer import (
     check_positions,

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import RESOLVED_NAME, run_of_final, trained_model
 from megatrain.base.observer import RunObserver
-from megatrain.chat import ChatError, ChatSettings, prompt_tokens
 from megatrain.config.problems import find_ungenerable
 from megatrain.config.resolved import load_run, with_packing
 from megatrain.config.schema import RunConfig, TrainingConfig
-from megatrain.continuation import Continuation
 from megatrain.models.adapters import ADAPTER_CONFIG, base_of_adapter
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse
 from megatrain.resolve import resolve
+from megatrain.tasks.chat import ChatError, ChatSettings, prompt_tokens
+from megatrain.tasks.continuation import Continuation
 from megatrain.trainer import Trainer, tokenizer_of
 
 if TYPE_CHECKING:

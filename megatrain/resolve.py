@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.base.errors import ConfigError, Problem
-from megatrain.best import BestSpec
+from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
@@ -22,7 +22,6 @@ from megatrain.data.sources import Source
 from megatrain.engine.objective import Distillation, Objective
 from megatrain.engine.preferences import PreferenceLoss
 from megatrain.engine.program import KINDS, Kind
-from megatrain.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.machine import machine
 from megatrain.machine.machine import DriveSpec, TierSpecs
 from megatrain.models.adapters import LoraSpec
@@ -36,6 +35,7 @@ from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.ranks.group import DistributedSpec
 from megatrain.run.loggers import LoggingSpec
+from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import psutil
 import torch
 
-from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.base.progress import Activity
 from megatrain.base.timeline import TIMELINE_NAME, Timeline
-from megatrain.best import Best, MetricError
+from megatrain.checkpoint.best import Best, MetricError
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.drive_folders import describe_drives
@@ -62,7 +61,6 @@ from megatrain.engine.ranked import RankedStepEngine, describe_collectives
 from megatrain.engine.step import StepEngine, StepResult, weight_is_split
 from megatrain.engine.trace import step_flops
 from megatrain.engine.visit import LayerCompiler
-from megatrain.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.export import export_checkpoint
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_merge, check_target, export_adapter, export_model
@@ -78,13 +76,15 @@ from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
-from megatrain.reference import RECORD, Reference
 from megatrain.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
 from megatrain.run.folder import RunFolder, open_to_all
 from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
 from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
+from megatrain.tasks.advice import model_warnings, schedule_warnings
+from megatrain.tasks.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.reference import RECORD, Reference
 from megatrain.tiers import (
     check_drives,
     claim_folders,
@@ -110,12 +110,12 @@ from tiered.units import format_duration, format_size
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.best import BestSpec
+    from megatrain.checkpoint.best import BestSpec
     from megatrain.config.schema import RunConfig
-    from megatrain.evaluation import EvaluationSet
     from megatrain.models.export import WeightSource as ExportSource
     from megatrain.models.graph import ModelSpec
     from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.tasks.evaluation import EvaluationSet
     from tiered import StoreStats, TieredStore
 
 __all__ = ["Trainer"]

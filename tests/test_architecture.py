@@ -70,9 +70,9 @@ RESTRICTED = {
     "triton": ("megatrain/engine/triton_kernels.py", "megatrain/optim/triton_kernels.py"),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
     "transformers": (
-        "megatrain/chat.py",
+        "megatrain/tasks/chat.py",
         "megatrain/data/",
-        "megatrain/continuation.py",
+        "megatrain/tasks/continuation.py",
         "megatrain/embed/integrations/hf.py",
         "megatrain/engine/",
         "megatrain/optim/matrices.py",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import RunSummary
-from megatrain.best import Best
+from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints
 from megatrain.checkpoint.scan import Lost, scan
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
@@ -23,7 +23,7 @@ from tiered.errors import GenerationError, NewerFormatError
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.best import BestSpec
+    from megatrain.checkpoint.best import BestSpec
 
 
 __all__ = [

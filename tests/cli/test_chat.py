@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain import chat as chats
-from megatrain.chat import ChatSettings, open_chat
+from megatrain.tasks.chat import ChatSettings, open_chat
 from processes.saved_run import SavedRun, make_run
 
 TEMPLATE = (

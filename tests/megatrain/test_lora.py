@@ -18,13 +18,13 @@ from transformers import AutoTokenizer
 
 from megatrain.base.observer import RunObserver, RunSummary, StepMetrics
 from megatrain.base.precision import high_half
-from megatrain.chat import ChatSettings
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
 from megatrain.models.adapters import AdapterError
 from megatrain.models.export import ExportTargetError
+from megatrain.tasks.chat import ChatSettings
 from megatrain.trainer import Trainer
 from oracles.peft_model import opened
 from oracles.tiered_run import config_text, run_config, write_tiny_model

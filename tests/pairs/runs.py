@@ -28,11 +28,11 @@ from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.config import RunConfig, load_config
-from megatrain.evaluation import traffic_of_passes
 from megatrain.models import experts as model_experts
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.ranks.group import RankGroup
 from megatrain.scoring import Scorer
+from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.trainer import Trainer
 from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row

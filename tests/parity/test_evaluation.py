@@ -24,7 +24,6 @@ from megatrain.config import load_config
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
 from megatrain.export import export_checkpoint
 from megatrain.models.graph import build_graph
 from megatrain.plan.forward import plan_averages
@@ -36,6 +35,7 @@ from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
 from megatrain.resolve import resolve_evaluation
 from megatrain.run.loggers import last_evaluations
+from megatrain.tasks.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
 from megatrain.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, evaluate

@@ -20,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.base.layout import views
 from megatrain.base.observer import RunObserver, StepMetrics
-from megatrain.chat import ChatSettings
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.engine.forward import LayerRunner
@@ -40,6 +39,7 @@ from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.resolve import resolve
 from megatrain.scoring import Scorer, ScoreSummary
+from megatrain.tasks.chat import ChatSettings
 from megatrain.trainer import Trainer
 from megatrain.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config

@@ -15,11 +15,11 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.base.errors import ConfigError, UnsupportedModelError
-from megatrain.chat import ChatError, ChatSettings
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.trace import trace_generation
 from megatrain.generation import Generator, config_of_folder, generate
 from megatrain.models.graph import build_graph
+from megatrain.tasks.chat import ChatError, ChatSettings
 from oracles.families import FAMILIES, tiny_config
 from oracles.huggingface import build_model
 

@@ -16,9 +16,9 @@ import torch
 from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
 from megatrain.data.rows_report import DataError
-from megatrain.evaluation import traffic_of_passes
 from megatrain.plan.plan import Plan
-from megatrain.reference import FOLDER_NAME, Reference, num_reference_passes
+from megatrain.tasks.evaluation import traffic_of_passes
+from megatrain.tasks.reference import FOLDER_NAME, Reference, num_reference_passes
 from megatrain.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, write_tiny_model
 from tiered import checksum

@@ -22,7 +22,6 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.evaluation import deal_micro_batches
 from megatrain.machine.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import DoesNotFitError
@@ -30,6 +29,7 @@ from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
 from megatrain.resolve import resolve
+from megatrain.tasks.evaluation import deal_micro_batches
 from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
 from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
 

@@ -223,14 +223,14 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
     """Evaluate the sets of the config, and note what that gives and moves."""
     from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
-    from megatrain.evaluation import (
+    from megatrain.resolve import resolve_evaluation
+    from megatrain.tasks.evaluation import (
         Evaluator,
         load_evaluation_sets,
         make_samplers,
         plans_of_evaluations,
         traffic_of_passes,
     )
-    from megatrain.resolve import resolve_evaluation
 
     plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
     tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
 from megatrain.base.observer import EvaluationMetrics
-from megatrain.best import Best, BestSpec, MetricError
+from megatrain.checkpoint.best import Best, BestSpec, MetricError
 from megatrain.checkpoint.catalog import list_checkpoints
 from processes.saved_run import SavedRun, make_run
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.errors import ConfigError
-from megatrain.best import Best
+from megatrain.checkpoint.best import Best
 from megatrain.ranks.messages import MessageError, decode, encode
 from megatrain.ranks.world import WorldError
 
@@ -130,10 +130,10 @@ class OwnRecord:
         {"record": [["megatrain.ranks.launch", "subprocess.Popen"], []]},
         {"record": [["megatrain.ranks.launch", "launch"], []]},
         {"record": [["megatrain.ranks.world", "Path"], []]},
-        {"record": [["megatrain.best", "Best"], [["__class__", "x"]]]},
+        {"record": [["megatrain.checkpoint.best", "Best"], [["__class__", "x"]]]},
         {"record": [[OwnRecord.__module__, "OwnRecord"], [["name", "x"]]]},
-        {"named": [["megatrain.best", "Best"], []]},
-        {"enum": [["megatrain.best", "Best"], "x"]},
+        {"named": [["megatrain.checkpoint.best", "Best"], []]},
+        {"enum": [["megatrain.checkpoint.best", "Best"], "x"]},
         {"error": [["builtins", "eval"], ["1"], []]},
         {"error": [["builtins", "SystemExit"], ["1"], []]},
         {"error": [["builtins", "KeyboardInterrupt"], [], []]},

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.base.progress import Activity
-from megatrain.chat import ChatSettings, generation_options
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import StoreAccess
 from megatrain.optim.threads import KernelThreads
+from megatrain.tasks.chat import ChatSettings, generation_options
 from megatrain.tiers import set_schedule
 
 if TYPE_CHECKING:

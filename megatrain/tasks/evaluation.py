@@ -17,8 +17,6 @@ import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.observer import EvaluationMetrics, RunObserver, Sample
-from megatrain.chat import ChatSettings
-from megatrain.continuation import Continuation, StoppedError
 from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, load_dataset
 from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
@@ -32,6 +30,8 @@ from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.ranks.collectives import Collectives
+from megatrain.tasks.chat import ChatSettings
+from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tiers import room_lent, set_schedule
 
 if TYPE_CHECKING:

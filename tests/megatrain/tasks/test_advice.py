@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.advice import model_warnings, schedule_warnings
 from megatrain.config import RunConfig, load_config
 from megatrain.models.graph import ModelGraph, build_graph
 from megatrain.resolve import resolve
+from megatrain.tasks.advice import model_warnings, schedule_warnings
 
-MODEL = Path(__file__).parents[2] / "examples/quickstart/model"
+MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
 
 @pytest.fixture(scope="module")
