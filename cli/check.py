@@ -17,7 +17,7 @@ from .options import config_options, json_option
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
-    from megatrain.checkup import Finding
+    from megatrain.checkup import CheckResult
 
 _EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
 _ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
@@ -71,7 +71,7 @@ def command(
     return code
 
 
-def _print(finding: Finding) -> None:
+def _print(finding: CheckResult) -> None:
     width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _PLAIN_WIDTH
     lines = finding.text.splitlines() or [""]
     indent = " " * 21

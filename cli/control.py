@@ -23,7 +23,7 @@ from .options import json_option
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from megatrain.base.owner import Owner
+    from megatrain.base.owner import LockHolder
     from megatrain.checkpoint.document import Checkpoint
     from megatrain.run.status import RunStatus
 
@@ -94,7 +94,7 @@ class _Seen:
     """
 
     path: Path
-    owner: Owner | None
+    owner: LockHolder | None
     status: RunStatus | None
     saved_step: int | None
     drive_bytes: dict[Path, int]
@@ -474,7 +474,7 @@ def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
     )
 
 
-def _wait_for_handler(run: Path, owner: Owner, timeout_s: float) -> RunStatus:
+def _wait_for_handler(run: Path, owner: LockHolder, timeout_s: float) -> RunStatus:
     """Wait until a run handles SIGUSR1, which ends a process without a handler; return its status.
 
     Raises:
@@ -550,7 +550,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 # -- shared --------------------------------------------------------------------------------------------------------
 
 
-def _require_owner(run: Path) -> Owner:
+def _require_owner(run: Path) -> LockHolder:
     """Return the living process of a run; without one end the command, saying how the run ended."""
     from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
@@ -567,7 +567,7 @@ def _not_a_run(run: Path) -> str:
     return f"'{run}' is not the folder of a run. Give the output_dir of one"
 
 
-def _own_status(run: Path, owner: Owner) -> RunStatus | None:
+def _own_status(run: Path, owner: LockHolder) -> RunStatus | None:
     """Return the status that the living process wrote; None while that of an earlier run is there."""
     from megatrain.run.status import read_status
 

@@ -105,7 +105,7 @@ _EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """One thing that was looked at.
 
     Attributes:
@@ -122,11 +122,11 @@ class Finding:
     kind: Kind | None = None
 
 
-def problem(subject: str, error: Exception) -> Finding:
+def problem(subject: str, error: Exception) -> CheckResult:
     """Return the finding behind an expected error."""
     kind = next(kind for errors, kind in _KIND_OF if isinstance(error, errors))
     text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
-    return Finding(subject, "problem", text, kind)
+    return CheckResult(subject, "problem", text, kind)
 
 
 def check_run(
@@ -136,7 +136,7 @@ def check_run(
     on_progress: Callable[[str], None] = lambda what: None,
     *,
     reads_weights: bool = True,
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Yield what is found, part by part.
 
     Args:
@@ -151,17 +151,17 @@ def check_run(
     except ConfigError as error:
         config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
         for each in (*error.problems, *further):
-            yield Finding("config", "problem", f"{each.where or path}: {each}", "config")
+            yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
         if config is None:
-            yield Finding(
+            yield CheckResult(
                 "rest", "note", "looked at once these are mended: model, data, plan and checkpoints need them"
             )
             return
         yield from _Checkup(config, on_progress, is_whole=False, reads_weights=False).look()
         return
-    yield Finding("config", "ok", f"{path}: no mistake in it")
+    yield CheckResult("config", "ok", f"{path}: no mistake in it")
     for warning in loaded.warnings:
-        yield Finding("config", "note", warning)
+        yield CheckResult("config", "note", warning)
     yield from _Checkup(loaded.config, on_progress, is_whole=True, reads_weights=reads_weights).look()
 
 
@@ -225,8 +225,8 @@ class _Checkup:
         self._device: torch.device | None = None
         self._weight_names: Sequence[str] = ()
 
-    def look(self) -> Iterator[Finding]:
-        parts: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    def look(self) -> Iterator[CheckResult]:
+        parts: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
             ("loggers", self._look_at_loggers),
             ("model", self._look_at_model),
             ("tokenizer", self._look_at_tokenizer),
@@ -250,23 +250,23 @@ class _Checkup:
             except _EXPECTED as error:
                 yield problem(subject, error)
         if not self._is_whole:
-            yield Finding("plan", "note", "not made before the config is right")
+            yield CheckResult("plan", "note", "not made before the config is right")
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
-    def _look_at_loggers(self) -> Iterator[Finding]:
+    def _look_at_loggers(self) -> Iterator[CheckResult]:
         try:
             check_loggers(resolve_logging(self._config))
         except ConfigError as error:
             for each in error.problems:
-                yield Finding("loggers", "problem", str(each), "config")
+                yield CheckResult("loggers", "problem", str(each), "config")
 
-    def _look_at_model(self) -> Iterator[Finding]:
+    def _look_at_model(self) -> Iterator[CheckResult]:
         config, table, model = self._config, self._config.model, resolve_model(self._config)
         device = machine.resolve_device("auto" if config.device == "cuda" else config.device)
         if config.device == "cuda" and device.type != "cuda":
             text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
-            yield Finding("device", "problem", text, "config")
+            yield CheckResult("device", "problem", text, "config")
             self._is_planned = False
         self._device = device
         dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
@@ -275,44 +275,44 @@ class _Checkup:
         self._graph = graph
         size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
         if table.train_from_scratch:
-            yield Finding("model", "ok", f"{size}, from random weights")
+            yield CheckResult("model", "ok", f"{size}, from random weights")
         elif model.hub is not None and (missing := missing_weights(model.hub)):
             nbytes = format_size(sum(missing.values()))
             text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
-            yield Finding("model", "ok", text)
+            yield CheckResult("model", "ok", text)
         else:
             carried = open_loader(folder, graph).origin.carried
             records = ModelFolder(folder).records.values()
             files = {record.file for record in records}
             nbytes = format_size(sum(record.nbytes for record in records))
             text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
-            yield Finding("model", "ok", text)
+            yield CheckResult("model", "ok", text)
             self._weight_names = [name for name in ModelFolder(folder).records if name not in set(carried.names)]
             if carried.names:
-                yield Finding("model", "note", f"{carried}. An export copies them: keep this folder")
+                yield CheckResult("model", "note", f"{carried}. An export copies them: keep this folder")
         try:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
-            yield from (Finding("model", "problem", str(each), "config") for each in error.problems)
+            yield from (CheckResult("model", "problem", str(each), "config") for each in error.problems)
         for text in model_warnings(model, config.data.max_length, resolve_optimizer(config.optimizer), graph):
-            yield Finding("model", "warning", text)
+            yield CheckResult("model", "warning", text)
 
-    def _look_at_tokenizer(self) -> Iterator[Finding]:
+    def _look_at_tokenizer(self) -> Iterator[CheckResult]:
         table = self._config.model
         try:
             model = resolve_model(self._config)
             if self._graph is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
                 read_config(model.folder)  # transformers reads it for the tokenizer too
         except ModelFolderError:
-            yield Finding("tokenizer", "note", "not looked at before the model's config.json is right")
+            yield CheckResult("tokenizer", "note", "not looked at before the model's config.json is right")
             return
         self._tokenizer = tokenizer_of(model)
         template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
-        yield Finding("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
+        yield CheckResult("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
 
-    def _look_at_data(self) -> Iterator[Finding]:
+    def _look_at_data(self) -> Iterator[CheckResult]:
         if self._tokenizer is None:
-            yield Finding("data", "note", "not looked at without a tokenizer")
+            yield CheckResult("data", "note", "not looked at without a tokenizer")
             return
         try:
             dataset = load_dataset(resolve_data(self._config), self._tokenizer)
@@ -324,30 +324,30 @@ class _Checkup:
             check_token_ids(resolve_model(self._config), dataset, self._graph)
         head = str(dataset.report).splitlines()[0]
         proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
-        yield Finding("data", "ok", f"{head}{proven}")
+        yield CheckResult("data", "ok", f"{head}{proven}")
         yield from self._preferences(dataset)
         yield from self._rows_left_out(dataset.report)
         if self._bad_rows == "drop":
             for text in check_losses(
                 dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
             ):
-                yield Finding("data", "warning", text)
+                yield CheckResult("data", "warning", text)
 
-    def _preferences(self, dataset: TokenDataset) -> Iterator[Finding]:
+    def _preferences(self, dataset: TokenDataset) -> Iterator[CheckResult]:
         """Say what the examples of preferences are, and what is seldom meant."""
         loss = resolve_preference(self._config)
         if loss is None:
             return
         count, good = len(dataset) // 2, int((dataset.roles[::2] == CHOSEN).sum())
         what = _count(count, "pair") if loss.is_paired else f"{good:,} good and {count - good:,} bad answers"
-        yield Finding("data", "ok", f"{what} for {loss.loss_type}")
+        yield CheckResult("data", "ok", f"{what} for {loss.loss_type}")
         if not loss.is_paired and not 0 < good < count:
-            yield Finding("data", "warning", "all answers are judged alike: the loss learns from the difference")
+            yield CheckResult("data", "warning", "all answers are judged alike: the loss learns from the difference")
         if loss.needs_reference:
             text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
-            yield Finding("data", "note", text)
+            yield CheckResult("data", "note", text)
 
-    def _each_source(self, error: DataError) -> Iterator[Finding]:
+    def _each_source(self, error: DataError) -> Iterator[CheckResult]:
         """Look at each source alone, so that a mistake in one does not hide those of the others."""
         assert self._tokenizer is not None
         sources = self._config.data.train
@@ -362,39 +362,39 @@ class _Checkup:
                 found.append(problem("data", each))
         yield from found or [problem("data", error)]
 
-    def _rows_left_out(self, report: DataReport) -> Iterator[Finding]:
+    def _rows_left_out(self, report: DataReport) -> Iterator[CheckResult]:
         if report.empty_files is not None and self._bad_rows == "error":
-            yield Finding("data", "problem", f"{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
+            yield CheckResult("data", "problem", f"{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
         for each in report.dropped:
             text = f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
             if self._bad_rows == "error":
-                yield Finding("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
+                yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
             else:
-                yield Finding("data", "note", text)
+                yield CheckResult("data", "note", text)
         if report.num_untrained and self._bad_rows == "error":
             text = f"{_count(report.num_untrained, 'row')} without a trained token (first: {report.first_untrained})"
-            yield Finding("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
+            yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
         for each in report.untrained_turns:
             text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
-            yield Finding("data", "note", text)
+            yield CheckResult("data", "note", text)
 
-    def _look_at_plan(self) -> Iterator[Finding]:
+    def _look_at_plan(self) -> Iterator[CheckResult]:
         if self._graph is None or not self._is_planned:
-            yield Finding("plan", "note", "not made without a model and a device for it")
+            yield CheckResult("plan", "note", "not made without a model and a device for it")
             return
         run, size = with_kept_lanes(resolve(self._config)), self._config.distributed.processes
         self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
         self._config = with_packing(with_lanes(self._config, plan.run.num_lanes), plan.run.data.packing)
         if plan.packing_warning:
-            yield Finding("plan", "warning", plan.packing_warning)
+            yield CheckResult("plan", "warning", plan.packing_warning)
         sizes = ", ".join(
             f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
             for tier, nbytes in plan.totals.items()
             if nbytes
         )
-        yield Finding("plan", "ok", f"fits: {sizes}")
+        yield CheckResult("plan", "ok", f"fits: {sizes}")
 
-    def _look_at_eval_data(self) -> Iterator[Finding]:
+    def _look_at_eval_data(self) -> Iterator[CheckResult]:
         held_out = self._config.data.val_size is not None and self._dataset is not None
         if self._plan is None or self._tokenizer is None or not (held_out or self._config.data.eval):
             return
@@ -402,37 +402,37 @@ class _Checkup:
         warnings: list[str] = []
         spec = resolve_evaluation(self._config)
         sets = load_evaluation_sets(spec, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
-        yield from (Finding("eval data", "ok", text.splitlines()[0]) for text in said)
-        yield from (Finding("eval data", "warning", text) for text in warnings)
+        yield from (CheckResult("eval data", "ok", text.splitlines()[0]) for text in said)
+        yield from (CheckResult("eval data", "warning", text) for text in warnings)
         make_samplers(spec, plans_of_evaluations(spec, self._plan), sets, self._tokenizer)
 
-    def _look_at_drives(self) -> Iterator[Finding]:
+    def _look_at_drives(self) -> Iterator[CheckResult]:
         """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""
         tiers = resolve_tiers(self._config)
         for path in drive_paths(tiers.drives):
-            yield Finding("drive", "ok", str(path))
+            yield CheckResult("drive", "ok", str(path))
         if self._device is None:
             return
         for each in find_objections(tiers, self._device) if self._plan is None else self._plan.objections:
             subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
             if each.refuses:
-                yield Finding(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
+                yield CheckResult(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
             else:
-                yield Finding(subject, "warning", str(each))
+                yield CheckResult(subject, "warning", str(each))
 
-    def _look_at_disk(self) -> Iterator[Finding]:
+    def _look_at_disk(self) -> Iterator[CheckResult]:
         folder = self._config.output_dir
         parent = machine.existing_parent(folder)
         if not _can_hold_files(parent):
             text = f"output_dir: cannot write in {parent}. Write another folder"
-            yield Finding("disk", "problem", text, "config")
+            yield CheckResult("disk", "problem", text, "config")
         check_target(folder / FINAL_NAME)
         is_usable = _can_hold_files(parent)
         for number, table in enumerate(self._config.tiers.nvme):
             parent = machine.existing_parent(table.path)
             if not _can_hold_files(parent):
                 text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
-                yield Finding("disk", "problem", text, "config")
+                yield CheckResult("disk", "problem", text, "config")
                 is_usable = False
             elif table.path.is_dir():
                 check_ours(table.path)
@@ -441,9 +441,9 @@ class _Checkup:
         check_drives(self._plan)
         count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
         what = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
-        yield Finding("disk", "ok", f"enough free for {what}")
+        yield CheckResult("disk", "ok", f"enough free for {what}")
 
-    def _look_at_steps(self) -> Iterator[Finding]:
+    def _look_at_steps(self) -> Iterator[CheckResult]:
         if self._plan is None or self._dataset is None or self._tokenizer is None:
             return
         run = self._plan.run
@@ -454,20 +454,20 @@ class _Checkup:
         except ScheduleError as error:
             yield problem("steps", error)
         for text in schedule_warnings(run.schedule, num_steps):
-            yield Finding("steps", "warning", text)
+            yield CheckResult("steps", "warning", text)
         self._num_steps, self._fingerprint = num_steps, loader.fingerprint()
         epochs = num_steps / loader.steps_per_epoch
         text = f"{_count(num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
         text += f" of {_count(loader.steps_per_epoch, 'step')} each"
-        yield Finding("steps", "ok", text)
+        yield CheckResult("steps", "ok", text)
 
-    def _look_at_checkpoints(self) -> Iterator[Finding]:
+    def _look_at_checkpoints(self) -> Iterator[CheckResult]:
         spec, dtype = resolve_checkpoint(self._config), resolve_export(self._config).dtype
         owner = living_owner(spec.output_dir)
         if owner is not None:
-            yield Finding("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+            yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
         drive_bytes = 0 if self._plan is None else self._plan.checkpoint_bytes_on_drives
-        yield from (Finding("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
+        yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
         notices: list[str] = []
         rule = resolve_best(self._config)
         try:
@@ -478,14 +478,14 @@ class _Checkup:
                 or already_done(lost.newest, self._num_steps, spec.output_dir, dtype, rule) is None
             ):
                 raise
-            yield Finding("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
             return
-        yield from (Finding("checkpoints", "note", text) for text in notices)
+        yield from (CheckResult("checkpoints", "note", text) for text in notices)
         if not candidates:
-            yield Finding("checkpoints", "ok", "none: the run starts from the model")
+            yield CheckResult("checkpoints", "ok", "none: the run starts from the model")
             return
         if self._plan is None or self._dataset is None:
-            yield Finding("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
+            yield CheckResult("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
             return
         changes: list[str] = []
         own = {"bad_rows": self._bad_rows, "cache_dir": self._cache_dir}  # those of the checkup are not the user's
@@ -498,15 +498,15 @@ class _Checkup:
             allow=False,
             on_notice=changes.append,
         )
-        yield from (Finding("checkpoints", "note", text) for text in changes)
+        yield from (CheckResult("checkpoints", "note", text) for text in changes)
         if (
             self._num_steps is not None
             and already_done(candidates[0], self._num_steps, spec.output_dir, dtype, rule) is not None
         ):
-            yield Finding("checkpoints", "note", "the run is done: raise the number of steps to train longer")
-        yield Finding("checkpoints", "ok", f"continues from {candidates[0]}")
+            yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
+        yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
 
-    def _look_at_weights(self) -> Iterator[Finding]:
+    def _look_at_weights(self) -> Iterator[CheckResult]:
         """Read the weights that a run would load: it stops at the first that is no number."""
         if not self._weight_names:
             return
@@ -520,9 +520,9 @@ class _Checkup:
             files = dict.fromkeys(str(folder.records[name].file) for name in found)
             which = f"{_count(len(found), 'tensor')} ({some(found, 3)})"
             text = f"{which} hold NaN or infinite values, in {some(list(files), 2)}. Take an undamaged model"
-            yield Finding("weights", "problem", text, "config")
+            yield CheckResult("weights", "problem", text, "config")
         else:
-            yield Finding("weights", "ok", "all are finite numbers")
+            yield CheckResult("weights", "ok", "all are finite numbers")
 
 
 def _can_hold_files(folder: Path) -> bool:

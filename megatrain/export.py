@@ -79,7 +79,7 @@ def export_checkpoint(
     check_target(Path(out).absolute(), overwrite=overwrite)
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
     model, spec = resolve_model(config), resolve_export(config)
-    source = _Source(found, on_progress, is_ema=ema)
+    source = _CheckpointWeights(found, on_progress, is_ema=ema)
     record = {"step": found.state.step, **({"ema": True} if ema else {})}
     folder = _model_folder(found, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
@@ -122,7 +122,7 @@ def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None)
     return folder
 
 
-class _Source:
+class _CheckpointWeights:
     """The master weights of a checkpoint, one layout at a time."""
 
     def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:

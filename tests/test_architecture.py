@@ -222,39 +222,6 @@ MOST_STEP_PROGRAM_FIELDS = 21
 MOST_KNOWING_THE_CONFIG = 14
 MOST_LINES_TO_READ = 5_600  # some room for mends: what shortens them is fewer features in them, not fewer comments
 MOST_VAGUE_ENTRIES = 570
-#: Class names that stand for two classes; a word has one meaning.
-OF_TWO_CLASSES = {
-    "Access",
-    "Candidate",
-    "Completion",
-    "Drive",
-    "Entry",
-    "Figure",
-    "Finding",
-    "GatheredWeights",
-    "Generator",
-    "Interception",
-    "Job",
-    "Kept",
-    "Line",
-    "Owner",
-    "Part",
-    "Piece",
-    "Place",
-    "ProcessesFailedError",
-    "Rates",
-    "Room",
-    "Segment",
-    "Setting",
-    "Size",
-    "Slot",
-    "Source",
-    "Span",
-    "Table",
-    "Turns",
-    "View",
-    "Work",
-}
 
 
 def assert_only_shrinks(found: Mapping[str, int], bounds: Mapping[str, int]) -> None:
@@ -277,8 +244,8 @@ def test_a_step_program_has_no_field_for_each_feature() -> None:
 
 
 def test_class_names_have_one_meaning() -> None:
-    found = house.names_of_two()
-    assert found == OF_TWO_CLASSES, (sorted(found - OF_TWO_CLASSES), "gone:", sorted(OF_TWO_CLASSES - found))
+    """Wherever they stand, and whoever may use them: a reader who has met one has met all of that name."""
+    assert not house.names_of_two()
 
 
 def test_entries_of_docstrings_say_what_a_thing_is() -> None:

@@ -67,7 +67,7 @@ def next_fetches(
     """
     if lookahead_bytes == 0:
         return
-    room = _Room(room_bytes, passing, buffers)
+    room = _FreeBytes(room_bytes, passing, buffers)
     ahead_bytes = 0
     settled: set[str] = set()
     for access in schedule.used_at(now):
@@ -95,7 +95,7 @@ def next_fetches(
             yield Access(tick, key, access.tier, access.mode)
 
 
-class _Room:
+class _FreeBytes:
     """Bytes of each tier that are left, while the copies of a schedule are counted.
 
     Attributes:

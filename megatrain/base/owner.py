@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatrain.base.names import LOCK_NAME
 
-__all__ = ["Owner", "UnreachableRunError", "catches_signal", "check_reachable", "living_owner", "send_signal"]
+__all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachable", "living_owner", "send_signal"]
 
 
 _OWNER = re.compile(r"process (\d+) on ([^,\s]+)")
@@ -22,7 +22,7 @@ class UnreachableRunError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class LockHolder:
     """The living process that holds the lock of a run's folder.
 
     Attributes:
@@ -36,7 +36,7 @@ class Owner:
     text: str
 
 
-def living_owner(path: Path | str) -> Owner | None:
+def living_owner(path: Path | str) -> LockHolder | None:
     """Return the process that holds the lock of a run's folder, or None; the file of a dead process is no lock.
 
     Raises:
@@ -53,13 +53,13 @@ def living_owner(path: Path | str) -> Owner | None:
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Owner(pid, host, text or "another process")
+            return LockHolder(pid, host, text or "another process")
         return None
     finally:
         os.close(fd)
 
 
-def check_reachable(path: Path | str, owner: Owner) -> None:
+def check_reachable(path: Path | str, owner: LockHolder) -> None:
     """Make sure that the owner's pid names the owner here: it may be of another machine or container.
 
     Raises:
@@ -90,7 +90,7 @@ def check_reachable(path: Path | str, owner: Owner) -> None:
     )
 
 
-def send_signal(path: Path | str, owner: Owner, number: int) -> None:
+def send_signal(path: Path | str, owner: LockHolder, number: int) -> None:
     """Send a signal to the owner of a folder.
 
     Raises:

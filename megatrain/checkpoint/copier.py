@@ -29,7 +29,7 @@ class _CancelledError(Exception):
 
 
 @dataclass
-class _Job:
+class _CopyJob:
     """One copy: its checkpoint, the thread that makes it, and what came of it."""
 
     checkpoint: Checkpoint
@@ -79,8 +79,8 @@ class CheckpointCopier:
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]
         self._copies: WholeCopies | None = None
-        self._job: _Job | None = None  # under way
-        self._next: _Job | None = None  # due after it
+        self._job: _CopyJob | None = None  # under way
+        self._next: _CopyJob | None = None  # due after it
         self._said_slow = False
         self._hurry = threading.Event()
         self._cancelled = threading.Event()
@@ -103,7 +103,7 @@ class CheckpointCopier:
         self.poll()
         if not (self._newest() != checkpoint.number if is_last else self._is_due(checkpoint.number)):
             return
-        job = _Job(checkpoint)
+        job = _CopyJob(checkpoint)
         if self._job is None:
             self._start(job)
         else:
@@ -184,14 +184,14 @@ class CheckpointCopier:
             )
         self._next = None
 
-    def _start(self, job: _Job) -> None:
+    def _start(self, job: _CopyJob) -> None:
         self._hurry.clear()
         job.stays = self._writer.begin()
         job.thread = threading.Thread(target=self._run, args=(job,), name="checkpoint-copy")
         self._job = job
         job.thread.start()
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _CopyJob) -> None:
         """Be the thread of one copy."""
         start_s = time.perf_counter()
         try:
@@ -202,7 +202,7 @@ class CheckpointCopier:
             job.error = error
         job.seconds = time.perf_counter() - start_s
 
-    def _copy(self, job: _Job) -> CopyFigures:
+    def _copy(self, job: _CopyJob) -> CopyFigures:
         if self._copies is None:
             self._copies = WholeCopies(self._path)
         copies = self._copies
@@ -226,7 +226,7 @@ class CheckpointCopier:
         self.poll()
         self._hurry.set()
 
-    def _report(self, job: _Job, moved: tuple[int, int] | None, problem: str) -> None:
+    def _report(self, job: _CopyJob, moved: tuple[int, int] | None, problem: str) -> None:
         step = job.checkpoint.step
         if moved is None:
             self._tell(

@@ -37,7 +37,7 @@ _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 # The walk
 
 
-class _Generator(GenerateJsonSchema):
+class _TomlSchema(GenerateJsonSchema):
     """Makes the JSON Schema of what a TOML file may hold: TOML has no null, and text that names a number no bounds."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
@@ -72,7 +72,7 @@ def _without_references(node: Any, tables: Mapping[str, Schema]) -> Any:
 
 def _make_schema() -> Schema:
     # Serialization: defaults are shown as they are written, "5GB" and not 5000000000.
-    made = RunConfig.model_json_schema(mode="serialization", schema_generator=_Generator)
+    made = RunConfig.model_json_schema(mode="serialization", schema_generator=_TomlSchema)
     tables = made.pop("$defs")
     whole: Schema = _without_references(made, tables)
     return whole

@@ -11,9 +11,9 @@ from functools import cached_property
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Tokenized
+from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
 from megatrain.data.images import ImageRef, Inserted
-from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, Span
+from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, MessageSpan
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
 
@@ -160,7 +160,7 @@ class RowEncoder:
             try:
                 if each.row is not None:
                     yield self._finish_conversation(each.row, each, *next(offsets))
-                elif isinstance(row, Completion):
+                elif isinstance(row, PromptCompletion):
                     yield self._finish_completion(row, ids)
                 elif isinstance(row, Document):
                     yield self._finish_document(row, ids)
@@ -182,7 +182,7 @@ class RowEncoder:
         if isinstance(row, Document):
             texts = (row.text,) if row.text else ()
             return _Texts(plain=texts) if row.is_start else _Texts(bare=texts)
-        if isinstance(row, Completion):
+        if isinstance(row, PromptCompletion):
             if not row.completion.strip():
                 return _Texts()
             return _Texts((row.prompt + row.completion, row.prompt) if row.prompt else (row.completion,))
@@ -234,7 +234,7 @@ class RowEncoder:
         trained = [not row.is_start, *([True] * len(tokens))][: len(tokens)]
         return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
-    def _finish_completion(self, row: Completion, coded: list[list[int]]) -> Encoded:
+    def _finish_completion(self, row: PromptCompletion, coded: list[list[int]]) -> Encoded:
         """Take both texts verbatim; the completion's tokens are those that follow the prompt's."""
         if not coded:
             return _encoded([], [])
@@ -282,7 +282,7 @@ class RowEncoder:
         spans = {index: _moved(span, texts.inserted) for index, span in spans.items()}
         trained = [by_default] * len(tokens)
         for span in spans.values():
-            if isinstance(span, Span):
+            if isinstance(span, MessageSpan):
                 for at in self._tokens_of(span, text, offsets, tokens, row.where):
                     trained[at] = not by_default
         reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
@@ -318,7 +318,7 @@ class RowEncoder:
             return named
         return [i for i in turns if row.flags[i] or (row.flags[i] is None and i in named)]
 
-    def _tokens_of(self, span: Span, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> range:
+    def _tokens_of(self, span: MessageSpan, text: str, offsets: Offsets, tokens: Sequence[int], where: str) -> range:
         """Return the indices of a span's tokens and its end-of-turn token, after proving that they are its text."""
         inside = _overlapping(span, offsets)
         for i in inside:
@@ -348,7 +348,7 @@ class RowEncoder:
         return range(inside[0], self._end_of_span(span, inside, text, offsets, tokens))
 
     def _end_of_span(
-        self, span: Span, inside: Sequence[int], text: str, offsets: Offsets, tokens: Sequence[int]
+        self, span: MessageSpan, inside: Sequence[int], text: str, offsets: Offsets, tokens: Sequence[int]
     ) -> int:
         """Return the index after the end-of-turn token of a span, or after its last token if there is none."""
         after = inside[-1] + 1
@@ -414,7 +414,7 @@ def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | R
     return texts
 
 
-def _overlapping(span: Span, offsets: Offsets) -> list[int]:
+def _overlapping(span: MessageSpan, offsets: Offsets) -> list[int]:
     """Return the tokens that hold a character of a span. Offsets begin in order: only those near it are looked at."""
     first = bisect_left(offsets, span.start, key=itemgetter(0))
     while first and offsets[first - 1][1] > span.start:
@@ -423,7 +423,7 @@ def _overlapping(span: Span, offsets: Offsets) -> list[int]:
     return [i for i in range(first, last) if offsets[i][0] < offsets[i][1] and offsets[i][1] > span.start]
 
 
-def _moved(span: Span | str, inserted: Sequence[Inserted]) -> Span | str:
+def _moved(span: MessageSpan | str, inserted: Sequence[Inserted]) -> MessageSpan | str:
     """Return where a span of a text is once what stands for images was put into it."""
     if isinstance(span, str):
         return span
@@ -431,7 +431,7 @@ def _moved(span: Span | str, inserted: Sequence[Inserted]) -> Span | str:
     for each in inserted:
         gained = each.after.stop - each.before.stop
         start, end = (gained if each.before.stop <= at else had for at, had in ((span.start, start), (span.end, end)))
-    return Span(span.message, span.start + start, span.end + end)
+    return MessageSpan(span.message, span.start + start, span.end + end)
 
 
 def _touching(characters: range, offsets: Offsets) -> range:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 import xxhash
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Preference, Row, Tokenized
+from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
@@ -203,7 +203,7 @@ class TokenWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CutDocument:
     """A document that was cut out of a text.
 
     Attributes:
@@ -239,7 +239,7 @@ class TextCutter:
         self._repeated: list[int] = []  # before each further piece of this text
         self._is_first = True
 
-    def cut(self, coded: Encoded) -> Iterator[Piece]:
+    def cut(self, coded: Encoded) -> Iterator[CutDocument]:
         """Yield the pieces that are whole with this part of a text, and at its end the last one."""
         trained = coded.trained
         if coded.is_start:
@@ -251,7 +251,7 @@ class TextCutter:
         self._trained += trained
         yield from self._pieces(is_end=coded.is_end and not self._joins)
 
-    def finish(self) -> Iterator[Piece]:
+    def finish(self) -> Iterator[CutDocument]:
         """Yield what is left of joined texts; the next one begins anew."""
         yield from self._pieces(is_end=True)
         self._is_first = True
@@ -259,7 +259,7 @@ class TextCutter:
     def _begins(self, tokens: Sequence[int]) -> bool:
         return list(tokens[: len(self._start_tokens)]) == self._start_tokens
 
-    def _pieces(self, *, is_end: bool) -> Iterator[Piece]:
+    def _pieces(self, *, is_end: bool) -> Iterator[CutDocument]:
         at = 0
         while True:
             ahead = self._tokens[at : at + len(self._start_tokens)]
@@ -269,7 +269,7 @@ class TextCutter:
                 break
             trained = self._trained[at:end]
             trained[0] = False  # nothing in this piece predicts it
-            yield Piece([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
+            yield CutDocument([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
             self._is_first = False
             at = min(end, len(self._tokens))
         del self._tokens[:at], self._trained[:at]
@@ -486,7 +486,7 @@ class Encoder:
         self._open_is_kept = False
         self.counts.end_source()
 
-    def _add_pieces(self, pieces: Iterable[Piece]) -> None:
+    def _add_pieces(self, pieces: Iterable[CutDocument]) -> None:
         for piece in pieces:
             if any(piece.trained):
                 begins_row = self._options.joins_texts or not self._open_is_kept
@@ -543,7 +543,7 @@ def _num_characters(row: Row | RowError) -> int:
         return _num_characters(row.answer) + (0 if row.rejected is None else _num_characters(row.rejected))
     if isinstance(row, Document):
         return len(row.text)
-    if isinstance(row, Completion):
+    if isinstance(row, PromptCompletion):
         return len(row.prompt) + len(row.completion)
     if isinstance(row, Conversation):
         return sum(len(message["content"]) for message in row.messages)
@@ -552,5 +552,5 @@ def _num_characters(row: Row | RowError) -> int:
 
 def _check_text(rows: list[Row | RowError]) -> None:
     for row in rows:
-        if isinstance(row, Conversation | Completion):
+        if isinstance(row, Conversation | PromptCompletion):
             raise DataError(row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"')

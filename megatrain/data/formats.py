@@ -62,7 +62,7 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class PromptCompletion:
     """A prompt and the text that follows it, both verbatim: no chat template is applied."""
 
     prompt: str
@@ -110,14 +110,14 @@ class Preference:
         where: file and row.
     """
 
-    answer: Conversation | Completion
-    rejected: Conversation | Completion | None
+    answer: Conversation | PromptCompletion
+    rejected: Conversation | PromptCompletion | None
     is_good: bool
     where: str
 
 
 #: What is tokenized, one text or several.
-PlainRow = Conversation | Completion | Document | Tokenized
+PlainRow = Conversation | PromptCompletion | Document | Tokenized
 Row = PlainRow | Preference
 
 
@@ -260,7 +260,7 @@ def format_of(row: Row, value: Mapping[str, Any]) -> Format:
         return "tokenized"
     if isinstance(row, Preference):
         return "preference"
-    if isinstance(row, Completion) or row.trained_from:
+    if isinstance(row, PromptCompletion) or row.trained_from:
         return "prompt_completion"
     fields = {name.strip().casefold() for name in value}
     return "messages" if "messages" in fields else "sharegpt" if "conversations" in fields else "alpaca"
@@ -386,7 +386,7 @@ def _with_prompt(
     where: str,
     names: Sequence[str],
     tools: tuple[Mapping[str, Any], ...] | None,
-) -> list[Conversation | Completion]:
+) -> list[Conversation | PromptCompletion]:
     """Return the prompt with each answer. Answers may repeat it at their start; without one, what they share is it."""
     if isinstance(answers[0], str):
         texts = [answer for answer in answers if isinstance(answer, str)]
@@ -399,7 +399,7 @@ def _with_prompt(
         for text, name in zip(texts, names, strict=True):
             if not text.strip():
                 raise RowError(where, f"`{name}` has no answer beside the prompt", reason=f"`{name}` has no answer")
-        return [Completion(prompt, text, where) for text in texts]
+        return [PromptCompletion(prompt, text, where) for text in texts]
     lists = [answer for answer in answers if not isinstance(answer, str)]
     repeats = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
     if isinstance(prompt, str):
@@ -560,7 +560,7 @@ def _prompt_completion(
             flags=flags if any(flag is not None for flag in flags) else (),
             images=images.found(folder, where),
         )
-    return Completion(_text(prompt, where, names["prompt"]), _text(completion, where, names["completion"]), where)
+    return PromptCompletion(_text(prompt, where, names["prompt"]), _text(completion, where, names["completion"]), where)
 
 
 def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -> Tokenized:

@@ -35,7 +35,7 @@ _SENTINEL = "qzsentinel"
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class MessageSpan:
     """Characters ``start`` to ``end`` of the rendered text, written by message number ``message``."""
 
     message: int
@@ -102,7 +102,7 @@ class ChatRenderer:
 
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
-    ) -> dict[int, Span | str]:
+    ) -> dict[int, MessageSpan | str]:
         """Return for each chosen assistant message its span in ``text``, without the end of turn, or why it has none.
 
         Args:
@@ -112,11 +112,11 @@ class ChatRenderer:
             chosen: indices of assistant messages.
             tools: what it was rendered with.
         """
-        found: dict[int, Span | str] = {index: EMPTY for index in chosen}
+        found: dict[int, MessageSpan | str] = {index: EMPTY for index in chosen}
         wanted = [index for index in chosen if _is_simple(messages[index]) or messages[index].get("tool_calls")]
         if not wanted:
             return found
-        view = _View(self, messages, tools, text, where)
+        view = _RenderedConversation(self, messages, tools, text, where)
         by_markers = self._by_markers(view)
         if by_markers is not None:
             found.update({index: by_markers[index] for index in wanted})
@@ -135,7 +135,7 @@ class ChatRenderer:
             found[index] = REWRITTEN if span is None else self._with_lead(view, span)
         return found
 
-    def _by_markers(self, view: _View) -> dict[int, Span | str] | None:
+    def _by_markers(self, view: _RenderedConversation) -> dict[int, MessageSpan | str] | None:
         template = self._tokenizer.get_chat_template(tools=None if view.tools is None else list(view.tools))
         if "generation %}" not in template and "generation -%}" not in template:
             return None
@@ -153,13 +153,13 @@ class ChatRenderer:
         turns = [index for index, message in enumerate(view.messages) if message["role"] == "assistant"]
         if rendered[0] != view.text or len(marks[0]) != len(turns):
             return None
-        spans: dict[int, Span | str] = {}
+        spans: dict[int, MessageSpan | str] = {}
         for index, (start, end) in zip(turns, marks[0], strict=True):
             holds = _holds(view.text[start:end], view.messages[index])
-            spans[index] = Span(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
+            spans[index] = MessageSpan(index, int(start), int(end)) if holds else OUTSIDE_MARKERS
         return spans
 
-    def _with_lead(self, view: _View, span: Span) -> Span:
+    def _with_lead(self, view: _RenderedConversation, span: MessageSpan) -> MessageSpan:
         """Add what the template puts between the generation prompt and the content, such as an empty thought.
 
         At inference the model starts after the generation prompt, so it must produce that text too. Without a
@@ -176,7 +176,7 @@ class ChatRenderer:
         if not view.text.startswith(prompt) or len(prompt) > span.start:
             return span
         if has_prompt or not view.text[len(prompt) : span.start].strip():
-            return Span(span.message, len(prompt), span.end)
+            return MessageSpan(span.message, len(prompt), span.end)
         return span
 
 
@@ -189,7 +189,7 @@ def _parts(content: str) -> Iterator[dict[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _RenderedConversation:
     """One rendered conversation."""
 
     renderer: ChatRenderer
@@ -207,7 +207,7 @@ def _is_simple(message: Message) -> bool:
     return message["role"] == "assistant" and not message.get("tool_calls") and bool(message["content"].strip())
 
 
-def _by_sentinels(view: _View, turns: Sequence[int]) -> dict[int, Span] | None:
+def _by_sentinels(view: _RenderedConversation, turns: Sequence[int]) -> dict[int, MessageSpan] | None:
     mark = _SENTINEL
     while any(mark in message["content"] for message in view.messages):
         mark += "z"
@@ -230,7 +230,7 @@ def _by_sentinels(view: _View, turns: Sequence[int]) -> dict[int, Span] | None:
     return None
 
 
-def _by_replacement(view: _View, index: int) -> Span | None:
+def _by_replacement(view: _RenderedConversation, index: int) -> MessageSpan | None:
     """Render with a sentinel in place of a turn that calls tools: what is around it is around the turn, too."""
     if not view.messages[index].get("tool_calls"):
         return None
@@ -248,10 +248,10 @@ def _by_replacement(view: _View, index: int) -> Span | None:
     others = [message["content"].strip() for message in view.messages[index + 1 :]]
     if any(other and other in view.text[len(before) : end] for other in others):
         return None  # the template shows what follows only after a call
-    return Span(index, len(before), end)
+    return MessageSpan(index, len(before), end)
 
 
-def _by_prefixes(view: _View, index: int) -> Span | None:
+def _by_prefixes(view: _RenderedConversation, index: int) -> MessageSpan | None:
     """Take what lies between the generation prompt and what the template puts after any text of this turn."""
     messages = view.messages
     try:
@@ -270,7 +270,7 @@ def _by_prefixes(view: _View, index: int) -> Span | None:
     if not (view.text.startswith(through) and through.startswith(before) and len(before) <= end):
         return None
     whole = through[len(turn) if before.startswith(turn) else len(before) : end]  # a prompt may begin the thought
-    return Span(index, len(before), end) if _holds(whole, messages[index]) else None
+    return MessageSpan(index, len(before), end) if _holds(whole, messages[index]) else None
 
 
 def _holds(written: str, message: Message) -> bool:
@@ -295,14 +295,14 @@ def _texts(value: object) -> Iterator[str]:
 
 def _put_back(
     frame: str, sentinels: Mapping[int, str], contents: Mapping[int, str], text: str
-) -> dict[int, Span] | None:
+) -> dict[int, MessageSpan] | None:
     """Replace the sentinels of a frame by contents; return where they went if that makes ``text``, else None."""
-    spans: dict[int, Span] = {}
+    spans: dict[int, MessageSpan] = {}
     built, at = "", 0
     for index, sentinel in sorted(sentinels.items(), key=lambda item: frame.index(item[1])):
         found = frame.index(sentinel)
         built += frame[at:found]
-        spans[index] = Span(index, len(built), len(built) + len(contents[index]))
+        spans[index] = MessageSpan(index, len(built), len(built) + len(contents[index]))
         built += contents[index]
         at = found + len(sentinel)
     return spans if built + frame[at:] == text else None

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
-from megatrain.data.encoding import LONE_ANSWER, Piece, TextCutter
-from megatrain.data.formats import Completion, Conversation, Document, PlainRow, Preference, Row
+from megatrain.data.encoding import LONE_ANSWER, CutDocument, TextCutter
+from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row
 from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
@@ -26,7 +26,7 @@ _LARGEST_PREVIEW = 4096  # tokens shown of a row that is text; a whole book woul
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class TextRun:
     """Neighbouring tokens that are all trained or all not, as text with special tokens shown."""
 
     text: str
@@ -53,7 +53,7 @@ class RowPreview:
     number: int
     where: str
     kind: str
-    segments: tuple[Segment, ...]
+    segments: tuple[TextRun, ...]
     num_tokens: int
     num_trained: int
     num_tokens_before: int
@@ -151,7 +151,7 @@ def _preview(
     )
 
 
-def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[Piece]:
+def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDocument]:
     """Return the start of a text as it is trained: its pieces, one after the other, each with what begins it."""
     start = replace(
         coded, tokens=coded.tokens[:_LARGEST_PREVIEW], trained=coded.trained[:_LARGEST_PREVIEW], is_end=True
@@ -170,17 +170,17 @@ def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
 def _kind(row: PlainRow) -> str:
     if isinstance(row, Conversation):
         return "conversation"
-    if isinstance(row, Completion):
+    if isinstance(row, PromptCompletion):
         return "prompt and completion"
     return "text" if isinstance(row, Document) else "tokens"
 
 
-def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[Segment, ...]:
+def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[TextRun, ...]:
     segments = []
     for is_trained, group in itertools.groupby(zip(tokens, trained, strict=True), key=lambda pair: pair[1]):
         ids = [token for token, _ in group]
         text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        segments.append(Segment(str(text), is_trained))
+        segments.append(TextRun(str(text), is_trained))
     return tuple(segments)
 
 

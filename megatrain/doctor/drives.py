@@ -475,7 +475,7 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     room = min(effort.span_bytes, free_bytes // 4, available_ram_bytes() // 4)
     with scratch_folder(path) as folder, BareFile(folder / "bare", max(room, MIN_FREE_BYTES // 4)) as bare:
         with TierProbe(folder / "tier", bare.nbytes) as tier:
-            turns = _Turns()
+            turns = _AlternatingRates()
             deadline = time.perf_counter() + effort.turn_s
             while turns.is_empty or time.perf_counter() < deadline:
                 turns.add(tier, bare)
@@ -537,7 +537,7 @@ def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | No
 
 
 @dataclass
-class _Turns:
+class _AlternatingRates:
     """Rates of reads and writes, ours and bare ones in turns, so that both meet the same drive."""
 
     tier_read: list[float] = field(default_factory=list)

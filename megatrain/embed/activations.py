@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.embed.stores import shared_state
-from megatrain.embed.weights import Delegated, Kept, OuterHooks, SavedTensor, Versioned, outer_hooks, unpack
+from megatrain.embed.weights import Delegated, KeptInMemory, OuterHooks, SavedTensor, Versioned, outer_hooks, unpack
 from megatrain.engine.visit import version_probe
 from tiered import TieredStore, Transfer
 from tiered.errors import CapacityError
@@ -105,7 +105,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class StorageRange:
     """The part of a storage that is stored as one block, for one tensor or for several.
 
     Attributes:
@@ -121,7 +121,7 @@ class Span:
     grid: tuple[int, int, tuple[int, ...], tuple[int, ...]] | None
 
     @classmethod
-    def around(cls, place: Place, storage_bytes: int) -> Span:
+    def around(cls, place: Place, storage_bytes: int) -> StorageRange:
         """Return what to store for a tensor: what it needs, or a little more where others will need the rest."""
         start = place.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         if place.own_bytes * _DENSE_SHARE < place.stop - place.start:
@@ -435,7 +435,7 @@ class StoredSpan:
     """
 
     source: SourceStorage
-    span: Span
+    span: StorageRange
     block: ActivationBlock
     number: int
     device: torch.device
@@ -486,7 +486,7 @@ class ActivationCache:
 
     # -- writing -----------------------------------------------------------------------------------------------
 
-    def write(self, source: SourceStorage, span: Span, storage: torch.UntypedStorage) -> StoredSpan | None:
+    def write(self, source: SourceStorage, span: StorageRange, storage: torch.UntypedStorage) -> StoredSpan | None:
         """Copy a part of a storage into a block; None if no tier has room for it.
 
         Raises:
@@ -513,7 +513,7 @@ class ActivationCache:
         return self._remember(source, span, block, lease.tier, device)
 
     def _remember(
-        self, source: SourceStorage, span: Span, block: ActivationBlock, staging: str, device: torch.device
+        self, source: SourceStorage, span: StorageRange, block: ActivationBlock, staging: str, device: torch.device
     ) -> StoredSpan:
         is_staged = staging != block.home
         with self._lock:
@@ -782,7 +782,7 @@ class offload_activations:
                 packed = self._move(tensor, may_keep=outer is None)
         if packed is not None:
             return packed
-        return _Kept(tensor) if outer is None else Delegated(outer, tensor)
+        return _KeptWithSource(tensor) if outer is None else Delegated(outer, tensor)
 
     def _stays(self, tensor: Tensor) -> bool:
         base = tensor._base
@@ -815,14 +815,14 @@ class offload_activations:
         if stored is not None:
             self._deduplicated_bytes += place.own_bytes
         else:
-            span = Span.around(place, storage.nbytes())
+            span = StorageRange.around(place, storage.nbytes())
             stored = self._cache.write(source, span, storage)
         if stored is not None:
             return _Stored(tensor, place, stored, self._cache)
         self._note_no_room(storage.nbytes())
         if not may_keep:
             return None
-        kept = _Kept(tensor, source)
+        kept = _KeptWithSource(tensor, source)
         source.kept = ref(kept)
         return kept
 
@@ -855,7 +855,7 @@ class _Offloaded(Versioned):
         return f"[{self._probe.type()} {list(self._place.shape)}]"
 
 
-class _Kept(Kept):
+class _KeptWithSource(KeptInMemory):
     """A tensor that stays in memory, with the source storage that it keeps."""
 
     __slots__ = ("__weakref__", "_source")
@@ -873,7 +873,7 @@ class _Copied(_Offloaded):
 
     def __init__(self, tensor: Tensor, place: Place, storage: torch.UntypedStorage) -> None:
         super().__init__(tensor, place)
-        span = Span.around(place, place.stop)
+        span = StorageRange.around(place, place.stop)
         contents = torch.empty(span.nbytes, dtype=torch.uint8, device=storage.device)
         span.read(storage, contents)
         self._start, self._memory = span.start, span.restore(contents, storage.device)

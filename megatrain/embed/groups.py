@@ -124,7 +124,7 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class DueUpdate:
     """An update of a group that is due.
 
     Attributes:
@@ -201,7 +201,7 @@ class StateGroup(ABC):
         """Return the keys of the blocks that an update needs in RAM together."""
         return [*self.keys.values(), *([] if self.gradients is None else [self.gradients.key])]
 
-    def update(self, work: Work) -> None:
+    def update(self, work: DueUpdate) -> None:
         """Make an update and return when it is done."""
         gradient = None if self.gradients is None else self.gradients.key
         requests: list[tuple[str, str, Mode]] = [
@@ -214,7 +214,7 @@ class StateGroup(ABC):
         self._evict_state()
 
     @abstractmethod
-    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
         """Call the update rules. ``tensors``: of all blocks, by key."""
 
     def prefetch(self) -> None:
@@ -308,7 +308,7 @@ class OffloadedGroup(StateGroup):
         """Stop being the updater of the weights."""
         self.weights.updater = self.gradients.updater = None
 
-    def defer(self, work: Work) -> None:
+    def defer(self, work: DueUpdate) -> None:
         """Leave an update to the next use of the weights. Graphs of a forward before it are out of date from now on."""
         self._deferred.add(self, work)
         self.weights.version += 1
@@ -321,11 +321,11 @@ class OffloadedGroup(StateGroup):
         """Return the keys of the blocks that an update needs in RAM together, weights too."""
         return [self.weights.key, *super().keys_at_once()]
 
-    def update(self, work: Work) -> None:
+    def update(self, work: DueUpdate) -> None:
         self.weights.prepare_update()
         super().update(work)
 
-    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
         blocks = {kind: tensors[key] for kind, key in {"weight": self.weights.key, **self.keys}.items()}
         alike: dict[tuple[int, int, float], list[tuple[Segment, Settings]]] = {}
         for entry in self.entries(work.settings):
@@ -538,7 +538,7 @@ class OrdinaryGroup(StateGroup):
             if gradient is not None
         }
 
-    def _apply(self, work: Work, tensors: Mapping[str, Tensor]) -> None:
+    def _apply(self, work: DueUpdate, tensors: Mapping[str, Tensor]) -> None:
         for entry in self.entries(work.settings):
             if self.gradients is not None:
                 gradient = self.gradients.view(tensors[self.gradients.key], entry)
@@ -674,13 +674,13 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
     return [(group, group.take_gradients()) for group in groups]
 
 
-def update_in_order(works: Mapping[StateGroup, Work]) -> None:
+def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
     """Make updates one after the other, prefetching the state of the next one meanwhile."""
     for group, following in zip_longest(works, list(works)[1:]):
         _update(group, works[group], following)
 
 
-def _update(group: StateGroup, work: Work, following: StateGroup | None) -> None:
+def _update(group: StateGroup, work: DueUpdate, following: StateGroup | None) -> None:
     if following is not None:
         following.prefetch()
     group.update(work)
@@ -706,7 +706,7 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class _Table:
+class _KernelTable:
     """Rows of a kernel call, valid while all tensors stay where they are.
 
     Attributes:
@@ -733,9 +733,9 @@ class UpdatesInRam:
 
     def __init__(self, threads: KernelThreads) -> None:
         self._threads = threads
-        self._tables: dict[int, _Table] = {}
+        self._tables: dict[int, _KernelTable] = {}
 
-    def update(self, works: Mapping[StateGroup, Work]) -> dict[StateGroup, Work]:
+    def update(self, works: Mapping[StateGroup, DueUpdate]) -> dict[StateGroup, DueUpdate]:
         """Make the updates of groups that are in RAM; return the others."""
         mine, alike = _sorted_by_kind(works)
         if mine:
@@ -792,7 +792,7 @@ def norms_in_ram(groups: list[OrdinaryGroup], threads: KernelThreads) -> dict[nn
     return dict(zip(found, squared_norms(list(found.values()), threads), strict=True))
 
 
-def _sorted_by_kind(works: Mapping[StateGroup, Work]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
+def _sorted_by_kind(works: Mapping[StateGroup, DueUpdate]) -> tuple[list[OrdinaryGroup], list[_Batch]]:
     """Return the groups whose tensors the kernels can all take in place, and their parameters by kind."""
     groups: list[OrdinaryGroup] = []
     alike: dict[tuple[object, ...], _Batch] = {}
@@ -826,7 +826,7 @@ def _make_table(
     arithmetic: ElementwiseOptimizer | WeightAverage,
     addresses: Mapping[str, int],
     num_threads: int,
-) -> _Table:
+) -> _KernelTable:
     at_once = elements_per_call(sum(parameter.numel() for parameter in each.parameters), num_threads)
     kinds = arithmetic.rows_kinds
     rows: list[list[int]] = []
@@ -842,7 +842,7 @@ def _make_table(
             offsets.append(start)
     shaped = np.array(rows, np.int64).reshape(len(rows), len(kinds) + 2)
     calls = share_out([row[-1] for row in rows], at_once)
-    return _Table(places, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
+    return _KernelTable(places, shaped, np.array(of, np.int64), np.array(offsets, np.int64), calls)
 
 
 def _place(
@@ -870,10 +870,10 @@ class DeferredUpdates:
     """Updates of offloaded groups that wait for the next use of their weights. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._due: dict[OffloadedGroup, Work] = {}
+        self._due: dict[OffloadedGroup, DueUpdate] = {}
         self._is_partial = False
 
-    def add(self, group: OffloadedGroup, work: Work) -> None:
+    def add(self, group: OffloadedGroup, work: DueUpdate) -> None:
         """Leave an update of a group, which has none waiting, to its next use."""
         self._due[group] = work
 
@@ -941,7 +941,7 @@ class AsyncUpdates:
             module.register_state_dict_pre_hook(self._before_reading)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(self._before_reading)  # type: ignore[no-untyped-call]
 
-    def start(self, works: Mapping[StateGroup, Work]) -> None:
+    def start(self, works: Mapping[StateGroup, DueUpdate]) -> None:
         """Begin the updates of a step. Gradients leave their parameters: the next ones will be new tensors."""
         assert not self._running, "the updates of the step before have not been waited for"
         self._has_failed = False
@@ -962,7 +962,7 @@ class AsyncUpdates:
         for update in running:
             update.result()
 
-    def _make(self, group: StateGroup, work: Work, following: StateGroup | None) -> None:
+    def _make(self, group: StateGroup, work: DueUpdate, following: StateGroup | None) -> None:
         if self._has_failed:
             raise InterruptedUpdateError("an update before this one failed")
         try:

@@ -21,6 +21,7 @@ from megatrain.embed.groups import (
     AsyncUpdates,
     DeferredUpdates,
     DeviceCopies,
+    DueUpdate,
     InterruptedUpdateError,
     OffloadedGroup,
     OrdinaryGroup,
@@ -28,7 +29,6 @@ from megatrain.embed.groups import (
     SharedGroup,
     StateGroup,
     UpdatesInRam,
-    Work,
     exchange_gradients,
     norms_in_ram,
     take_gradients,
@@ -409,14 +409,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         taken = take_gradients(self.groups)
         all_settings = self._settings(taken)
         shared_state(self.store).num_changes += 1
-        works: dict[StateGroup, Work] = {}
+        works: dict[StateGroup, DueUpdate] = {}
         for group, found in taken:
             mine = {name: settings for name in found if (settings := all_settings.get(id(group.parameters[name])))}
             gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
             if mine and isinstance(group, OffloadedGroup):
-                group.defer(Work(mine, scale * group.gradient_factor, gradients))
+                group.defer(DueUpdate(mine, scale * group.gradient_factor, gradients))
             elif mine:
-                works[group] = Work(mine, scale, gradients)
+                works[group] = DueUpdate(mine, scale, gradients)
         if self._async is not None:
             self._async.start(works)
             return loss

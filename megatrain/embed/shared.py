@@ -219,7 +219,7 @@ class ModuleRanks:
         return total(0, self.lanes.count, found, Tensor.add_)
 
 
-class GatheredWeights:
+class UnshardedBlock:
     """A full copy of a weight block, made from the shares of all ranks; stands where a lease of a whole block does.
 
     Attributes:

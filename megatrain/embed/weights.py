@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.base.layout import views
-from megatrain.embed.shared import GatheredWeights, ModuleRanks, filled_in
+from megatrain.embed.shared import ModuleRanks, UnshardedBlock, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
 from megatrain.engine.visit import METADATA_QUERIES, placeholder
 from megatrain.engine.weight_gradients import GradientAccumulator
@@ -349,7 +349,7 @@ class WeightBlock:
         self.tier = compute_tier(store) if ranks is None else "ram"
         self._device = compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._lease: Lease | GatheredWeights | None = None
+        self._lease: Lease | UnshardedBlock | None = None
         self._num_holders = 0
         self._num_references = 0
         self._versions: dict[str, int] = {}
@@ -472,7 +472,7 @@ class WeightBlock:
                 "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
-    def _changes(self, lease: Lease | GatheredWeights) -> frozenset[str]:
+    def _changes(self, lease: Lease | UnshardedBlock) -> frozenset[str]:
         """Return the names of parameters that changed while the block was held."""
         changed = set()
         with torch.no_grad():
@@ -536,7 +536,7 @@ class WeightBlock:
         if self.updater is not None:
             self.updater.weights_changed(names)
 
-    def lease(self) -> Lease | GatheredWeights:
+    def lease(self) -> Lease | UnshardedBlock:
         """Return a lease for the backward, which the caller releases; parameters stay absent."""
         return self._acquire("r")
 
@@ -545,7 +545,7 @@ class WeightBlock:
         """The flat weights, while held."""
         return None if self._lease is None else self._lease.tensor
 
-    def _acquire(self, mode: Literal["r", "rw"]) -> Lease | GatheredWeights:
+    def _acquire(self, mode: Literal["r", "rw"]) -> Lease | UnshardedBlock:
         if self.missing and mode == "r":
             raise WeightInUseError(
                 f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
@@ -553,7 +553,7 @@ class WeightBlock:
             )
         how = "w" if len(self.missing) == len(self.parameters) else mode
         if self.ranks is not None:
-            return GatheredWeights(self.ranks, self.store, self.key, self.layout, self.dtype, how)
+            return UnshardedBlock(self.ranks, self.store, self.key, self.layout, self.dtype, how)
         return self.store.acquire(self.key, self.tier, how)
 
 
@@ -921,7 +921,7 @@ class Versioned(SavedTensor):
         return f"[{self._probe.type()} {list(self._probe.shape)}]"
 
 
-class Kept(Versioned):
+class KeptInMemory(Versioned):
     """A tensor that stays in memory. Detached: a saved output must not hold the node that holds it."""
 
     __slots__ = ()
@@ -996,7 +996,7 @@ class BackwardWindow:
 
     def __init__(self, order: UseOrder) -> None:
         self._order = order
-        self._open: OrderedDict[WeightBlock, tuple[Lease | GatheredWeights, int]] = OrderedDict()
+        self._open: OrderedDict[WeightBlock, tuple[Lease | UnshardedBlock, int]] = OrderedDict()
 
     def weights(self, block: WeightBlock) -> Tensor:
         """Return the flat weights of a block, valid as long as a view of them exists."""
@@ -1055,6 +1055,6 @@ def weight_hooks(window: BackwardWindow) -> torch.autograd.graph.saved_tensors_h
         if block is not None and block.held is not None:
             offset = int(tensor.storage_offset()) - int(block.held.storage_offset())
             return _SavedWeight(window, block, block.version, tensor.size(), tensor.stride(), offset)
-        return Kept(tensor) if outer is None else Delegated(outer, tensor)
+        return KeptInMemory(tensor) if outer is None else Delegated(outer, tensor)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

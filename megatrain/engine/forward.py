@@ -49,7 +49,7 @@ from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.objective import Objective
 from megatrain.engine.preferences import (
     Examples,
-    Figure,
+    PartialMean,
     StepSize,
     describe_examples,
     examples_from,
@@ -97,7 +97,7 @@ class QueuedLoss:
 
     terms: tuple[Tensor, ...]
     num_trained_tokens: int
-    figures: tuple[Figure, ...] = ()
+    figures: tuple[PartialMean, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +211,7 @@ class LayerRunner:
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
         self._parts_in_turn = parts_in_turn
         self._size: StepSize | None = None  # of the running step, for a loss over preferences
-        self._figures: list[Figure] = []
+        self._figures: list[PartialMean] = []
         default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
         self._head_columns = default if head_columns is None else min(head_columns, default)
         self._head_rows = head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)

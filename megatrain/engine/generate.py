@@ -280,7 +280,7 @@ def _unit_stub(index: int) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CacheTensor:
     """A tensor of a cache that lies in a block: where it belongs, and where it is."""
 
     holder: Any  # a dict, or a list
@@ -299,7 +299,7 @@ class _KeptCache:
 
     def __init__(self, cache: Any) -> None:
         self._cache = cache
-        self._of_visit: dict[int, list[_Kept]] = {}
+        self._of_visit: dict[int, list[_CacheTensor]] = {}
         self._absent: set[int] = set()  # ids of placeholders, which the cache holds as long as they are in here
 
     @property
@@ -332,7 +332,7 @@ class _KeptCache:
             nbytes = tensor.numel() * tensor.element_size()
             assert start + nbytes <= len(room), f"visit {visit}: the cache is larger than planned"
             room[start : start + nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-            kept.append(_Kept(holder, key, tensor.shape, tensor.dtype, start))
+            kept.append(_CacheTensor(holder, key, tensor.shape, tensor.dtype, start))
             holder[key] = placeholder(tensor.shape, tensor.dtype, tensor.device)
             self._absent.add(id(holder[key]))
             start += aligned(nbytes)

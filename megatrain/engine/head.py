@@ -28,7 +28,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.progress import Activity
 from megatrain.engine.arguments import has_differentiable, tree_map
 from megatrain.engine.objective import Objective, TeacherRows, replaced_loss
-from megatrain.engine.preferences import Examples, Figure, StepSize
+from megatrain.engine.preferences import Examples, PartialMean, StepSize
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
 from megatrain.engine.vocabulary import (
@@ -351,7 +351,7 @@ HeadResult = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 @dataclass(slots=True, eq=False)
-class _Piece:
+class _HeadRows:
     """Some rows of a micro-batch.
 
     Attributes:
@@ -394,7 +394,7 @@ class Leaves:
         for sink in self.sinks.values():
             sink.at(item.micro_batch)
 
-    def add_gradients(self, piece: _Piece, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
+    def add_gradients(self, piece: _HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
         """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
 
         Args:
@@ -460,7 +460,7 @@ class ChunkedHead:
         self._objective = objective or Objective()
         assert columns == 0 or stand_in is not None, columns
         self._preference, self._size = self._objective.preference, size
-        self.figures: list[Figure] = []
+        self.figures: list[PartialMean] = []
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts = kept_parts
         self._in_turn = in_turn and columns > 0
@@ -712,7 +712,7 @@ class ChunkedHead:
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results
 
-    def _take_in_all(self, pieces: Sequence[_Piece]) -> None:
+    def _take_in_all(self, pieces: Sequence[_HeadRows]) -> None:
         """Have all pieces pass a part of the vocabulary before the next one, for their loss."""
         weight = self._passing
         blocks: Iterator[AbstractContextManager[list[VocabularyPart]]] = (
@@ -766,7 +766,7 @@ class ChunkedHead:
         has_gradient = hidden.requires_grad and len(item.rows)
         return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
 
-    def _pieces(self, item: TrunkOutput, num_items: int, *, with_softmax: bool = False) -> Iterator[_Piece]:
+    def _pieces(self, item: TrunkOutput, num_items: int, *, with_softmax: bool = False) -> Iterator[_HeadRows]:
         """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves."""
         hidden: Tensor = item.output["last_hidden_state"]
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
@@ -785,7 +785,7 @@ class ChunkedHead:
                 # An evaluation is plain cross entropy.
                 terms = (objective.label_smoothing_factor, objective.z_loss) if torch.is_grad_enabled() else ()
                 softmax = RunningSoftmax(labels, vocab_size, num_items, *terms)
-            yield _Piece(item, output, rows, labels, leaf, softmax)
+            yield _HeadRows(item, output, rows, labels, leaf, softmax)
 
     def _result(
         self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None
@@ -797,7 +797,7 @@ class ChunkedHead:
             losses.append(self._auxiliary(item, num_items, crossing, grads))
         return losses, crossing, grads
 
-    def _run_piece(self, piece: _Piece, num_items: int, leaves: Leaves) -> Tensor:
+    def _run_piece(self, piece: _HeadRows, num_items: int, leaves: Leaves) -> Tensor:
         """Return the loss of a piece, and add its gradients to those of its weights and of its rows."""
         if piece.softmax is None:
             loss = self._loss(piece.item, piece.output, piece.labels, num_items)
@@ -810,7 +810,7 @@ class ChunkedHead:
             self._add_gradients(piece, part, leaves)
         return piece.softmax.loss()
 
-    def _take_in(self, piece: _Piece, part: VocabularyPart | None, *, is_kept: bool) -> None:
+    def _take_in(self, piece: _HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
         """Take in the logits of a part, None: of all, for the loss; keep them with their graph for the second pass."""
         assert piece.softmax is not None
         # Not `no_grad`: the kernels must be those of the second pass.
@@ -821,7 +821,7 @@ class ChunkedHead:
         if is_kept and torch.is_grad_enabled():
             piece.kept.append(logits)
 
-    def _add_gradients(self, piece: _Piece, part: VocabularyPart | None, leaves: Leaves) -> None:
+    def _add_gradients(self, piece: _HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
         """Add the gradients that come by the logits of a part, made again unless they were kept."""
         assert piece.softmax is not None
         logits = piece.kept.pop() if piece.kept else self._logits(piece.item, piece.output, part)

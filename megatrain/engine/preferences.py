@@ -25,8 +25,8 @@ from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
 
 __all__ = [
     "Examples",
-    "Figure",
     "LossType",
+    "PartialMean",
     "PreferenceLoss",
     "StepSize",
     "describe_examples",
@@ -44,7 +44,7 @@ _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Figure:
+class PartialMean:
     """A part of a mean: ``total`` over ``count`` examples."""
 
     name: str
@@ -130,7 +130,7 @@ class PreferenceLoss:
         """Whether an example has a chosen and a rejected answer."""
         return self.loss_type != "kto"
 
-    def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[Figure]]:
+    def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[PartialMean]]:
         """Return the loss of a micro-batch's examples, a part of the step's mean, and what is told of them.
 
         Args:
@@ -153,10 +153,12 @@ class PreferenceLoss:
             likelihood = -logps[examples.rows[0]].sum()
             loss = loss + weight * likelihood / size.num_chosen_tokens
             num_tokens = sum(examples.counts[: len(examples.counts) // 2])
-            figures.append(Figure("nll_loss", likelihood.detach(), num_tokens))
+            figures.append(PartialMean("nll_loss", likelihood.detach(), num_tokens))
         return loss, figures
 
-    def gradient(self, row_logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, Tensor, list[Figure]]:
+    def gradient(
+        self, row_logps: Tensor, examples: Examples, size: StepSize
+    ) -> tuple[Tensor, Tensor, list[PartialMean]]:
         """Return the loss of a micro-batch, its gradient by each token's log-probability [N], and figures.
 
         Args:
@@ -192,7 +194,7 @@ class PreferenceLoss:
             return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
         return (1 - smoothing) * right + smoothing * wrong
 
-    def _pair_figures(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[Figure]:
+    def _pair_figures(self, own: Tensor, other: Tensor, first: Tensor, second: Tensor) -> list[PartialMean]:
         chosen, rejected = self.beta * own.detach(), self.beta * other.detach()
         values = {
             "rewards/chosen": chosen,
@@ -202,11 +204,11 @@ class PreferenceLoss:
             "logps/chosen": first.detach(),
             "logps/rejected": second.detach(),
         }
-        return [Figure(name, each.sum(), len(each)) for name, each in values.items()]
+        return [PartialMean(name, each.sum(), len(each)) for name, each in values.items()]
 
     def _kto(
         self, logps: Tensor, mismatched: Tensor, examples: Examples, size: StepSize
-    ) -> tuple[Tensor, list[Figure]]:
+    ) -> tuple[Tensor, list[PartialMean]]:
         ratios = logps - examples.reference[0]
         # Never negative, and no gradient flows through it.
         moved = (mismatched - examples.reference[1]).mean().detach().clamp(min=0)
@@ -216,11 +218,11 @@ class PreferenceLoss:
         loss = (weights * (1 - torch.sigmoid(self.beta * towards))).sum() / size.num_examples
         num_good, num_bad = examples.num_desirable, examples.num_examples - examples.num_desirable
         rewards, of_answers = self.beta * ratios.detach(), logps.detach()
-        figures = [Figure("kl", moved * examples.num_examples, examples.num_examples)]
+        figures = [PartialMean("kl", moved * examples.num_examples, examples.num_examples)]
         for name, mask, count in (("chosen", good, num_good), ("rejected", ~good, num_bad)):
             if count:
-                figures.append(Figure(f"rewards/{name}", (rewards * mask).sum(), count))
-                figures.append(Figure(f"logps/{name}", (of_answers * mask).sum(), count))
+                figures.append(PartialMean(f"rewards/{name}", (rewards * mask).sum(), count))
+                figures.append(PartialMean(f"logps/{name}", (of_answers * mask).sum(), count))
         return loss, figures
 
 
@@ -232,7 +234,7 @@ def _log_one_minus_exp(values: Tensor) -> Tensor:
     return torch.where(is_near, near, far)
 
 
-def mean_figures(figures: Iterable[Figure], numbers: Sequence[float]) -> dict[str, float]:
+def mean_figures(figures: Iterable[PartialMean], numbers: Sequence[float]) -> dict[str, float]:
     """Return the means of a step by name, given the totals of its figures as numbers."""
     totals: dict[str, list[float]] = {}
     counts: dict[str, int] = {}

@@ -32,7 +32,7 @@ from megatrain.base.layout import views
 from megatrain.engine.forward import QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.host_io import sent_to_host
-from megatrain.engine.preferences import Figure, describe_examples, mean_figures, step_size
+from megatrain.engine.preferences import PartialMean, describe_examples, mean_figures, step_size
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.step import (
     LeasedParts,
@@ -630,8 +630,8 @@ class RankedAccess(StoreAccess):
     # -- what all ranks have to know ---------------------------------------------------------------------------
 
     def agree(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = (), figures: Sequence[Figure] = ()
-    ) -> tuple[list[float], list[Figure]]:
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = (), figures: Sequence[PartialMean] = ()
+    ) -> tuple[list[float], list[PartialMean]]:
         """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.
 
         Waits for all ranks, and for the device.
@@ -666,11 +666,11 @@ class RankedAccess(StoreAccess):
             self.squared_norms[layout.name] = add_in_order(torch.cat(squares))
             self.with_gradient[layout.name] = set().union(*(names[layout.name] for *_, names in records))
         all_terms: list[float] = []
-        all_figures: list[Figure] = []
+        all_figures: list[PartialMean] = []
         for count, described, of_rank, _ in records:
             all_terms += of_rank[:count].tolist()
             for (name, weight), number in zip(described, of_rank[count:].tolist(), strict=False):
-                all_figures.append(Figure(name, number, weight))
+                all_figures.append(PartialMean(name, number, weight))
         return all_terms, all_figures
 
 

@@ -36,7 +36,7 @@ _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ResultView:
     """Where in a block a result lies, and its layout there."""
 
     start: int
@@ -81,7 +81,7 @@ class AttentionResults:
             self._calls.append(self._saved(room, _signature((func, args, dict(kwargs))), results))
             return results
 
-        return _Interception(call)
+        return _AttentionKernelMode(call)
 
     def answering(self, room: Tensor) -> AbstractContextManager[Any]:
         """Return the context of the recompute: the results are views of ``room``, which has to outlive its graph."""
@@ -92,9 +92,9 @@ class AttentionResults:
             if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
             # `.data` is an alias that is no view: autograd takes it for what the operator made.
-            return tuple(item.in_room(room).data if isinstance(item, _Place) else item for item in saved.results)
+            return tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
 
-        return _Interception(call)
+        return _AttentionKernelMode(call)
 
     def _saved(self, room: Tensor, signature: Any, results: tuple[Any, ...]) -> _SavedCall | None:
         """Copy the results of a call into the room; None: they do not fit, or their layout has gaps."""
@@ -103,13 +103,13 @@ class AttentionResults:
             if not _takes_room(item, room.device):
                 found.append(item.detach() if isinstance(item, Tensor) else item)
                 continue
-            place = _Place(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
+            place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
             at += round_up(place.nbytes, _ALIGNMENT_BYTES)
             if at > room.numel() or not _is_dense(item):
                 return None
             found.append(place)
         for place, item in zip(found, results, strict=True):
-            if isinstance(place, _Place):
+            if isinstance(place, _ResultView):
                 place.in_room(room).copy_(item)
         self._used_bytes = at
         return _SavedCall(signature, tuple(found))
@@ -143,13 +143,13 @@ class AttentionSizes:
                 self.work += attention.work
             return results
 
-        return _Interception(call)
+        return _AttentionKernelMode(call)
 
 
 _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-class _Interception(TorchFunctionMode):
+class _AttentionKernelMode(TorchFunctionMode):
     """Gives the attention kernels that run inside to ``call``.
 
     Operators are only looked at inside of attention: where all operators of a layer pass through Python, some of

@@ -38,7 +38,7 @@ class _Turn:
     gradient: BlockPlan
 
 
-class _Room:
+class _AliasedBlock:
     """A block that gradients take turns in; the first one of them is the largest."""
 
     def __init__(self, first: _Turn) -> None:
@@ -82,12 +82,12 @@ def sharing_gradients(program: StepProgram) -> StepProgram:
     Args:
         program: in which every gradient has a block of its own.
     """
-    rooms: list[_Room] = []
+    rooms: list[_AliasedBlock] = []
     # Equal sizes by their starts: then first fit makes as few rooms as there are lives at once.
     for turn in sorted(_turns(program), key=lambda turn: (-turn.gradient.num_elements, turn.start)):
         room = next((room for room in reversed(rooms) if room.admits(turn)), None)  # the smallest that will do
         if room is None:
-            rooms.append(_Room(turn))
+            rooms.append(_AliasedBlock(turn))
         else:
             room.add(turn)
     alike: dict[tuple[tuple[int, str], ...], int] = {}

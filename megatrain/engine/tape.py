@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megatrain.engine.program import ModelPhase, Phase, Stays, StepProgram
     from tiered import Mode, TieredStore
 
-__all__ = ["Access", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
+__all__ = ["BlockUse", "Op", "Pinned", "Release", "Tape", "TapeStore", "Use", "compile_step", "follow"]
 
 
 class Release(enum.Enum):
@@ -30,7 +30,7 @@ class Release(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class BlockUse:
     """One use of a block in a program.
 
     Attributes:
@@ -83,7 +83,7 @@ class Use:
 
 
 def follow(
-    key: str, accesses: Sequence[Access], home: str, pinned: Pinned | None = None
+    key: str, accesses: Sequence[BlockUse], home: str, pinned: Pinned | None = None
 ) -> tuple[list[Use], Pinned | None]:
     """Follow the copy of one block through its uses in a step: the one rule of what moves.
 
@@ -186,13 +186,13 @@ def compile_step(
     """
     chosen = program.chosen_ticks(updates=updates, passes=passes)
     tiers = {number: program.tier_of(tick, homes) for number, tick in chosen.items()}
-    accesses: dict[str, list[Access]] = {}
+    accesses: dict[str, list[BlockUse]] = {}
     for number, tick in chosen.items():
         for key, mode in tick.uses:
             stop = stays.get((number, key))
             # Into the next step: it may consist of updates alone, but those always follow the passes.
             is_pinned = stop is not None and (stop in chosen if stop > number else passes)
-            accesses.setdefault(key, []).append(Access(number, mode, tiers[number], key in tick.spent, is_pinned))
+            accesses.setdefault(key, []).append(BlockUse(number, mode, tiers[number], key in tick.spent, is_pinned))
     left = dict(pinned or {})
     uses: dict[tuple[int, str], Use] = {}
     for key, of_key in accesses.items():

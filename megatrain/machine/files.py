@@ -57,11 +57,11 @@ def _per_second(unit: str, example: str) -> BeforeValidator:
     return BeforeValidator(parse)
 
 
-class _Table(BaseModel):
+class _MachineTable(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
 
 
-class Figure(_Table):
+class Figure(_MachineTable):
     """One figure: its value in bytes, units or units per second, and where it comes from."""
 
     value: Any = Field(alias="is")
@@ -86,7 +86,7 @@ class Figure(_Table):
         return f"{self.value:,}"
 
 
-class Size(Figure):
+class ByteFigure(Figure):
     """Bytes."""
 
     value: Annotated[float, BeforeValidator(_size), Field(alias="is", gt=0)]
@@ -147,12 +147,12 @@ class Count(Figure):
     value: Annotated[int, Field(alias="is", gt=0)]
 
 
-class GpuTable(_Table):
+class GpuTable(_MachineTable):
     """``[gpu]``: one GPU, and the links between it and RAM, the other GPUs of its host, and those of other hosts."""
 
     name: str
     count: int = Field(1, ge=1)
-    memory: Size
+    memory: ByteFigure
     from_ram: Bandwidth
     to_ram: Bandwidth
     update: Bandwidth | None = None
@@ -166,7 +166,7 @@ class GpuTable(_Table):
     elementwise_float32: Bandwidth | None = None
 
 
-class CpuTable(_Table):
+class CpuTable(_MachineTable):
     """``[cpu]``: all processors together."""
 
     name: str
@@ -182,30 +182,30 @@ class CpuTable(_Table):
     adamw_float32: Updates
 
 
-class RamTable(_Table):
+class RamTable(_MachineTable):
     """``[ram]``."""
 
-    size: Size
-    in_use: Size
+    size: ByteFigure
+    in_use: ByteFigure
     read: Bandwidth
     copied: Bandwidth = Field(alias="copy")
     update: Bandwidth
 
 
-class DriveTable(_Table):
+class DriveTable(_MachineTable):
     """``[[drives]]``: ``count`` equal ones."""
 
     name: str
     count: int = Field(1, ge=1)
-    size: Size
+    size: ByteFigure
     read: Bandwidth
     write: Bandwidth
     mixed: Bandwidth
     sustained_write: Bandwidth | None = None
-    endurance: Size | None = None
+    endurance: ByteFigure | None = None
 
 
-class MachineFile(_Table):
+class MachineFile(_MachineTable):
     """A whole file.
 
     Attributes:
@@ -217,7 +217,7 @@ class MachineFile(_Table):
     format: Literal["megatrain-tier machine 1"]
     title: str = Field(min_length=1)
     note: str = ""
-    unified_memory: Size | None = None
+    unified_memory: ByteFigure | None = None
     gpu: GpuTable | None = None
     cpu: CpuTable
     ram: RamTable
@@ -227,7 +227,7 @@ class MachineFile(_Table):
         """Yield every figure with its place, e.g. ``("gpu.memory", ...)``."""
         if self.unified_memory is not None:
             yield "unified_memory", self.unified_memory
-        tables: list[tuple[str, _Table | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
+        tables: list[tuple[str, _MachineTable | None]] = [("gpu", self.gpu), ("cpu", self.cpu), ("ram", self.ram)]
         tables += [(f"drives.{number}", drive) for number, drive in enumerate(self.drives)]
         for place, table in tables:
             for name, field in type(table).model_fields.items() if table is not None else ():

@@ -138,7 +138,7 @@ def _one_line(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PeftLayer:
     """A peft layer in the model: ``parent._modules[leaf]`` is ``layer``, around ``base``.
 
     Between the two there may be others: experts have a layer for each of their weights, one around the other.
@@ -164,7 +164,7 @@ class Adapters:
         from peft.tuners.lora import LoraLayer
 
         self.config = config
-        self._places: list[_Place] = []
+        self._places: list[_PeftLayer] = []
         self._layers: dict[str, Any] = {}  # all of them, by path
         self._by_weight: dict[str, str] = {}  # the model's weight -> path of the layer that adapts it
         for path, module in model.named_modules():
@@ -173,7 +173,7 @@ class Adapters:
             parent_path, _, leaf = path.rpartition(".")
             if leaf != "base_layer":
                 parent = model.get_submodule(parent_path)
-                self._places.append(_Place(path, parent, leaf, module, module.get_base_layer()))
+                self._places.append(_PeftLayer(path, parent, leaf, module, module.get_base_layer()))
             self._layers[path] = module
             self._by_weight[f"{self._places[-1].path}.{getattr(module, 'parameter_name', 'weight')}"] = path
         self.num_layers = len(self._layers)

@@ -67,7 +67,7 @@ class _CarriedWeight(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _Registration:
     """Where a carried parameter or buffer was registered."""
 
     name: str
@@ -92,7 +92,7 @@ class CarriedModules:
 
     paths: tuple[str, ...]
     names: frozenset[str]
-    _slots: tuple[_Slot, ...] = field(repr=False)
+    _slots: tuple[_Registration, ...] = field(repr=False)
 
     @contextmanager
     def registered(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ def detach_non_text_modules(model: PreTrainedModel) -> None:
     persistent = set(model.state_dict(keep_vars=True))
     paths: list[str] = []
     names: list[str] = []
-    slots: dict[tuple[int, str], _Slot] = {}  # a module may be there under several names
+    slots: dict[tuple[int, str], _Registration] = {}  # a module may be there under several names
     for path, module in model.named_modules(remove_duplicate=False):
         if id(module) in inside:
             continue
@@ -153,7 +153,7 @@ def detach_non_text_modules(model: PreTrainedModel) -> None:
                 )
             if name in persistent:
                 names.append(name)
-            slot = _Slot(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
+            slot = _Registration(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
             slots.setdefault((id(module), leaf), slot)
     for slot in slots.values():
         _stand_in(model, slot)
@@ -227,7 +227,7 @@ def _language_model(model: PreTrainedModel) -> list[nn.Module]:
     return [part for part in parts if isinstance(part, nn.Module)]
 
 
-def _stand_in(model: PreTrainedModel, slot: _Slot) -> None:
+def _stand_in(model: PreTrainedModel, slot: _Registration) -> None:
     """Put a plain attribute in the place of a registered tensor: nothing that walks over the model finds it."""
     del slot.registry[slot.leaf]
     standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(slot.value, device="meta"))

@@ -47,7 +47,7 @@ def rows_per_block(num_rows: int, num_columns: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _KernelSlice:
     """What one kernel call works on: whole matrices, or some rows of one."""
 
     matrices: slice
@@ -260,14 +260,14 @@ class _Parameter:
         return np.float32(self._lr / ratio if ratio > 1.0 or math.isnan(ratio) else self._lr)
 
 
-def _pieces(shape: tuple[int, int, int]) -> Iterator[_Piece]:
+def _pieces(shape: tuple[int, int, int]) -> Iterator[_KernelSlice]:
     """Cut matrices into kernel calls of about RANGE_ELEMENTS: several matrices, or the row blocks of one."""
     num_matrices, num_rows, num_columns = shape
     block = rows_per_block(num_rows, num_columns)
     if block >= num_rows:
         for first, last in cut(0, num_matrices, max(1, RANGE_ELEMENTS // (num_rows * num_columns))):
-            yield _Piece(slice(first, last), slice(0, num_rows))
+            yield _KernelSlice(slice(first, last), slice(0, num_rows))
         return
     for matrix in range(num_matrices):
         for first, last in cut(0, num_rows, block):
-            yield _Piece(slice(matrix, matrix + 1), slice(first, last))
+            yield _KernelSlice(slice(matrix, matrix + 1), slice(first, last))

@@ -109,7 +109,7 @@ class GraphKeeper:
         is_known = self.trace.exact and not placement.working_bytes[tier]
         graphs &= is_known
         attention &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
-        left = _Room(self, found, tier)
+        left = _FreeMemory(self, found, tier)
         if attention and self._attention_is_worth_more():
             left.save_attention()
         if graphs:
@@ -176,7 +176,7 @@ class GraphKeeper:
         return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice)
 
 
-class _Room:
+class _FreeMemory:
     """What is left of the compute tier beside a placement, being given to graphs and attention's results."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:

@@ -13,7 +13,7 @@ from statistics import median_low
 from typing import Literal
 
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
-from megatrain.engine.tape import Access, Tape, compile_step, follow
+from megatrain.engine.tape import BlockUse, Tape, compile_step, follow
 from tiered import Mode
 from tiered.ext import route
 from tiered.units import format_size
@@ -325,7 +325,7 @@ class Residency:
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidate:
+class _PlacementCandidate:
     """Blocks that go together. Of two that save equally much per byte the lower ``rank`` goes first."""
 
     keys: tuple[str, ...]
@@ -388,7 +388,7 @@ class ResidentChooser:
         self._patterns: dict[tuple[str, ...], int] = {}
         self._costs: dict[tuple[int, tuple[str, ...]], float] = {}
 
-    def _of_groups(self) -> Iterator[_Candidate]:
+    def _of_groups(self) -> Iterator[_PlacementCandidate]:
         """Yield the groups that can be updated there, with their gradient and without."""
         if not self._program.updates_in_compute_tier:
             return
@@ -397,15 +397,15 @@ class ResidentChooser:
             # Spread over the model: between two layers that are fetched, one that is there leaves time for it.
             rank = (-1.0, number * _GOLDEN % 1.0)
             keys = tuple(key for key, _ in tick.uses)
-            yield _Candidate(keys, rank)
-            yield _Candidate(tuple(key for key in keys if key not in tick.spent), rank)
+            yield _PlacementCandidate(keys, rank)
+            yield _PlacementCandidate(tuple(key for key in keys if key not in tick.spent), rank)
 
-    def _of_blocks(self) -> Iterator[_Candidate]:
+    def _of_blocks(self) -> Iterator[_PlacementCandidate]:
         wholes: dict[str, list[BlockPlan]] = {}
         for block in self._program.blocks.values():
             wholes.setdefault(block.whole, []).append(block)
         for number, parts in enumerate(wholes.values()):
-            yield _Candidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
+            yield _PlacementCandidate(tuple(part.key for part in parts), (KINDS.index(parts[0].kind), number))
 
     def everything(self) -> Sequence[str]:
         """Return all blocks, if a step could do without any copy then; else nothing."""
@@ -484,7 +484,7 @@ class ResidentChooser:
             cost = self._costs[known] = self._cost(keys, homes)
         return cost
 
-    def _look_around(self, candidate: _Candidate) -> _Surroundings | None:
+    def _look_around(self, candidate: _PlacementCandidate) -> _Surroundings | None:
         """Return what a candidate's cost depends on; None: on homes in several groups, since a block is shared."""
         keys = tuple(dict.fromkeys(other for key in candidate.keys for other in self._beside_one(key)))
         if any(self._is_shared(key) for key in keys):
@@ -578,7 +578,7 @@ class ResidentChooser:
             is_last = key in program.ticks[number].spent
             follows = n + 1 < len(uses) and uses[n + 1][0] == number + 1
             is_pinned = follows and uses[n + 1][1] != "w" and tiers[n + 1] == tiers[n] and not is_last
-            accesses.append(Access(number, mode, tiers[n], is_last, is_pinned))
+            accesses.append(BlockUse(number, mode, tiers[n], is_last, is_pinned))
         found, _ = follow(key, accesses, home)
         # What moves between RAM and a drive does not cross the bus.
         lives_there = home == self._tier

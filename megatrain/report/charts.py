@@ -17,7 +17,7 @@ from megatrain.report.history import RunHistory
 from megatrain.report.text import binary_unit, cause_name
 from tiered.units import GB
 
-__all__ = ["COLOR_OF_PART", "FRAME", "Area", "Chart", "Drawing", "Line", "laid_over", "lay_out", "make_charts"]
+__all__ = ["COLOR_OF_PART", "FRAME", "Area", "Chart", "Curve", "Drawing", "laid_over", "lay_out", "make_charts"]
 
 #: Colours of the parts of a step, by their numbers in the style sheet; the same in all charts.
 COLOR_OF_PART = {COMPUTING: 1, "fill": 2, "drain": 3, "space": 4, "lease": 5, "commit": 6}
@@ -32,7 +32,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Curve:
     """A curve.
 
     Attributes:
@@ -77,7 +77,7 @@ class Chart:
 
     title: str
     unit: str = ""
-    lines: Sequence[Line] = ()
+    lines: Sequence[Curve] = ()
     areas: Sequence[Area] = ()
     marks: Sequence[tuple[float, str]] = ()
     is_log: bool = False
@@ -86,7 +86,7 @@ class Chart:
     x_name: str = "step"
 
     @property
-    def shapes(self) -> list[Area | Line]:
+    def shapes(self) -> list[Area | Curve]:
         """Bands and lines, in the order of drawing."""
         return [*self.areas, *self.lines]
 
@@ -145,16 +145,16 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
         yield Chart("Cross entropy of evaluations", lines=_evaluation_losses(figures), marks=marks)
     else:
         yield Chart("Loss", lines=[*_losses(steps), *_evaluation_losses(figures)], marks=marks)
-    yield Chart("Learning rate", lines=[Line("", _curve(steps, "lr"))], starts_at_zero=True, format_value=_format_rate)
+    yield Chart("Learning rate", lines=[Curve("", _curve(steps, "lr"))], starts_at_zero=True, format_value=_format_rate)
     norms = _curve(steps, "grad_norm")
     positive = [norm for _, norm in norms if norm > 0]
     is_wide = max(positive, default=0) > _WIDE_RANGE * min(positive, default=1)
-    yield Chart("Gradient norm", lines=[Line("", norms)], marks=marks, is_log=is_wide, starts_at_zero=not is_wide)
+    yield Chart("Gradient norm", lines=[Curve("", norms)], marks=marks, is_log=is_wide, starts_at_zero=not is_wide)
     yield Chart(
         "Tokens per second",
         lines=[
-            Line("real", _curve(steps, "real_tokens_per_s"), 1),
-            Line("trained", _curve(steps, "trained_tokens_per_s"), 2),
+            Curve("real", _curve(steps, "real_tokens_per_s"), 1),
+            Curve("trained", _curve(steps, "trained_tokens_per_s"), 2),
         ],
         starts_at_zero=True,
         format_value=lambda value: f"{value:,.0f}" if value >= 10 else f"{value:.3g}",
@@ -170,7 +170,7 @@ def make_charts(history: RunHistory, figures: Figures) -> Iterator[Chart]:
     yield Chart("Bandwidth of links while they move", "GB/s", lines=list(_bandwidths(steps)), starts_at_zero=True)
     unit, name = binary_unit(max((step.get("rss_bytes", 0) for step in steps), default=0))
     in_tier = [(step["step"], step.get("tier_used_bytes", {}).get("ram", 0) / unit) for step in steps]
-    memory = [Line("process", _curve(steps, "rss_bytes", unit)), Line("of it in the RAM tier", average(in_tier), 2)]
+    memory = [Curve("process", _curve(steps, "rss_bytes", unit)), Curve("of it in the RAM tier", average(in_tier), 2)]
     yield Chart("Memory of the process", name, lines=memory, starts_at_zero=True)
     yield Chart("Written to drives", "GB", lines=list(_written(steps, figures)), starts_at_zero=True)
 
@@ -238,19 +238,19 @@ def _curve(steps: Sequence[Mapping[str, Any]], key: str, unit: float = 1.0) -> l
     return average([(step["step"], step[key] / unit) for step in steps if isinstance(step.get(key), int | float)])
 
 
-def _losses(steps: Sequence[Mapping[str, Any]]) -> list[Line]:
+def _losses(steps: Sequence[Mapping[str, Any]]) -> list[Curve]:
     raw = [(float(step["step"]), float(step["loss"])) for step in steps]
-    lines = [Line("training", average(raw))]
+    lines = [Curve("training", average(raw))]
     if len(raw) >= _SMOOTHED_FROM:
-        lines = [Line("each step", average(raw), style="faint"), Line("smoothed", average(_smooth(raw)))]
+        lines = [Curve("each step", average(raw), style="faint"), Curve("smoothed", average(_smooth(raw)))]
     return lines
 
 
-def _evaluation_losses(figures: Figures) -> list[Line]:
+def _evaluation_losses(figures: Figures) -> list[Curve]:
     lines = []
     for number, (name, losses) in enumerate(figures.evaluations.items()):
         points = [(float(step), loss) for step, loss in losses]
-        lines.append(Line(name, points, 2 + number % (NUM_COLORS - 1), dots=True))
+        lines.append(Curve(name, points, 2 + number % (NUM_COLORS - 1), dots=True))
     return lines
 
 
@@ -287,13 +287,13 @@ def _occupancy(steps: Sequence[Mapping[str, Any]], tier: str, figures: Figures) 
     used, limits = curve("tier_used_bytes"), curve("tier_capacity_bytes")
     unit, name = binary_unit(max([nbytes for _, nbytes in (*used, *limits)], default=0))
     lines = [
-        Line("in use after the step", average([(step, nbytes / unit) for step, nbytes in used]), 1),
-        Line("capacity", average([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
+        Curve("in use after the step", average([(step, nbytes / unit) for step, nbytes in used]), 1),
+        Curve("capacity", average([(step, nbytes / unit) for step, nbytes in limits]), 6, "dashed"),
     ]
     planned = figures.tiers[tier].planned
     if planned is not None and used:
         ends = [(used[0][0], planned / unit), (used[-1][0], planned / unit)]
-        lines.append(Line("planned: the least that it needs", ends, 3, "dashed"))
+        lines.append(Curve("planned: the least that it needs", ends, 3, "dashed"))
     return Chart(f"{tier.upper()} in use", name, lines=lines, starts_at_zero=True)
 
 
@@ -305,13 +305,13 @@ def _within_steps(tier: str, samples: Sequence[Point], capacity_bytes: int) -> C
     edges = [round(number * len(points) / MAX_COLUMNS) for number in range(MAX_COLUMNS + 1)]
     if len(points) > MAX_COLUMNS:  # the fullest moment of each column, not its mean: the ledger's limit is on that
         points = [(points[last - 1][0], max(v for _, v in points[first:last])) for first, last in pairwise(edges)]
-    lines = [Line("in use", points)]
+    lines = [Curve("in use", points)]
     if capacity_bytes:
-        lines.append(Line("capacity", [(x, capacity_bytes / unit) for x, _ in (points[0], points[-1])], 6, "dashed"))
+        lines.append(Curve("capacity", [(x, capacity_bytes / unit) for x, _ in (points[0], points[-1])], 6, "dashed"))
     return Chart(f"{tier.upper()} within the traced steps", name, lines=lines, starts_at_zero=True, x_name="ms")
 
 
-def _bandwidths(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
+def _bandwidths(steps: Sequence[Mapping[str, Any]]) -> Iterator[Curve]:
     """Yield for each link the bytes of a step over the seconds in which any of them moved."""
     for number, link in enumerate(dict.fromkeys(link for step in steps for link in step.get("link_busy_s", {}))):
         rates = [
@@ -320,7 +320,7 @@ def _bandwidths(steps: Sequence[Mapping[str, Any]]) -> Iterator[Line]:
             if (busy_s := step.get("link_busy_s", {}).get(link, 0.0)) > 0
         ]
         if rates:
-            yield Line(link, average(rates), 1 + number % NUM_COLORS)
+            yield Curve(link, average(rates), 1 + number % NUM_COLORS)
 
 
 def laid_over(charts: Iterable[Chart], name: str, others: Iterable[Chart], other_name: str) -> Iterator[Chart]:
@@ -344,12 +344,12 @@ def _joined(line: str, run: str) -> str:
     return f"{line} ({run})" if line else run
 
 
-def _written(steps: Sequence[Mapping[str, Any]], figures: Figures) -> Iterator[Line]:
+def _written(steps: Sequence[Mapping[str, Any]], figures: Figures) -> Iterator[Curve]:
     """Yield what was written to each drive in all steps up to each."""
     for number, path in enumerate(path for path, drive in figures.drives.items() if drive.nbytes):
         sums = accumulate(step.get("written_bytes", {}).get(path, 0) for step in steps)
         points = [(float(step["step"]), nbytes / GB) for step, nbytes in zip(steps, sums, strict=True)]
-        yield Line(path, average(points), 1 + number % NUM_COLORS)
+        yield Curve(path, average(points), 1 + number % NUM_COLORS)
 
 
 def _format_rate(value: float) -> str:

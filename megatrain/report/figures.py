@@ -49,7 +49,7 @@ class Compared:
 
 
 @dataclass(frozen=True, slots=True)
-class Drive:
+class PathWrites:
     """What was written to one path.
 
     Attributes:
@@ -71,7 +71,7 @@ class Drive:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ChangedKey:
     """A key of the config whose value is not the default; ``default`` is "" where there is none."""
 
     key: str
@@ -171,13 +171,13 @@ class Figures:
     tiers: Mapping[str, Compared]
     capacity_bytes: Mapping[str, int]
     links: Mapping[str, Compared]
-    drives: Mapping[str, Drive]
+    drives: Mapping[str, PathWrites]
     rss_first_bytes: int | None
     rss_last_bytes: int | None
     rss_peak_bytes: int | None
     checkpoints: Sequence[Mapping[str, Any]]
     restarts: Sequence[tuple[int, str]]
-    settings: Sequence[Setting] = ()
+    settings: Sequence[ChangedKey] = ()
     machine: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     export_dir: str | None = None
@@ -386,7 +386,7 @@ def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, 
     return {link: Compared(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])}
 
 
-def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Drive]:
+def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
     estimate = history.plan.get("estimate") or {}
     planned = estimate.get("nvme_written_bytes_per_step") or {}
     limits: dict[str, int | None] = {}
@@ -398,7 +398,7 @@ def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str,
         each = [step.get("written_bytes", {}).get(path, 0) for step in warm]
         nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
         per_step = Compared(planned.get(path), median(each) if each else None)
-        drives[path] = Drive(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
+        drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
     return drives
 
 
@@ -409,9 +409,9 @@ def _lifetime_bytes(path: Path) -> int | None:
         return None
 
 
-def _changed_settings(values: Mapping[str, Any]) -> list[Setting]:
+def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
     """Return the keys whose value is not the default, in the order of the config."""
-    settings: list[Setting] = []
+    settings: list[ChangedKey] = []
 
     def look(value: Any, path: tuple[str | int, ...]) -> None:
         key = plain(path)
@@ -425,7 +425,7 @@ def _changed_settings(values: Mapping[str, Any]) -> list[Setting]:
             default = leaf_schema(key).get("default")
             if (list(value) if isinstance(value, tuple) else value) != default:
                 text = "" if default is None or default == {} else format_value(default)
-                settings.append(Setting(".".join(map(str, path)), format_value(value), text))
+                settings.append(ChangedKey(".".join(map(str, path)), format_value(value), text))
 
     look(values, ())
     return settings

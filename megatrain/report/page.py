@@ -15,7 +15,7 @@ from megatrain.base.observer import format_rank
 from megatrain.checkpoint.state import now_text
 from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, laid_over, lay_out, make_charts
 from megatrain.report.compare import compare, names_of, setting_differences
-from megatrain.report.figures import Compared, Drive, Figures
+from megatrain.report.figures import Compared, Figures, PathWrites
 from megatrain.report.history import RunHistory
 from megatrain.report.text import cause_name, format_flops, quality
 from tiered.units import format_decimal_size, format_duration, format_size
@@ -146,7 +146,7 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _wear(drive: Drive) -> str:
+def _wear(drive: PathWrites) -> str:
     text = f"{format_decimal_size(drive.nbytes)} in this run"
     if drive.lifetime_bytes is not None:
         text += f", {format_decimal_size(drive.lifetime_bytes)} by all runs"

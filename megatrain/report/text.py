@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
 from megatrain.report.compare import Beside, compare, names_of, setting_differences
-from megatrain.report.figures import CAUSES, COMPUTING, Compared, Drive, Figures
+from megatrain.report.figures import CAUSES, COMPUTING, Compared, Figures, PathWrites
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
 __all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
@@ -182,7 +182,7 @@ def _rest(figures: Figures) -> Iterator[str]:
         yield f"model   {figures.export_dir}"
 
 
-def _wear(drive: Drive) -> str:
+def _wear(drive: PathWrites) -> str:
     text = format_decimal_size(drive.nbytes)
     per_step = drive.bytes_per_step
     if per_step.measured is not None:

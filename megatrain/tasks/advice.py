@@ -21,7 +21,7 @@ _SMALL_MODEL_PARAMETERS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Rates:
+class _LearningRates:
     """Peak learning rates of an optimizer, all parameters trained: outside of them training hardly works."""
 
     lowest: float
@@ -30,11 +30,11 @@ class _Rates:
 
 
 _RATES = {
-    "adamw": _Rates(1e-8, 5e-4, 1e-2),
-    "adafactor": _Rates(1e-8, 5e-4, 1e-2),  # used as it is: its updates are as large as AdamW's
-    "lion": _Rates(1e-9, 1e-4, 3e-3),
-    "sgd": _Rates(1e-6, 1.0, 10.0),
-    "muon": _Rates(1e-8, 5e-2, 1e-1),  # "original" takes much larger rates than "match_rms_adamw"
+    "adamw": _LearningRates(1e-8, 5e-4, 1e-2),
+    "adafactor": _LearningRates(1e-8, 5e-4, 1e-2),  # used as it is: its updates are as large as AdamW's
+    "lion": _LearningRates(1e-9, 1e-4, 3e-3),
+    "sgd": _LearningRates(1e-6, 1.0, 10.0),
+    "muon": _LearningRates(1e-8, 5e-2, 1e-1),  # "original" takes much larger rates than "match_rms_adamw"
 }
 _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5

@@ -38,7 +38,7 @@ class TranslationError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ForeignConfig:
     """A config file of another tool, or a command line that starts it.
 
     Attributes:
@@ -66,7 +66,7 @@ class Source:
         return TITLES[self.tool]
 
 
-def read_source(path: Path, tool: Tool | None = None) -> Source:
+def read_source(path: Path, tool: Tool | None = None) -> ForeignConfig:
     """Read a config file, or a shell script that starts a training; without ``tool``, detect whose it is.
 
     Raises:
@@ -90,10 +90,10 @@ def read_source(path: Path, tool: Tool | None = None) -> Source:
             )
         return _source_of(path, line, tool, others)
     values = read_mapping(path)
-    return Source(path, values, tool or _detect(path, values))
+    return ForeignConfig(path, values, tool or _detect(path, values))
 
 
-def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
+def read_command_line(words: Sequence[str], tool: Tool | None = None) -> ForeignConfig:
     """Read a command line that starts a training; without ``tool``, detect whose it is.
 
     Raises:
@@ -109,7 +109,7 @@ def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
     return _source_of(_COMMAND_LINE, line, tool)
 
 
-def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
+def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> ForeignConfig:
     if line.task not in ("", *TRL_TASKS):
         raise TranslationError(path, f"`{line.task}` is not supported here", "sft, pretrain, dpo, kto and orpo are")
     values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
@@ -132,7 +132,7 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
         for name, value in launch.items()
         if not is_of_processes(line, name)
     )
-    return Source(path, values, tool, number, hosts, unneeded, tuple(lost), line.task)
+    return ForeignConfig(path, values, tool, number, hosts, unneeded, tuple(lost), line.task)
 
 
 def _read_text(path: Path) -> str:
@@ -204,7 +204,7 @@ _OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TranslatedValue:
     """The value of one of our keys.
 
     Attributes:
@@ -243,9 +243,9 @@ class Draft:
         unneeded: Their keys that nothing is needed for here.
     """
 
-    source: Source
+    source: ForeignConfig
     base: Path
-    entries: dict[str, Entry] = field(default_factory=dict)
+    entries: dict[str, TranslatedValue] = field(default_factory=dict)
     lost: list[Left] = field(default_factory=list)
     unneeded: list[Left] = field(default_factory=list)
 
@@ -278,7 +278,7 @@ class Draft:
 
     def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
         """Set one of our keys."""
-        self.entries[ours] = Entry(_number(value, ours), theirs, note, is_path)
+        self.entries[ours] = TranslatedValue(_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
         """Set a key that is a path or a name on the hub: what exists on this machine is a path."""
@@ -288,7 +288,7 @@ class Draft:
 
     def fill_in(self, ours: str, value: Any, note: str) -> None:
         """Set a key to an example that the user has to replace."""
-        self.entries[ours] = Entry(value, "", note, False, True)
+        self.entries[ours] = TranslatedValue(value, "", note, False, True)
 
     def fill_in_model(self) -> None:
         """Ask the user for the model, where no key has set it."""

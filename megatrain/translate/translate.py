@@ -15,7 +15,15 @@ from megatrain.base.other_tools import Tool
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, format_value, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
-from megatrain.translate.draft import Draft, Entry, Left, Source, plain_key, read_command_line, read_source
+from megatrain.translate.draft import (
+    Draft,
+    ForeignConfig,
+    Left,
+    TranslatedValue,
+    plain_key,
+    read_command_line,
+    read_source,
+)
 from megatrain.translate.engines import put_processes, translate_deepspeed, translate_megatrain
 from megatrain.translate.trainers import (
     drop_evaluation_without_rows,
@@ -49,12 +57,12 @@ class Translation:
 
     tool: Tool
     toml: str
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TranslatedValue]
     lost: tuple[Left, ...]
     unneeded: tuple[Left, ...]
 
     @property
-    def to_fill_in(self) -> Mapping[str, Entry]:
+    def to_fill_in(self) -> Mapping[str, TranslatedValue]:
         """Return the keys whose values are only examples."""
         return {key: entry for key, entry in self.entries.items() if entry.to_fill_in}
 
@@ -112,7 +120,7 @@ def translate_command_line(
     return _translate(read_command_line(words, tool), folder, base)
 
 
-def _translate(source: Source, folder: Path | None, base: Path | None) -> Translation:
+def _translate(source: ForeignConfig, folder: Path | None, base: Path | None) -> Translation:
     base = (base or Path.cwd()).resolve()
     draft = Draft(source, base)
     _TRANSLATORS[draft.source.tool](draft)
@@ -123,7 +131,7 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
     _settle(draft)
     where = (folder or base).resolve()
     entries = {
-        key: Entry(_relative(entry, base, where), entry.theirs, entry.note, entry.is_path, entry.to_fill_in)
+        key: TranslatedValue(_relative(entry, base, where), entry.theirs, entry.note, entry.is_path, entry.to_fill_in)
         for key, entry in draft.entries.items()
     }
     return Translation(draft.source.tool, _to_toml(draft, entries), entries, tuple(draft.lost), tuple(draft.unneeded))
@@ -223,14 +231,14 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _relative(entry: Entry, base: Path, folder: Path) -> Any:
+def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
     """Return an entry's value as a config in ``folder`` has it."""
     if not entry.is_path or Path(entry.value).expanduser().is_absolute():
         return entry.value
     return os.path.relpath(base / entry.value, folder)
 
 
-def _to_toml(draft: Draft, entries: Mapping[str, Entry]) -> str:
+def _to_toml(draft: Draft, entries: Mapping[str, TranslatedValue]) -> str:
     lines = [f"# Translated from {draft.source.path.name} ({draft.source.title}) by `megatrain-tier import`."]
     for title, lefts in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
         if lefts:
@@ -249,28 +257,28 @@ def _to_toml(draft: Draft, entries: Mapping[str, Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _collapsed(entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def _collapsed(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
     """Return entries with each free table as a single one, to be written inline."""
-    collapsed: dict[str, Entry] = {}
+    collapsed: dict[str, TranslatedValue] = {}
     for key, entry in entries.items():
         above, _, name = key.rpartition(".")
         if plain_key(above) not in FREE_TABLES:
             collapsed[key] = entry
         else:
-            others = collapsed.get(above, Entry({}))
+            others = collapsed.get(above, TranslatedValue({}))
             theirs = "; ".join(dict.fromkeys(part for part in (others.theirs, entry.theirs) if part))
-            collapsed[above] = Entry({**others.value, name: entry.value}, theirs, entry.note or others.note)
+            collapsed[above] = TranslatedValue({**others.value, name: entry.value}, theirs, entry.note or others.note)
     return collapsed
 
 
-def _line(leaf: str, entry: Entry) -> str:
+def _line(leaf: str, entry: TranslatedValue) -> str:
     text = f"{leaf} = {format_value(entry.value)}"
     theirs = entry.theirs if entry.theirs.rpartition(".")[2] != leaf else ""
     comment = ("FILL IN: " if entry.to_fill_in else "") + "; ".join(part for part in (theirs, entry.note) if part)
     return f"{text:<{_COMMENT_COLUMN}}  # {_ascii(comment)}" if comment else text
 
 
-def _in_order(entries: Mapping[str, Entry]) -> list[str]:
+def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
     """Return keys in the order of the schema: the values of a table before the tables inside it."""
     order = {name: number for number, name in enumerate(NAMES)}
 

@@ -33,7 +33,7 @@ from megatrain.verify.setting import (
     make_setting,
     optimizer_of,
 )
-from megatrain.verify.tiered import ProcessesFailedError, TieredRun, batches, differences, train, train_in_processes
+from megatrain.verify.tiered import RanksFailedError, TieredRun, batches, differences, train, train_in_processes
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class _Proof:
             path.write_text(to_toml(self._config_of_processes(f"processes{number}")), encoding="utf-8")
             try:
                 runs.append(train_in_processes(self._run_command, path, number))
-            except ProcessesFailedError as error:
+            except RanksFailedError as error:
                 return Check(what, "same bits", "failed", (f"{number} processes: {error}",))
         one, together = runs
         problems = tuple(differences(together, one))

@@ -106,7 +106,7 @@ def batches(trainer: Trainer, num_steps: int) -> list[StepBatch]:
     return list(islice(trainer.make_loader(), num_steps))
 
 
-class ProcessesFailedError(Exception):
+class RanksFailedError(Exception):
     """A run of several processes did not end well; the text is what it said last."""
 
 
@@ -130,7 +130,7 @@ def train_in_processes(command: Sequence[str], config: Path, num_processes: int)
     )
     if done.returncode:
         said = done.stderr.strip().splitlines()[-3:]
-        raise ProcessesFailedError(" | ".join(said) or f"exit code {done.returncode}")
+        raise RanksFailedError(" | ".join(said) or f"exit code {done.returncode}")
     output_dir = load_config(config).config.output_dir
     lines = map(json.loads, (output_dir / METRICS_NAME).read_text(encoding="utf-8").splitlines())
     steps = [line for line in lines if "event" not in line]

@@ -61,7 +61,7 @@ class PartMover(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """A piece of a transfer: bytes ``start`` to ``stop`` of the slot, in one file; multiples of 4096."""
 
     file: ChunkFile
@@ -69,10 +69,12 @@ class Part:
     stop: int
 
 
-class _Job:
+class _FileTransfer:
     """A transfer under way: how many parts are left, the first error, and which pieces have all their bytes."""
 
-    def __init__(self, transfer: Transfer, memory: Memory, home: HomeFiles, parts: list[Part], meter: Meter) -> None:
+    def __init__(
+        self, transfer: Transfer, memory: Memory, home: HomeFiles, parts: list[FilePart], meter: Meter
+    ) -> None:
         self.transfer, self.memory, self.home, self.meter = transfer, memory, home, meter
         self.error: BaseException | None = None
         self.found: dict[int, str] = {}  # checksums by the start of their piece
@@ -102,7 +104,7 @@ class _Job:
                 tier.count_wear(self._uncounted_bytes)
                 self._uncounted_bytes.clear()
 
-    def arrived(self, part: Part) -> list[tuple[int, int]]:
+    def arrived(self, part: FilePart) -> list[tuple[int, int]]:
         """Count a part as moved; return the pieces that it completed."""
         completed = []
         with self._lock:
@@ -163,13 +165,13 @@ class FileEngine:
         assert transfer.nbytes <= min(files_slot.nbytes, fast_slot.nbytes), (transfer.nbytes, files_slot, fast_slot)
         parts = list(self._parts(home.files, transfer.nbytes))
         meter.start(transfer.nbytes)
-        job = _Job(transfer, memory, home, parts, meter)
+        job = _FileTransfer(transfer, memory, home, parts, meter)
         if isinstance(memory, HostSlab) or memory.is_idle():
             self._queue(job, parts, is_write)
         else:
             self._order.submit(lambda: self._queue_after(memory, job, parts, is_write), urgent=not is_write)
 
-    def _queue_after(self, buffer: DeviceBuffer, job: _Job, parts: list[Part], is_write: bool) -> None:
+    def _queue_after(self, buffer: DeviceBuffer, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
         try:
             buffer.wait()
         except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
@@ -177,12 +179,12 @@ class FileEngine:
             job.error.__cause__ = cause
         self._queue(job, parts, is_write)
 
-    def _queue(self, job: _Job, parts: list[Part], is_write: bool) -> None:
+    def _queue(self, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
         home, is_checked = job.home, self.tier.verify != "off" and isinstance(job.memory, HostSlab)
         digests = list(pieces(job.transfer.nbytes)) if is_write and is_checked else []
         if is_write:
             home.checksums, home.is_flushed = None, False  # until all the new ones are known
-        tasks: list[tuple[Part | None, tuple[int, int] | None]]
+        tasks: list[tuple[FilePart | None, tuple[int, int] | None]]
         tasks = [(part, None) for part in parts] + [(None, piece) for piece in digests] or [(None, None)]
         job.expect(len(tasks))
         for part, piece in tasks:
@@ -191,15 +193,15 @@ class FileEngine:
                 urgent=not is_write,  # callers wait for reads; writes have time
             )
 
-    def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[Part]:
+    def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[FilePart]:
         # O_DIRECT moves whole 4096s. Both slots have them: the slab is rounded up, and so are the files.
         end = round_up(nbytes, PAGE_BYTES)
         for file in files:
             stop = min(file.offset + file.nbytes, end)
             for start in range(file.offset, stop, self._part_bytes):
-                yield Part(file, start, min(start + self._part_bytes, stop))
+                yield FilePart(file, start, min(start + self._part_bytes, stop))
 
-    def _run(self, job: _Job, part: Part | None, piece: tuple[int, int] | None, is_write: bool) -> None:
+    def _run(self, job: _FileTransfer, part: FilePart | None, piece: tuple[int, int] | None, is_write: bool) -> None:
         error: BaseException | None = None
         if job.error is None:  # else the transfer has failed already: its other parts are not worth moving
             try:
@@ -220,7 +222,7 @@ class FileEngine:
         if job.task_done(error):
             self._finish(job, is_write)
 
-    def _finish(self, job: _Job, is_write: bool) -> None:
+    def _finish(self, job: _FileTransfer, is_write: bool) -> None:
         if is_write and job.error is None and job.found:
             job.home.checksums = tuple(job.found[start] for start, _ in pieces(job.transfer.nbytes))
         job.meter.end(job.transfer.nbytes, moved=job.error is None)
@@ -236,7 +238,7 @@ class FileEngine:
 
     # -- one part ----------------------------------------------------------------------------------------------
 
-    def _move(self, job: _Job, part: Part, is_write: bool) -> None:
+    def _move(self, job: _FileTransfer, part: FilePart, is_write: bool) -> None:
         with job.memory.view(part.start, part.stop) as view:
             if not is_write:
                 with self._measured(part, is_write=False):
@@ -254,7 +256,7 @@ class FileEngine:
         contents_end = min(part.stop, job.transfer.nbytes)
         self.tier.count_written(part.file.path_index, contents_end - part.start)
 
-    def _measured(self, part: Part, *, is_write: bool) -> AbstractContextManager[None]:
+    def _measured(self, part: FilePart, *, is_write: bool) -> AbstractContextManager[None]:
         index = part.file.path_index
         path = self.tier.paths[index]
         return self.tier.meters[index].moving(
@@ -266,7 +268,7 @@ class FileEngine:
             ),
         )
 
-    def _compare(self, job: _Job, completed: list[tuple[int, int]]) -> None:
+    def _compare(self, job: _FileTransfer, completed: list[tuple[int, int]]) -> None:
         """Check the pieces that are whole now against the checksums of what was written."""
         if job.home.checksums is None:
             return  # nothing was written since the tier began to check
@@ -275,7 +277,7 @@ class FileEngine:
             if found != expected:
                 raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home.files, start, stop))
 
-    def _wrap(self, cause: OSError, part: Part | None, is_write: bool) -> TransferError:
+    def _wrap(self, cause: OSError, part: FilePart | None, is_write: bool) -> TransferError:
         error = TransferError(
             f"{'write' if is_write else 'read'} failed: {explain(cause)}",
             tier=self.tier.name,

@@ -122,12 +122,12 @@ class SourceLink:
         key = str(src_slot.resource)
         into = self._ram.tensor(dst_slot, (nbytes,), torch.uint8)
         parts = list(self._source.parts(key)) or [lambda tensor: None]
-        job = _Job(len(parts))
+        job = _SourceRead(len(parts))
         for part in parts:
             self._workers.submit(lambda part=part: self._run(job, part, into, transfer, key))  # type: ignore[misc]
         return transfer
 
-    def _run(self, job: _Job, part: ReadPart, into: torch.Tensor, transfer: Transfer, key: str) -> None:
+    def _run(self, job: _SourceRead, part: ReadPart, into: torch.Tensor, transfer: Transfer, key: str) -> None:
         error: BaseException | None = None
         if job.error is None:  # else the transfer has failed already: its other parts are not worth reading
             try:
@@ -151,7 +151,7 @@ class SourceLink:
         self._workers.close()
 
 
-class _Job:
+class _SourceRead:
     """A transfer under way: how many parts are left, and the first error."""
 
     def __init__(self, num_parts: int) -> None:

@@ -118,7 +118,7 @@ class StoreSuite(PairSubject):
 
     def _work_and_reopen(self, folder: str, chance: random.Random) -> None:
         with self._store(folder) as store:
-            work = Work(store, chance, self.unit_bytes)
+            work = RandomOperations(store, chance, self.unit_bytes)
             work.run(self.num_operations)
             committed = dict(work.contents)
             store.commit({"step": 1}).wait(TIMEOUT_S)
@@ -126,7 +126,7 @@ class StoreSuite(PairSubject):
             work.check_at_rest()
         fast, slow = self._tiers()
         with TieredStore.open(folder, [fast, slow], links=self.make_links(fast, slow)) as store:
-            work = Work(store, chance, self.unit_bytes)
+            work = RandomOperations(store, chance, self.unit_bytes)
             work.contents = committed
             found = {spec.key for spec in store.blocks()}
             assert found == set(committed), f"opened {sorted(found)}, committed {sorted(committed)}"
@@ -158,7 +158,7 @@ class StoreSuite(PairSubject):
             problems.append(f"thread {number}: {error!r}")
 
 
-class Work:
+class RandomOperations:
     """Random operations on a store, and what every block must hold.
 
     Attributes:

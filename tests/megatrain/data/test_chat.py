@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatrain.data.chat import Encoded, RowEncoder
-from megatrain.data.formats import Completion, Conversation, Document, Tokenized
+from megatrain.data.formats import Conversation, Document, PromptCompletion, Tokenized
 from megatrain.data.rows_report import DataError, RowError
 
 CHATML = (
@@ -253,9 +253,9 @@ def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
     rows = [
         Document("Call me Ishmael.", "x"),
         conversation(*CHAT),
-        Completion("The whale", " is white", "x"),
+        PromptCompletion("The whale", " is white", "x"),
         conversation(("user", "a")),
-        Completion("", "Call me", "x"),
+        PromptCompletion("", "Call me", "x"),
         Tokenized((5, 6), None, "x"),
     ]
     assert list(encoder.encode_many(rows)) == [encoder.encode(row) for row in rows]
@@ -291,24 +291,24 @@ def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
 
 
 def test_completion_masks_the_prompt_and_ends(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(Completion("The whale", " is white", "x"))
+    coded = RowEncoder(tokenizer).encode(PromptCompletion("The whale", " is white", "x"))
     assert trained_runs(tokenizer, coded) == [" is white<|endoftext|>"]
     assert tokenizer.decode(coded.tokens) == "The whale is white<|endoftext|>"
 
 
 def test_completion_inside_a_word_keeps_the_prompt_as_at_inference(tokenizer: Any) -> None:
     prompt = tokenizer("The wh")["input_ids"]
-    coded = RowEncoder(tokenizer).encode(Completion("The wh", "ale", "x"))
+    coded = RowEncoder(tokenizer).encode(PromptCompletion("The wh", "ale", "x"))
     assert coded.tokens[: len(prompt)] == prompt
     assert trained_runs(tokenizer, coded) == ["ale<|endoftext|>"]
 
 
 def test_completion_without_prompt_or_text(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(Completion("", "Call me", "x"))
+    coded = RowEncoder(tokenizer).encode(PromptCompletion("", "Call me", "x"))
     assert tokenizer.decode(coded.tokens) == "Call me<|endoftext|>"
     assert coded.num_trained == len(coded.tokens) - 1
-    assert RowEncoder(tokenizer).encode(Completion("a", " ", "x")).num_trained == 0
-    coded = RowEncoder(tokenizer, train_on="all").encode(Completion("The whale", " is white", "x"))
+    assert RowEncoder(tokenizer).encode(PromptCompletion("a", " ", "x")).num_trained == 0
+    coded = RowEncoder(tokenizer, train_on="all").encode(PromptCompletion("The whale", " is white", "x"))
     assert coded.num_trained == len(coded.tokens) - 1
 
 

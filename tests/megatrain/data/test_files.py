@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatrain.data.files import _PIECE_CHARACTERS, find_files, read_text
-from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import fetch_dataset, is_hub_name, read_rows, rows_of_files
 
@@ -22,7 +22,7 @@ EXPECTED = [("p\u00e9", 'c,\n"d"'), ("q", "e")]
 
 def pairs(path: Path, **options: Any) -> list[tuple[str, str]]:
     rows = list(read_rows(str(path), **options))
-    return [(row.prompt, row.completion) for row in rows if isinstance(row, Completion)]
+    return [(row.prompt, row.completion) for row in rows if isinstance(row, PromptCompletion)]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "tsv", "jsonl.gz"])
@@ -171,7 +171,9 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     files = fetch_dataset(str(tmp_path))  # a folder, for want of a network; a name of the hub goes the same way
     assert [file.suffix for file in files] == [".arrow"]
-    assert [(row.prompt, row.completion) for row in rows_of_files(files) if isinstance(row, Completion)] == EXPECTED
+    assert [
+        (row.prompt, row.completion) for row in rows_of_files(files) if isinstance(row, PromptCompletion)
+    ] == EXPECTED
     with pytest.raises(DataError, match=r"no dataset that could be fetched: .*HF_HUB_OFFLINE is set: fetch it once"):
         fetch_dataset("nobody/nothing")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatrain.data.files import find_files
-from megatrain.data.formats import Completion, Conversation, Document, Format
+from megatrain.data.formats import Conversation, Document, Format, PromptCompletion
 from megatrain.data.rows_report import DataError
 from megatrain.data.sources import read_rows
 
@@ -37,7 +37,7 @@ def test_formats_are_seen_row_by_row(tmp_path: Path) -> None:
     )
     assert list(read_rows(path)) == [
         Conversation(tuple(MESSAGES), f"{path} line 1"),
-        Completion("p", "c", f"{path} line 2"),
+        PromptCompletion("p", "c", f"{path} line 2"),
         Document("t", f"{path} line 3"),
     ]
 
@@ -45,7 +45,7 @@ def test_formats_are_seen_row_by_row(tmp_path: Path) -> None:
 def test_json_list_txt_and_columns(tmp_path: Path) -> None:
     listed = write(tmp_path, "a.json", json.dumps([{"q": "p", "a": "c"}]))
     columns = {"prompt": "q", "completion": "a"}
-    assert list(read_rows(listed, columns=columns)) == [Completion("p", "c", f"{listed} row 1")]
+    assert list(read_rows(listed, columns=columns)) == [PromptCompletion("p", "c", f"{listed} row 1")]
     text = write(tmp_path, "b.txt", "one\n\ntwo\n")
     assert list(read_rows(text)) == [Document("one\n\ntwo\n", text)]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import DataReport, TokenDataset, encode_rows
-from megatrain.data.formats import Completion, Document
+from megatrain.data.formats import Document, PromptCompletion
 from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
 from megatrain.data.rows_report import DataError
 
@@ -198,9 +198,9 @@ def test_text_is_cut_into_pieces(tokenizer: Any) -> None:
 @pytest.mark.parametrize(("overlong", "kept"), [("truncate", 2), ("drop", 1)])
 def test_overlong(tokenizer: Any, overlong: str, kept: int) -> None:
     rows = [
-        Completion("The", " whale" * 30, "a"),
-        Completion("The", " sea", "b"),
-        Completion("The sea " * 30, "x", "c"),
+        PromptCompletion("The", " whale" * 30, "a"),
+        PromptCompletion("The", " sea", "b"),
+        PromptCompletion("The sea " * 30, "x", "c"),
     ]
     dataset = encode_rows(rows, RowEncoder(tokenizer), max_length=16, overlong=overlong)
     assert len(dataset) == kept
@@ -216,10 +216,13 @@ def test_overlong(tokenizer: Any, overlong: str, kept: int) -> None:
 def test_overlong_error_names_the_row(tokenizer: Any) -> None:
     with pytest.raises(DataError, match=r"rows line 7: \d+ tokens are more than data.max_length = 16"):
         encode_rows(
-            [Completion("The", " whale" * 30, "rows line 7")], RowEncoder(tokenizer), max_length=16, overlong="error"
+            [PromptCompletion("The", " whale" * 30, "rows line 7")],
+            RowEncoder(tokenizer),
+            max_length=16,
+            overlong="error",
         )
 
 
 def test_nothing_to_train_is_refused(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="no token would be trained: 1 row, "):
-        encode_rows([Completion("The", " ", "x")], RowEncoder(tokenizer), max_length=16)
+        encode_rows([PromptCompletion("The", " ", "x")], RowEncoder(tokenizer), max_length=16)

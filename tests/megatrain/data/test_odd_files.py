@@ -10,7 +10,7 @@ import pytest
 
 from megatrain.config import RunConfig
 from megatrain.data.dataset import load_dataset
-from megatrain.data.formats import Completion, Conversation, Document
+from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import look_at, read_rows
 from megatrain.resolve import resolve_data
@@ -114,7 +114,7 @@ def test_the_columns_to_write_are_called_as_in_the_file(tmp_path: Path) -> None:
 )
 def test_separators_are_seen_from_the_header(tmp_path: Path, name: str, content: str) -> None:
     (row,) = read_rows(write(tmp_path, name, content))
-    assert isinstance(row, Completion) and (row.prompt, row.completion) == ("a; b", "c")
+    assert isinstance(row, PromptCompletion) and (row.prompt, row.completion) == ("a; b", "c")
 
 
 def test_one_column_stays_one(tmp_path: Path) -> None:

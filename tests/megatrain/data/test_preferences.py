@@ -13,7 +13,7 @@ from megatrain.base.batch_keys import DESIRABLE, REFERENCE
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows, hold_out
 from megatrain.data.encoding import CHOSEN, MISMATCHED, REJECTED, load_tokenizer
-from megatrain.data.formats import Completion, Conversation, Preference, to_row
+from megatrain.data.formats import Conversation, Preference, PromptCompletion, to_row
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, RowError
 from oracles.tiered_run import QUICKSTART
@@ -60,20 +60,20 @@ def test_answers_with_a_label(name: str) -> None:
 
 def test_texts() -> None:
     plain = to_row({"prompt": "a ", "chosen": "b", "rejected": "c"}, "", "preference", {})
-    assert plain == Preference(Completion("a ", "b", ""), Completion("a ", "c", ""), True, "")
+    assert plain == Preference(PromptCompletion("a ", "b", ""), PromptCompletion("a ", "c", ""), True, "")
     named = to_row(
         {"q": "a", "better": "b", "worse": "c"},
         "",
         "preference",
         {"prompt": "q", "chosen": "better", "rejected": "worse"},
     )
-    assert named == Preference(Completion("a", "b", ""), Completion("a", "c", ""), True, "")
+    assert named == Preference(PromptCompletion("a", "b", ""), PromptCompletion("a", "c", ""), True, "")
     implicit = to_row({"chosen": "the whale is big", "rejected": "the whale sings"}, "", "preference", {})
     assert implicit == Preference(
-        Completion("the whale", " is big", ""), Completion("the whale", " sings", ""), True, ""
+        PromptCompletion("the whale", " is big", ""), PromptCompletion("the whale", " sings", ""), True, ""
     )
     judged = to_row({"prompt": "a", "completion": "b", "label": True}, "", "preference", {})
-    assert judged == Preference(Completion("a", "b", ""), None, True, "")
+    assert judged == Preference(PromptCompletion("a", "b", ""), None, True, "")
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[DataError], str]] = {

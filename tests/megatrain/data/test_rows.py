@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import Completion, Conversation, Document, Row, Tokenized, to_row
+from megatrain.data.formats import Conversation, Document, PromptCompletion, Row, Tokenized, to_row
 from megatrain.data.rows_report import DataError
 
 HELLO = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
@@ -91,7 +91,7 @@ def test_alpaca_under_other_names(columns: dict[str, str]) -> None:
 
 
 def test_prompt_and_response_is_no_alpaca() -> None:
-    assert row({"q": "p", "a": "c"}, prompt="q", response="a") == Completion("p", "c", "x")
+    assert row({"q": "p", "a": "c"}, prompt="q", response="a") == PromptCompletion("p", "c", "x")
     assert row({"prompt": "p", "response": "c"}, "alpaca", prompt="prompt", response="response") == Conversation(
         ({"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}), "x"
     )
@@ -107,7 +107,7 @@ def test_tokens() -> None:
 
 def test_the_most_telling_field_wins() -> None:
     assert isinstance(row({"text": "t", "messages": list(HELLO)}), Conversation)
-    assert isinstance(row({"text": "t", "prompt": "p", "completion": "c"}), Completion)
+    assert isinstance(row({"text": "t", "prompt": "p", "completion": "c"}), PromptCompletion)
     assert isinstance(row({"text": "t", "instruction": "p", "output": "c"}), Conversation)
     assert row({"text": "t", "instruction": "p", "output": "c"}, "text") == Document("t", "x")
 

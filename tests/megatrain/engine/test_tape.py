@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.tape import Access, Pinned, Release, compile_step, follow
+from megatrain.engine.tape import BlockUse, Pinned, Release, compile_step, follow
 
 UPDATE, FORWARD, BACKWARD = range(3)
 BLOCKS = {
@@ -95,7 +95,7 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
     for number, (mode, tier, is_last, wants_stay) in enumerate(uses):
         following = uses[number + 1] if number + 1 < len(uses) else None
         may_stay = following is not None and following[1] == tier != home and following[0] != "w" and not is_last
-        accesses.append(Access(number, mode, tier, is_last, wants_stay and may_stay))  # type: ignore[arg-type]
+        accesses.append(BlockUse(number, mode, tier, is_last, wants_stay and may_stay))  # type: ignore[arg-type]
     found, kept = follow("k", accesses, home)
     assert kept is None
     newest = at_home = 0
@@ -125,4 +125,4 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
 
 def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
-        follow("k", [Access(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))
+        follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))

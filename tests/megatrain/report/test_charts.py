@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.observer import StepMetrics
-from megatrain.report.charts import FRAME, MAX_COLUMNS, Area, Chart, Line, average, lay_out, make_charts, nice_ticks
+from megatrain.report.charts import FRAME, MAX_COLUMNS, Area, Chart, Curve, average, lay_out, make_charts, nice_ticks
 from megatrain.report.figures import compute_figures
 from megatrain.report.history import RunHistory
 
@@ -30,7 +30,7 @@ def test_any_values_are_drawn_inside_the_frame_or_not_at_all(
     values: list[float], is_log: bool, starts_at_zero: bool
 ) -> None:
     points = [(float(step), value) for step, value in enumerate(values, 1)]
-    drawing = lay_out(Chart("t", lines=[Line("x", points)], is_log=is_log, starts_at_zero=starts_at_zero))
+    drawing = lay_out(Chart("t", lines=[Curve("x", points)], is_log=is_log, starts_at_zero=starts_at_zero))
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
     if not any(shown) and (starts_at_zero or not shown):
         assert drawing is None or not (drawing.curves or drawing.dots)
@@ -78,10 +78,10 @@ def test_averages_leave_out_what_is_not_finite() -> None:
 
 def test_what_stays_zero_is_not_drawn() -> None:
     zero = [(1.0, 0.0), (2.0, 0.0)]
-    assert lay_out(Chart("t", lines=[Line("", zero)], starts_at_zero=True)) is None
+    assert lay_out(Chart("t", lines=[Curve("", zero)], starts_at_zero=True)) is None
     assert lay_out(Chart("t", areas=[Area("a", zero), Area("b", zero)])) is None
-    assert lay_out(Chart("a loss", lines=[Line("", zero)])) is not None, "a figure may be 0; a count of 0 is nothing"
-    lines = [Line("a", zero), Line("b", [(1.0, 0.0), (2.0, 3.0)])]
+    assert lay_out(Chart("a loss", lines=[Curve("", zero)])) is not None, "a figure may be 0; a count of 0 is nothing"
+    lines = [Curve("a", zero), Curve("b", [(1.0, 0.0), (2.0, 3.0)])]
     assert lay_out(Chart("t", lines=lines, starts_at_zero=True)) is not None
 
 
@@ -116,14 +116,14 @@ def test_a_band_of_one_step_has_a_width() -> None:
 
 def test_a_gap_cuts_a_line_and_a_lone_point_is_a_dot() -> None:
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 3.0), (5, math.inf), (6, 1.0), (7, 1.0)]
-    drawing = lay_out(Chart("t", lines=[Line("x", points)]))
+    drawing = lay_out(Chart("t", lines=[Curve("x", points)]))
     assert drawing is not None
     assert [len(numbers_of(curve)) for _, _, curve in drawing.curves] == [2, 2] and len(drawing.dots) == 1
     assert [re.sub(r"\n", " ", text) for _, _, text in drawing.tips][2:4] == ["step 3 x: nan", "step 4 x: 3"]
 
 
 def test_marks_outside_the_steps_are_left_out() -> None:
-    chart = Chart("t", lines=[Line("x", [(1, 1.0), (9, 2.0)])], marks=[(0, "before"), (5, "continued")])
+    chart = Chart("t", lines=[Curve("x", [(1, 1.0), (9, 2.0)])], marks=[(0, "before"), (5, "continued")])
     drawing = lay_out(chart)
     assert drawing is not None
     assert drawing.marks == [((FRAME.left + FRAME.right) / 2, "continued")]

@@ -18,7 +18,7 @@ import pytest
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
 from megatrain.report.charts import make_charts
-from megatrain.report.figures import Setting, compute_figures
+from megatrain.report.figures import ChangedKey, compute_figures
 from megatrain.report.history import NotARunError, read_history
 from megatrain.report.page import render_page
 from megatrain.report.text import report_lines
@@ -204,7 +204,7 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     figures = replace(
         figures, name=evil, path=evil, message=evil, headline=evil, evaluations={evil: [(1, 1.0)]},
         tiers={evil: figures.tiers["ram"]}, links={evil: figures.links["ram->nvme"]}, link_paths={evil: evil},
-        drives={evil: drive}, restarts=[(2, evil)], settings=[Setting(evil, evil, evil)], versions={evil: evil},
+        drives={evil: drive}, restarts=[(2, evil)], settings=[ChangedKey(evil, evil, evil)], versions={evil: evil},
         machine={"host": evil, "system": evil, "cpu": evil, "num_cpus": evil, "gpu": evil, "drives": {evil: evil}},
     )  # fmt: skip
     plan = {**history.plan, "starts": [{"at": evil, "first_step": 1, "budget_bytes": {evil: 1}}]}

@@ -18,7 +18,7 @@ import pytest
 
 from megatrain.base.names import LOCK_NAME
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunInfo, RunSummary, StepMetrics
-from megatrain.base.owner import Owner, UnreachableRunError, catches_signal, living_owner, send_signal
+from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal, living_owner, send_signal
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
@@ -304,9 +304,9 @@ def test_signals_reach_the_owner_only(tmp_path: Path) -> None:
         send_signal(tmp_path, owner, signal.SIGUSR1)
         assert process.stdout is not None and process.stdout.readline() == "saved\n"
         with pytest.raises(UnreachableRunError, match=r"process 1 on elsewhere\. Give this command on that machine"):
-            send_signal(tmp_path, Owner(1, "elsewhere", "process 1 on elsewhere"), signal.SIGUSR1)
+            send_signal(tmp_path, LockHolder(1, "elsewhere", "process 1 on elsewhere"), signal.SIGUSR1)
         with pytest.raises(UnreachableRunError, match="another process"):
-            send_signal(tmp_path, Owner(None, None, "another process"), signal.SIGUSR1)
+            send_signal(tmp_path, LockHolder(None, None, "another process"), signal.SIGUSR1)
     with pytest.raises(ProcessLookupError):
         send_signal(tmp_path, owner, signal.SIGUSR1)
     assert not catches_signal(process.pid, signal.SIGUSR1)
