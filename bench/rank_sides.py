@@ -18,7 +18,6 @@ import torch
 
 from bench.sides import Ours, StepTimes, batches
 from megatrain.config.schema import RunConfig
-from megatrain.engine.ranked import RankedStepEngine
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
@@ -52,10 +51,9 @@ class RankSide(Ours):
 
     def moved_bytes(self) -> dict[str, int]:
         """Return the bytes that crossed each link in all steps, between ranks as well."""
-        between = self._engine.moved_bytes if isinstance(self._engine, RankedStepEngine) else {}
         links = {link for window in self.windows for link in window.links}
         moved = {link: sum(window.links[link].num_bytes for window in self.windows) for link in links}
-        return {**moved, **between}
+        return {**moved, **self._engine.moved_bytes}
 
 
 def run_world(

@@ -221,14 +221,9 @@ class Scorer:
         store, placement = trainer.store, plan.placement
         engine = EvaluationEngine(
             store,
-            plan.graph,
-            plan.trace,
-            plan.program,
-            placement.homes,
-            device=plan.device,
+            replace(plan.for_passes, stays=placement.stays),
             timeline=trainer.timeline,
             activity=self._activity,
-            stays=placement.stays,
         )
         store.wait_idle()  # what loading still writes is not part of any pass
         before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch

@@ -57,10 +57,9 @@ from megatrain.engine.environment import (
     device_errors_explained,
     give_back_freed_memory,
 )
-from megatrain.engine.ranked import RankedStepEngine, describe_collectives
-from megatrain.engine.step import StepEngine, StepResult, weight_is_split
+from megatrain.engine.ranked import describe_collectives
+from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.trace import step_flops
-from megatrain.engine.visit import LayerCompiler
 from megatrain.export import export_checkpoint
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.export import check_merge, check_target, export_adapter, export_model
@@ -69,7 +68,6 @@ from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.base import decays
-from megatrain.optim.factory import segment_builder
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -808,33 +806,14 @@ class Trainer:
             first_step: steps done before.
             num_updates: those of them whose gradient was used.
         """
-        run, plan = self.run, self.plan
+        plan = self.plan
         self._schedule_steps(first_step, num_steps)
-        # A rank meets the others in the default group of torch.distributed, which it has joined by now.
-        is_alone = run.world.is_single
-        make: Any = StepEngine
-        if not is_alone:
-            make = partial(RankedStepEngine, Collectives(tier=plan.program.compute_tier, num_hosts=run.world.num_hosts))
-        self._engine = make(
+        self._engine = StepEngine(
             self.store,
-            plan.graph,
-            plan.trace,
-            plan.program,
-            plan.placement.homes,
-            plan.placement.stays,
-            plan.optimizer,
-            device=plan.device,
-            order=run.batch.order,
-            segments=segment_builder(
-                run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph), graph=plan.graph
-            ),
-            max_grad_norm=run.optimizer.max_grad_norm,
-            nonfinite=run.optimizer.nonfinite,
-            seed=run.seed,
-            objective=run.objective,
-            compiler=LayerCompiler.of(run.model.compile_backend),
+            plan.for_steps,
+            plan.recipe(),
+            collectives=plan.collectives(),
             timeline=self.timeline,
-            device_optimizer=plan.device_optimizer,
             activity=self.activity,
         )
         self._engine.num_updates = num_updates

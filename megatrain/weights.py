@@ -17,7 +17,7 @@ from megatrain.base.progress import Activity
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
-from megatrain.engine.step import weight_is_split
+from megatrain.engine.updates import weight_is_split
 from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM

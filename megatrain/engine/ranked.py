@@ -20,37 +20,31 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.layout import views
-from megatrain.engine.forward import QueuedLoss
-from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.host_io import sent_to_host
-from megatrain.engine.preferences import PartialMean, describe_examples, mean_figures, step_size
-from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.step import (
+from megatrain.engine.access import (
     LeasedParts,
     PartwiseAccumulator,
     PassingGradient,
-    StepEngine,
-    StepResult,
     StoreAccess,
     zero_gaps,
 )
+from megatrain.engine.host_io import sent_to_host
+from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.optim.base import MatrixOptimizer
-from megatrain.optim.clip import add_in_order, global_norm, partial_squares, sum_gradients
+from megatrain.optim.clip import add_in_order, partial_squares, sum_gradients
 from megatrain.ranks.lanes import total
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
+    from megatrain.engine.access import CountedTotal
     from megatrain.engine.program import GradientSink, Group, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph, Unit
@@ -58,7 +52,7 @@ if TYPE_CHECKING:
     from megatrain.ranks.dealing import DealtLayout
     from megatrain.ranks.lanes import Subtree
 
-__all__ = ["RankedAccess", "RankedStepEngine", "describe_collectives", "ranked_workspace_bytes"]
+__all__ = ["RankedAccess", "describe_collectives", "ranked_workspace_bytes"]
 
 
 @dataclass(slots=True)
@@ -106,10 +100,6 @@ class RankedAccess(StoreAccess):
         collectives: of the ranks of the program.
         arguments: of ``StoreAccess``.
         named: of ``StoreAccess``.
-
-    Attributes:
-        window_bytes: the most that full copies, sums and what was received took together.
-        update_window_bytes: the most that updates of shared matrices took beside their blocks.
     """
 
     own_phases: frozenset[Phase] = frozenset({"update", "gather", "exchange"})
@@ -136,7 +126,6 @@ class RankedAccess(StoreAccess):
         self._sums: dict[tuple[str, int], list[Tensor]] = {}  # layout, use site -> a sum for each range of lanes
         self._partials: dict[tuple[str, int], Tensor] = {}  # layout, part -> squares of what this rank owns
         self._held_bytes = self._update_bytes = 0
-        self.window_bytes = self.update_window_bytes = 0
 
     # -- the tape ----------------------------------------------------------------------------------------------
 
@@ -630,28 +619,28 @@ class RankedAccess(StoreAccess):
     # -- what all ranks have to know ---------------------------------------------------------------------------
 
     def agree(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = (), figures: Sequence[PartialMean] = ()
-    ) -> tuple[list[float], list[PartialMean]]:
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor] = (), figures: Sequence[CountedTotal] = ()
+    ) -> tuple[list[float], list[tuple[str, float, int]]]:
         """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.
 
         Waits for all ranks, and for the device.
 
         Args:
-            layouts: whose gradients are complete; the same on all ranks.
-            terms: of this rank's loss.
-            figures: of this rank's preferences.
+            layouts: Those whose gradients are complete, the same on all ranks; norms that all know already stay.
+            terms: Scalars whose sum is this rank's loss.
+            figures: Totals of this rank's preferences.
 
         Returns:
             The terms and figures of all ranks, in the order of their micro-batches.
         """
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
+        layouts = [layout for layout in layouts if layout.name not in self.squared_norms]
         places = [(layout, part) for layout in layouts for part in range(len(self._program.parts_of(layout)))]
         partials = [self._partials.pop((layout.name, part)) for layout, part in places]
-        totals = [torch.as_tensor(figure.total) for figure in figures]
-        numbers = _on_host([*terms, *totals, *partials])
+        numbers = _on_host([*terms, *(torch.as_tensor(sum_) for _, sum_, _ in figures), *partials])
         filled = {layout.name: set().union(*self._filled[layout.name].values()) for layout in layouts}
-        told = [(figure.name, figure.count) for figure in figures]
+        told = [(name, count) for name, _, count in figures]
         records = self._collectives.gather_objects((len(terms), told, numbers.numpy(), filled))
         found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
@@ -666,11 +655,11 @@ class RankedAccess(StoreAccess):
             self.squared_norms[layout.name] = add_in_order(torch.cat(squares))
             self.with_gradient[layout.name] = set().union(*(names[layout.name] for *_, names in records))
         all_terms: list[float] = []
-        all_figures: list[PartialMean] = []
+        all_figures: list[tuple[str, float, int]] = []
         for count, described, of_rank, _ in records:
             all_terms += of_rank[:count].tolist()
             for (name, weight), number in zip(described, of_rank[count:].tolist(), strict=False):
-                all_figures.append(PartialMean(name, number, weight))
+                all_figures.append((name, number, weight))
         return all_terms, all_figures
 
 
@@ -692,68 +681,6 @@ def _within(tensor: Tensor, elements: range) -> Tensor:
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-class RankedStepEngine(StepEngine):
-    """Runs optimizer steps with the other ranks of a run: every rank calls the same methods, in the same order.
-
-    Each rank is given all micro-batches of a step, and computes its own. Losses, norms and decisions are the same on
-    all of them.
-
-    Args:
-        collectives: of the ranks of the program.
-        arguments: of ``StepEngine``.
-        named: of ``StepEngine``.
-    """
-
-    _access: RankedAccess
-
-    def __init__(self, collectives: Collectives, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named, make_access=partial(RankedAccess, collectives))
-        self._collectives = collectives
-
-    @property
-    def moved_bytes(self) -> Mapping[str, int]:
-        """By link, what steps have moved beside blocks: to other ranks and from them as well."""
-        return {**super().moved_bytes, **self._collectives.moved_bytes}
-
-    @property
-    def window_bytes(self) -> int:
-        """The most that full copies of weights, sums of gradients and what was received have taken together."""
-        return self._access.window_bytes
-
-    @property
-    def update_window_bytes(self) -> int:
-        """The most that updates of shared matrices have taken beside their blocks."""
-        return self._access.update_window_bytes
-
-    def _queue(self, micro_batches: Sequence[Mapping[str, Tensor]], *, seed: int) -> QueuedLoss:
-        assert len(micro_batches) == self._program.own_lanes.num_micro_batches, len(micro_batches)
-        own = self._program.lanes.micro_batches_of_rank(self._collectives.rank, len(micro_batches))
-        shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]
-        counts = [count_labels(labels) for labels in shifted]
-        size = None
-        if REFERENCE in micro_batches[0]:  # a loss over preferences is the mean over the examples of all ranks
-            size = step_size([describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)])
-        queued = self._runner.queue(
-            [micro_batches[number] for number in own],
-            num_items=sum(counts),
-            seed=seed,
-            first_number=own.start,
-            size=size,
-        )
-        return replace(queued, num_trained_tokens=sum(counts))
-
-    def _read(self, queued: QueuedLoss) -> StepResult:
-        layouts = [layout for layout, _ in self._updater.trained.values()]
-        terms, figures = self._access.agree(layouts if self._defers else (), queued.terms, queued.figures)
-        squares = [float(self._access.squared_norms[layout.name]) for layout in layouts]
-        return StepResult(
-            float(sum(terms)),
-            global_norm(squares),
-            queued.num_trained_tokens,
-            preferences=mean_figures(figures, [float(figure.total) for figure in figures]),
-        )
 
 
 def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:

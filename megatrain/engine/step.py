@@ -12,61 +12,34 @@ asked for, each group is updated during the backward that completes its gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.base.layout import InPieces, Piece, UnitLayout, views, views_of_parts
+from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.progress import Activity
-from megatrain.engine.background import BackgroundUpdates
+from megatrain.engine.access import StoreAccess
 from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
-from megatrain.engine.host_io import ArrivingNumbers, read_numbers
-from megatrain.engine.preferences import mean_figures
-from megatrain.engine.program import (
-    Stays,
-    StepProgram,
-    activation_key,
-    attention_key,
-    cache_key,
-    evaluation_program,
-    layouts_of_unit,
-    unpacked_bytes,
-    uses_of_layouts,
-)
-from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
-from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
-from megatrain.optim.base import MatrixOptimizer, Optimizer, Segment, Update
-from megatrain.optim.clip import (
-    NonFiniteGradientError,
-    SquaredNorm,
-    global_norm,
-    gradient_scale,
-    sum_gradients,
-)
-from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
+from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.preferences import PartialMean, describe_examples, mean_figures, step_size
+from megatrain.engine.ranked import RankedAccess
+from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
+from megatrain.optim.base import Update
+from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
+from megatrain.optim.matrices import DeviceMatrices
 from megatrain.optim.threads import KernelThreads
+from megatrain.ranks.collectives import Alone
 
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
-    from megatrain.engine.objective import Objective
-    from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, VisitTrace
-    from megatrain.engine.visit import LayerCompiler
+    from megatrain.engine.streamed import StepRecipe, StreamedModel
     from megatrain.engine.vocabulary import TokenScores
-    from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.models.packed import Packing
-    from megatrain.ranks.lanes import Lanes
-    from tiered import Mode, TieredStore
+    from megatrain.ranks.collectives import Collectives
+    from tiered import TieredStore
 
-__all__ = [
-    "EvaluationEngine",
-    "StepEngine",
-    "StepResult",
-    "weight_is_split",
-    "zero_gaps",
-]
+__all__ = ["EvaluationEngine", "StepEngine", "StepResult", "access_to"]
 
 
 _ADVICE = 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
@@ -96,80 +69,55 @@ class StepResult:
 class StepEngine:
     """Runs optimizer steps on blocks of a store. Used by one thread.
 
+    Of several ranks each calls the same methods in the same order, and gives all micro-batches of a step, of which it
+    computes its own. Losses, norms and decisions are the same on all of them.
+
     Args:
-        store: holds every block of ``program``, with contents for weights and optimizer state.
-        graph: the model.
-        trace: of the model.
-        program: of a step.
-        homes: of the placement.
-        stays: of the placement.
-        optimizer: updates blocks in RAM.
-        device: where layers run.
-        order: as in ``LayerRunner``.
-        segments: parameters of a layout, with their learning rate and decay.
-        max_grad_norm: clips the global norm, or each layer's where the program does not defer updates; 0: no clipping.
-        nonfinite: what to do with a gradient that is NaN or infinite: ``stop`` raises, ``skip`` leaves its update out,
-            ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
-        seed: of dropout and noise.
-        objective: label smoothing and noise; None: plain cross entropy.
-        compiler: of layers; None: they run eagerly.
-        threads: of gradient sums and norms.
-        timeline: records every op; None: nothing is recorded.
-        device_optimizer: updates blocks in the compute tier, if the program has such updates.
-        activity: progress within the step, for status.
-        make_access: returns the access of the running model; default: to whole blocks (``ranked.py``: to shares).
+        store: Holds every block of the model's program, with contents for weights and optimizer state.
+        model: What is trained.
+        recipe: How its steps are computed.
+        collectives: The ranks among whom the program shares blocks.
+        threads: Of gradient sums and norms; None: as many as torch has.
+        timeline: Records every op; None: nothing is recorded.
+        activity: Progress within the step, for status.
 
     Attributes:
-        num_updates: steps whose gradient was used, which is what the optimizer counts; skipped ones are left out.
+        num_updates: Steps whose gradient was used, which is what the optimizer counts; skipped ones are left out.
     """
 
     def __init__(
         self,
         store: TieredStore,
-        graph: ModelGraph,
-        trace: VisitTrace,
-        program: StepProgram,
-        homes: Mapping[str, str],
-        stays: Stays,
-        optimizer: Optimizer,
+        model: StreamedModel,
+        recipe: StepRecipe,
         *,
-        device: torch.device | str,
-        order: Literal["layer", "micro_batch"] = "layer",
-        segments: Callable[[UnitLayout], Sequence[Segment]],
-        max_grad_norm: float,
-        nonfinite: Literal["stop", "skip", "ignore"] = "stop",
-        seed: int = 0,
-        objective: Objective | None = None,
-        compiler: LayerCompiler | None = None,
+        collectives: Collectives | Alone | None = None,
         threads: KernelThreads | None = None,
         timeline: Timeline | None = None,
-        device_optimizer: Optimizer | None = None,
         activity: Activity | None = None,
-        make_access: Callable[..., StoreAccess] | None = None,
     ) -> None:
-        assert device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
-        self._max_grad_norm, self._nonfinite, self._seed = max_grad_norm, nonfinite, seed
-        optimizers = {program.compute_tier: device_optimizer or optimizer, "ram": optimizer}
-        self._program = program
-        self._updater = Updater(graph, trace, program, optimizers, segments, torch.device(device))
-        self._access = (make_access or StoreAccess)(
-            store, graph, trace, program, homes, stays, threads or KernelThreads(), self._updater, timeline, activity
+        program = model.program
+        self._recipe, self._program = recipe, program
+        self._collectives = collectives or Alone()
+        self._updater = Updater(model, recipe)
+        self._access = access_to(
+            store, model, threads or KernelThreads(), self._collectives, self._updater, timeline, activity
         )
         self._runner = LayerRunner(
-            graph,
+            model.graph,
             self._access,
-            device=device,
-            compute_dtype=graph.dtype,
-            order=order,
-            head_rows=trace.head_rows or None,
-            head_columns=trace.head_columns,
-            trace=trace,
-            objective=objective,
+            device=model.device,
+            compute_dtype=model.graph.dtype,
+            order=recipe.order,
+            head_rows=model.trace.head_rows or None,
+            head_columns=model.trace.head_columns,
+            trace=model.trace,
+            objective=recipe.objective,
             kept=program.kept,
             kept_parts=program.kept_parts,
             saved_attention=program.saved_attention,
-            parts_in_turn=any(trace.visits[visit].is_head for visit, _ in program.by_part),
-            compiler=compiler,
+            parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.by_part),
+            compiler=recipe.compiler,
             activity=activity,
         )
         self._defers = program.defers_updates
@@ -190,24 +138,24 @@ class StepEngine:
             NoTrainedTokensError: no position of the step has a label.
         """
         self._refuse_if_spoiled()
-        scales = None if self._defers else LayerScales(self._max_grad_norm, self._nonfinite)
+        scales = None if self._defers else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
         self._access.num_tokens = _num_tokens(micro_batches)
         with self._access.background:
             if scales is None:
                 self._access.start_step(number, self._pending)
             else:
                 self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
-            queued = self._queue(micro_batches, seed=self._seed + number)
+            queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
         self._pending = None  # its last group was updated on the way
         result = self._read(queued)
         loss, norm = result.loss, result.grad_norm
         if scales is not None:
             return self._judged(scales, result, number)
-        scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
+        scale = gradient_scale(norm, self._recipe.max_grad_norm, self._recipe.nonfinite)
         if scale is not None:
             update = self._next_update(lr, scale=scale)
-        elif self._nonfinite == "stop":
+        elif self._recipe.nonfinite == "stop":
             raise NonFiniteGradientError(
                 f"step {number + 1}: the gradient is not finite (loss {loss}); nothing was updated in this step. "
                 f"{_ADVICE}"
@@ -223,7 +171,7 @@ class StepEngine:
             return result
         if not scales.num_used:
             self.num_updates -= 1
-        if self._nonfinite == "skip":
+        if self._recipe.nonfinite == "skip":
             return replace(result, skipped=not scales.num_used, left_out=tuple(scales.left_out))
         what = "nothing was updated in this step"
         if scales.num_used:
@@ -240,20 +188,34 @@ class StepEngine:
             raise NonFiniteGradientError(self._spoiled)
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
-        """Queue forward and backward of a step."""
-        return self._runner.queue(micro_batches, seed=seed)
+        """Queue forward and backward of this rank's micro-batches of a step."""
+        own = self._program.lanes.micro_batches_of_rank(self._program.shares.rank, len(micro_batches))
+        if len(own) == len(micro_batches):
+            return self._runner.queue(micro_batches, seed=seed)
+        shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]
+        counts = [count_labels(labels) for labels in shifted]
+        size = None
+        if REFERENCE in micro_batches[0]:  # a loss over preferences is the mean over the examples of all ranks
+            size = step_size([describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)])
+        queued = self._runner.queue(
+            [micro_batches[number] for number in own],
+            num_items=sum(counts),
+            seed=seed,
+            first_number=own.start,
+            size=size,
+        )
+        return replace(queued, num_trained_tokens=sum(counts))
 
     def _read(self, queued: QueuedLoss) -> StepResult:
-        """Return loss, global norm and figures: the only host sync of a step."""
-        squares = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
-        totals = [figure.total for figure in queued.figures]
-        numbers = read_numbers([*queued.terms, *totals, *squares])
-        num_terms, num_read = len(queued.terms), len(queued.terms) + len(totals)
+        """Return loss, global norm and figures of all ranks: the only host sync of a step."""
+        layouts = [layout for layout, _ in self._updater.trained.values()]
+        own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
+        terms, figures = self._access.agree(layouts, queued.terms, own)
         return StepResult(
-            float(sum(numbers[:num_terms])),
-            global_norm(numbers[num_read:]),
+            float(sum(terms)),
+            global_norm([float(self._access.squared_norms[layout.name]) for layout in layouts]),
             queued.num_trained_tokens,
-            preferences=mean_figures(queued.figures, numbers[num_terms:num_read]),
+            preferences=mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures]),
         )
 
     def _next_update(self, lr: float, *, scale: float) -> Update:
@@ -262,11 +224,21 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """By link, what steps have moved beside blocks: directions of matrices, to the compute device and back."""
+        """By link, what steps have moved beside blocks: directions of matrices, and what went between ranks."""
         if not isinstance(self._updater.matrices, DeviceMatrices):
-            return {}
+            return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes
-        return {f"ram->{tier}": nbytes, f"{tier}->ram": nbytes}
+        return {f"ram->{tier}": nbytes, f"{tier}->ram": nbytes, **self._collectives.moved_bytes}
+
+    @property
+    def window_bytes(self) -> int:
+        """The most that full copies of weights, sums of gradients and what was received have taken together."""
+        return self._access.window_bytes
+
+    @property
+    def update_window_bytes(self) -> int:
+        """The most that updates of shared matrices have taken beside their blocks."""
+        return self._access.update_window_bytes
 
     @property
     def moving_s(self) -> Mapping[str, float]:
@@ -291,57 +263,41 @@ class StepEngine:
         self._access.finish()
 
 
-def weight_is_split(graph: ModelGraph) -> bool:
-    """Return whether weights are the bf16 high halves of fp32 masters, with the rest in a ``low`` block."""
-    return graph.dtype.itemsize == 2
-
-
 class EvaluationEngine:
     """Runs forwards on blocks of a store, between steps with no update pending. Used by the thread that trains.
 
     Args:
-        store: holds the weights.
-        graph: the model.
-        trace: of the model.
-        program: of a training step.
-        homes: of the placement.
-        device: where layers run.
-        timeline: records every op; None: nothing is recorded.
-        activity: progress within the pass, for status.
-        make_access: as in ``StepEngine``.
-        stays: of a placement of passes; None: no copy stays from one use to the next.
+        store: Holds the weights.
+        model: What runs, with the program of one pass.
+        collectives: The ranks among whom the program shares blocks.
+        timeline: Records every op; None: nothing is recorded.
+        activity: Progress within the pass, for status.
 
     Attributes:
-        program: of one pass.
+        program: Ticks and blocks of one pass.
     """
 
     def __init__(
         self,
         store: TieredStore,
-        graph: ModelGraph,
-        trace: VisitTrace,
-        program: StepProgram,
-        homes: Mapping[str, str],
+        model: StreamedModel,
         *,
-        device: torch.device | str,
+        collectives: Collectives | Alone | None = None,
         timeline: Timeline | None = None,
         activity: Activity | None = None,
-        make_access: Callable[..., StoreAccess] | None = None,
-        stays: Stays | None = None,
     ) -> None:
-        self.program = evaluation_program(program)
-        kept, threads = stays or {}, KernelThreads(1)
-        self._access = (make_access or StoreAccess)(
-            store, graph, trace, self.program, homes, kept, threads, timeline=timeline, activity=activity
+        self.program = model.program
+        self._access = access_to(
+            store, model, KernelThreads(1), collectives or Alone(), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
-            graph,
+            model.graph,
             self._access,
-            device=device,
-            compute_dtype=graph.dtype,
-            head_rows=trace.head_rows or None,
-            head_columns=trace.head_columns,
-            trace=trace,
+            device=model.device,
+            compute_dtype=model.graph.dtype,
+            head_rows=model.trace.head_rows or None,
+            head_columns=model.trace.head_columns,
+            trace=model.trace,
             activity=activity,
         )
 
@@ -395,986 +351,16 @@ def _num_tokens(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     return sum(each["input_ids"].numel() for each in micro_batches)
 
 
-class LayerScales:
-    """The factor on each layer's gradient in one step, by its own norm: for updates that wait for no other layer.
-
-    Args:
-        max_grad_norm: clips each layer's norm; 0: no clipping.
-        nonfinite: ``stop``: the first layer whose gradient is not finite, and all after it, are left out. ``skip``:
-            every such layer is. ``ignore``: none is.
-
-    Attributes:
-        num_used: layers whose gradient is used.
-        left_out: names of the layers whose gradient was not finite and is not used, in the order of the backward.
-    """
-
-    def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
-        self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
-        self._looks = max_grad_norm > 0 or nonfinite != "ignore"
-        self._arriving: dict[str, ArrivingNumbers] = {}
-        self.num_used = 0
-        self.left_out: list[str] = []
-
-    def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
-        """Take note of a complete gradient's squared norm; on a device the number sets out for the host."""
-        if self._looks:
-            self._arriving[layout] = ArrivingNumbers([squared])
-
-    def scale(self, layout: str) -> float | None:
-        """Return the factor on a layer's gradient; None: it is not to be used. Waits for its norm."""
-        scale: float | None = 1.0
-        if self._looks:
-            norm = global_norm(self._arriving.pop(layout).read())
-            scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
-        if scale is None:
-            self.left_out.append(layout)
-        if self.left_out and self._nonfinite == "stop":
-            return None
-        self.num_used += scale is not None
-        return scale
-
-
-@dataclass(frozen=True, slots=True)
-class PendingUpdate:
-    """The update of a step, made by the next one or, if it is not deferred, during its own backward.
-
-    Attributes:
-        step: number of the step that computed its gradients.
-        update: step count, learning rate, scale of the gradient.
-        with_gradient: layout -> parameters that got a gradient.
-        scales: of the layers' gradients, each by its own norm; None: ``update`` has the scale of them all.
-    """
-
-    step: int
-    update: Update
-    with_gradient: Mapping[str, set[str]]
-    scales: LayerScales | None = None
-
-    def of_layout(self, name: str) -> Update | None:
-        """Return the update of one layout; None: its gradient is not used."""
-        if self.scales is None:
-            return self.update
-        scale = self.scales.scale(name)
-        return None if scale is None else replace(self.update, grad_scale=scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _UpdatedPart:
-    """What an update of one part of a layout reads and writes.
-
-    Attributes:
-        states: kinds of state, each with the key of its block.
-        weight: key of the weight's block.
-        within: elements of that block; None: all.
-        gradient: key of the gradient's block.
-        segments: of all parameters in the part, with their names.
-    """
-
-    states: Sequence[tuple[str, str]]
-    weight: str
-    within: range | None
-    gradient: str
-    segments: Sequence[tuple[str, Segment]]
-
-
-class Updater:
-    """Updates the block group of a layout in the tier that the tape says.
-
-    Args:
-        graph: the model.
-        trace: of the model.
-        program: of a step.
-        optimizers: by tier.
-        segments: parameters of a layout, with their learning rate and decay.
-        device: where layers run.
-
-    Attributes:
-        trained: index of a layout -> it and its segments.
-        optimizers: by tier.
-        matrices: where those of a layout are made orthogonal; None: the optimizer needs none.
-    """
-
-    def __init__(
-        self,
-        graph: ModelGraph,
-        trace: VisitTrace,
-        program: StepProgram,
-        optimizers: Mapping[str, Optimizer],
-        segments: Callable[[UnitLayout], Sequence[Segment]],
-        device: torch.device,
-    ) -> None:
-        uses = uses_of_layouts(graph, trace)
-        self.trained = {
-            index: (layout, tuple(segments(layout)))
-            for index, layout in enumerate(graph.layouts.values())
-            if layout.trainable and uses[layout.name]
-        }
-        self._program, self.optimizers = program, optimizers
-        self._parts: dict[tuple[int, int], _UpdatedPart] = {}
-        kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
-        self._states = [kind.name for kind in kinds if kind.name != "weight"]
-        self.matrices: HostMatrices | DeviceMatrices | None = None
-        self._matrix_names: frozenset[str] = frozenset()
-        if isinstance(optimizer := optimizers["ram"], MatrixOptimizer):
-            layouts = [layout for layout, _ in self.trained.values()]
-            entries = (entry for layout in layouts for entry in layout.entries)
-            self._matrix_names = frozenset(entry.name for entry in entries if optimizer.is_matrix_of(entry))
-            self.matrices = HostMatrices()
-            if program.compute_tier != "ram":
-                self.matrices = DeviceMatrices(device)
-                self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
-
-    def update(
-        self,
-        index: int,
-        part: int,
-        tier: str,
-        tensors: Mapping[str, torch.Tensor],
-        update: Update,
-        filled: Container[str],
-    ) -> None:
-        """Update one part of a layout.
-
-        Args:
-            index: of the layout.
-            part: of the layout.
-            tier: of the tensors.
-            tensors: by block key: the layout's weight, and the part's state and gradient.
-            update: of the step, with the factor on this gradient.
-            filled: parameters that got a gradient.
-        """
-        optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
-        if isinstance(self.matrices, DeviceMatrices) and isinstance(optimizer, MatrixOptimizer):
-            update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
-        else:
-            optimizer.update(*own, update)
-
-    def _is_matrix(self, segment: Segment) -> bool:
-        return segment.name in self._matrix_names
-
-    def of_part(
-        self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
-        """Return the blocks by kind, the gradient and the segments of one part of a layout; see ``update``."""
-        own = self._parts.get((index, part))
-        if own is None:
-            own = self._parts[index, part] = self._updated_part(index, part)
-        blocks = {state: tensors[key] for state, key in own.states}
-        weight = tensors[own.weight]
-        blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
-        # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
-        chosen = [segment for parameter, segment in own.segments if parameter in filled]
-        return blocks, tensors[own.gradient], chosen
-
-    def _updated_part(self, index: int, part: int) -> _UpdatedPart:
-        """Return what an update of a part needs."""
-        layout, segments = self.trained[index]
-        inside = self._program.owned_parts_of(layout)[part]
-        weights = self._program.weight_keys(layout)
-        is_cut = len(weights) == len(self._program.parts_of(layout))
-        names = {entry.offset: entry.name for entry in layout.entries}
-        return _UpdatedPart(
-            [(state, self._program.state_keys(layout, state)[part]) for state in self._states],
-            weights[part if is_cut else 0],
-            None if is_cut else inside,
-            self._program.gradient_keys(layout, 0)[part],
-            [
-                (names[segment.start], segment if len(inside) == layout.num_elements else segment.within(inside))
-                for segment in segments
-                if segment.start < inside.stop and segment.stop > inside.start
-            ],
-        )
-
-
-class UnpackedWeights:
-    """Room for the weights that a visit unpacks from blocks of packed bytes. Used by one thread.
-
-    It is one buffer for a whole step: from layer to layer the allocator of a device would be asked for large pieces of
-    changing sizes between small ones, and take more than there is planned for.
-
-    Args:
-        nbytes: of the visit that unpacks most.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._taken = nbytes, 0
-        self._buffer: torch.Tensor | None = None
-
-    @contextmanager
-    def of(self, packing: Packing, block: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a layout's weights, made from its leased block. Last in, first out."""
-        with self.room(packing.unpacked_bytes, block.device) as room:
-            weights = room.view(packing.dtype)
-            packing.unpack(block, weights)
-            yield weights
-
-    @contextmanager
-    def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
-        """Yield room for weights, uint8 [nbytes]. Last in, first out."""
-        if self._buffer is None:
-            self._buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=device)
-        before, self._taken = self._taken, self._taken + nbytes
-        assert self._taken <= self._nbytes, (self._taken, self._nbytes)
-        try:
-            yield self._buffer[before : self._taken]
-        finally:
-            self._taken = before
-
-    def free(self) -> None:
-        """Give the room back until the next visit."""
-        assert not self._taken, "weights are in use"
-        self._buffer = None
-
-
-class StoreAccess:
-    """Executes the tape of a step on a store, op by op; the ``BlockAccess`` of the running model.
-
-    Used by one thread, the one that runs the step.
-
-    Args:
-        store: holds the blocks.
-        graph: the model.
-        trace: of the model.
-        program: of a step.
-        homes: block key -> tier, as planned and registered.
-        stays: of the placement.
-        threads: of gradient sums and norms.
-        updater: makes the updates of the program; None: it has none.
-        timeline: records every op; None: nothing is recorded.
-        activity: progress within the step, for status.
-
-    Attributes:
-        own_phases: of the ops that the running model does not announce.
-        squared_norms: of the gradients, by layout. On a device a scalar there: reading it would be a host sync in the
-            middle of the step.
-        with_gradient: layout -> parameters that got a gradient in this step.
-        num_tokens: of the next step; None: they reach all experts.
-        background: runs updates beside the layers. The caller of ``start_step`` leaves it when the step is over.
-    """
-
-    own_phases: frozenset[Phase] = frozenset({"update"})
-
-    def __init__(
-        self,
-        store: TieredStore,
-        graph: ModelGraph,
-        trace: VisitTrace,
-        program: StepProgram,
-        homes: Mapping[str, str],
-        stays: Stays,
-        threads: KernelThreads,
-        updater: Updater | None = None,
-        timeline: Timeline | None = None,
-        activity: Activity | None = None,
-    ) -> None:
-        self._store, self._graph, self._program, self._stays = store, graph, program, stays
-        self._reused = [traced.reused for traced in trace.visits]
-        self._homes, self._copies = homes, TapeStore(store, homes)
-        self._uses_of_layouts = uses_of_layouts(graph, trace)
-        self._unit_of_visit = [traced.unit for traced in trace.visits]
-        self._ticks_of: dict[tuple[str, int], list[int]] = {}
-        for number, tick in enumerate(program.ticks):
-            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
-        self._chances = {n: v.chance_of_no_token for n, v in enumerate(trace.visits) if v.chance_of_no_token}
-        self.num_tokens: int | None = None
-        self._threads = threads
-        self._updater, self._timeline = updater, timeline
-        self._activity = activity or Activity()
-        layouts = tuple(graph.layouts)
-        self._unit_names = {
-            (tick.phase, tick.visit): layouts[tick.visit]
-            if tick.phase == "update"
-            else graph.units[trace.visits[tick.visit].unit].name
-            for tick in program.ticks
-        }
-        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
-        self._pinned: Mapping[str, Pinned] = {}  # left by the tape before
-        self._pending: PendingUpdate | None = None  # what the tape's updates are made with
-        self._first_tick = 0
-        self._ops: Iterator[Op] = iter(())
-        self._op: Op | None = None
-        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
-        self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
-        self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
-        self._shapes: dict[str, torch.Size] = {}
-        self.background = BackgroundUpdates()
-        self._unpacked = UnpackedWeights(unpacked_bytes(graph, trace, program))
-        self.squared_norms: dict[str, float | torch.Tensor] = {}
-        self.with_gradient: dict[str, set[str]] = {}
-
-    # -- the tape ----------------------------------------------------------------------------------------------
-
-    def start_step(
-        self,
-        step: int,
-        pending: PendingUpdate | None = None,
-        *,
-        immediate: Update | None = None,
-        scales: LayerScales | None = None,
-    ) -> None:
-        """Begin a step.
-
-        Args:
-            step: counted from 0; numbers the ticks as the schedule does.
-            pending: the update that the step before left, where updates are deferred.
-            immediate: the update of this step, where they are not.
-            scales: of the layers' gradients in an immediate update.
-        """
-        if self._program.defers_updates and pending is None:
-            self.finish()  # pinned for updates that will not come: the plan of this step has no room for them
-        self._start(step, updates=pending is not None, passes=True)
-        self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses_of_layouts.items()}
-        self.squared_norms, self.with_gradient = {}, {}
-        # An immediate update reads `with_gradient` while the backward fills it, each layout after its last gradient.
-        self._pending = pending if immediate is None else PendingUpdate(step, immediate, self.with_gradient, scales)
-
-    def run_updates(self, pending: PendingUpdate) -> None:
-        """Make the updates that a step left, without beginning another one."""
-        with self.background:
-            self._start(pending.step + 1, updates=True, passes=False)
-            self._pending = pending
-            self.end_step()
-
-    def finish(self) -> None:
-        """Evict the copies that are pinned for another step."""
-        self._copies.evict_pinned()
-        self._pinned = {}
-
-    def end_step(self) -> None:
-        """Make the updates that come last; every other op must have run."""
-        while (op := self._next_op()) is not None:
-            assert op.phase in self.own_phases, f"the step ended before {op}"
-            self._unpacked.free()
-            self._run(op)
-        self._unpacked.free()
-
-    def _start(self, step: int, *, updates: bool, passes: bool) -> None:
-        self._first_tick = step * len(self._program.ticks)
-        kind = (updates, passes, frozenset(self._pinned.items()))
-        if kind not in self._tapes:
-            self._tapes[kind] = compile_step(
-                self._program, self._homes, self._stays, updates=updates, passes=passes, pinned=self._pinned
-            )
-        self._ops, self._pinned = iter(self._tapes[kind].ops), self._tapes[kind].pinned
-        if self._chances and passes:
-            self._hold_back(self._first_tick)
-            self._hold_back(self._first_tick + len(self._program.ticks))  # what comes next is fetched ahead as well
-
-    def begin(self, phase: ModelPhase, visit: int) -> None:
-        """Go to the op of a visit, running those before it that the model does not announce."""
-        while (op := self._next_op()) is not None and op.phase in self.own_phases:
-            self._run(op)
-        assert op is not None, f"the step is over before {phase} {visit}"
-        assert (op.phase, op.visit) == (phase, visit), f"planned {op.phase} {op.visit}, not {phase} {visit}"
-
-    def _next_op(self) -> Op | None:
-        """Go to the next op; None after the last one."""
-        self._op = next(self._ops, None)
-        self._uses = {}
-        if self._op is not None:
-            tick = self._op.tick
-            self._uses = {self._program.contents(tick, use.key).key: use for use in self._op.uses}
-            self.background.wait_for([use.key for use in self._op.uses])
-            # Before the leases of the op: the prefetcher looks ahead from this tick.
-            self._store.advance(self._first_tick + self._op.tick)
-            unit = self._unit_names[self._op.phase, self._op.visit]
-            self._activity.come_to(self._op.tick, self._op.phase, unit)
-        if self._timeline is not None:
-            self._timeline.on_op(self._op)
-        return self._op
-
-    def _run(self, op: Op) -> None:
-        """Run an op that the model does not announce."""
-        self._update(op)
-
-    def _update(self, op: Op) -> None:
-        assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
-        name = self._updater.trained[op.visit][0].name
-        update = self._pending.of_layout(name)
-        parts = self._program.parts_of(self._updater.trained[op.visit][0])
-        if update is not None and self._is_beside_device(op):
-            self._update_in_background(op, update, len(parts), self._pending.with_gradient[name])
-            return
-        if op.tier == "ram":
-            self.background.wait()  # room is planned for what one update on the host takes beside its blocks
-        # Leased also where the gradient is not used: what moves in a step does not depend on the data.
-        with self._leases(self._own_keys(op, op.held)) as held:
-            for part, group in enumerate(op.passing or [()] * len(parts)):
-                with self._leases(self._own_keys(op, group)) as passing:
-                    if update is not None:
-                        filled = self._pending.with_gradient[name]
-                        self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
-
-    def _is_beside_device(self, op: Op) -> bool:
-        """Return whether an update on the host may go on while a device computes the layers that follow it.
-
-        Only where all its blocks are at home there: then leases that are held longer take no room from others. Products
-        of matrices on the device are queued on streams of this thread.
-        """
-        assert self._updater is not None
-        is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
-        return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
-
-    def _update_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
-        """Start an update that waits for no room.
-
-        Leased here, at its place in the tape: from here on nobody can fetch or change the blocks but the update. They
-        are given back where it ends, so that the weights can set out for the device at once.
-        """
-        updater, leases = self._updater, ExitStack()
-        assert updater is not None and not op.passing, op
-        tensors = leases.enter_context(self._leases(self._own_keys(op, op.held)))
-
-        def run() -> None:
-            with leases:
-                for part in range(num_parts):
-                    updater.update(op.visit, part, op.tier, tensors, update, filled)
-
-        self.background.start([use.key for use in op.held], run)
-
-    def _own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
-        """Return the keys of what an op's blocks hold."""
-        return [self._program.contents(op.tick, use.key).key for use in uses]
-
-    @contextmanager
-    def _leases(self, keys: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-        """Lease blocks of the present op together, then release them as the tape says; yield tensors by key.
-
-        Args:
-            keys: of blocks; a gradient that shares one goes by its own key, and its tensor is as long as it is.
-        """
-        assert self._op is not None, "no op has begun, or the step is over"
-        if not keys:
-            yield {}
-            return
-        uses, tier, tick = [self._uses[key] for key in keys], self._op.tier, self._op.tick
-        with self._store.acquire_many([(use.key, tier, use.mode) for use in uses]) as group:
-            self._copies.leased(uses)
-            tensors: dict[str, torch.Tensor] = {}
-            for lease in group:
-                contents, tensor = self._program.contents(tick, lease.key), lease.tensor
-                is_whole = len(tensor) == contents.num_elements
-                tensors[contents.key] = tensor if is_whole else tensor.narrow(0, 0, contents.num_elements)
-            yield tensors
-        # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
-        self._copies.released(uses, tier)
-
-    # -- weights -----------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the unit's parameters by full name: views of the leased slots, or of what these are unpacked to."""
-        program = self._program
-        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
-        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
-        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        with self._leases(held) as blocks, ExitStack() as unpacked:
-            tensors: dict[str, torch.Tensor | MatrixParts] = {}
-            for layout in layouts:
-                keys = program.weight_keys(layout)
-                if layout.name in program.averages.keys:
-                    tensors.update(unpacked.enter_context(self._averaged(layout, visit, blocks)))
-                elif layout.name in program.cut_weights:
-                    tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
-                elif layout.name in program.packed:
-                    weight = unpacked.enter_context(self._unpacked.of(program.packed[layout.name], blocks[keys[0]]))
-                    tensors.update(views(weight, layout))
-                else:
-                    tensors.update(views(blocks[keys[0]], layout))
-            yield tensors
-
-    @contextmanager
-    def _averaged(
-        self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
-    ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of a layout, made of its average.
-
-        Args:
-            layout: of the weights.
-            visit: that uses them.
-            blocks: that are leased, by key.
-        """
-        program, keys, name = self._program, self._program.weight_keys(layout), layout.entries[0].name
-        is_cut, is_rounded = layout.name in program.cut_weights, program.rounding_bytes(visit, layout) > 0
-
-        @contextmanager
-        def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
-            (key,) = own
-            with self._leases(own) as leased, self._rounded(layout, visit, leased) as part:
-                yield {key: part}
-
-        if is_cut and not is_rounded:
-            yield {name: LeasedParts(layout, keys, blocks, self._leases)}
-        elif keys[0] not in blocks:
-            yield {name: LeasedParts(layout, keys, {}, lease)}
-        else:
-            with self._rounded(layout, visit, {key: blocks[key] for key in keys}) as whole:
-                if is_cut:
-                    parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
-                    yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
-                else:
-                    yield dict(views(whole, layout))
-
-    @contextmanager
-    def _rounded(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield averages as weights, those of leased blocks one after the other; the only block where that is one."""
-        nbytes = self._program.rounding_bytes(visit, layout)
-        if not nbytes:
-            (whole,) = leased.values()
-            yield whole
-            return
-        blocks, stop = list(leased.values()), 0
-        with self._unpacked.room(nbytes, blocks[0].device) as room:
-            weights = room.view(self._program.averages.dtype)
-            for block in blocks:
-                start, stop = stop, stop + len(block)
-                weights[start:stop].copy_(block)
-            yield weights[:stop]
-
-    def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Leave the unit's weights where they are: no token goes to it."""
-        assert self._op is not None, "no op has begun, or the step is over"
-        for key in self._whole_weights(unit.index):
-            self._copies.skipped(self._uses[key], self._op.tier)
-
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Have nothing fetched for visits that will leave their weights where they are, and the weights of others."""
-        assert self._op is not None, "no op has begun, or the step is over"
-        unused: list[tuple[int, str]] = []
-        used: list[tuple[int, str]] = []
-        for visit in visits:
-            keys = self._whole_weights(self._unit_of_visit[visit])
-            for phase in ("forward", "backward"):
-                ticks = self._ticks_of.get((phase, visit), ())
-                tick = next((tick for tick in ticks if tick >= self._op.tick), None)  # of this group of micro-batches
-                if tick is not None:
-                    found = unused if visit in idle else used
-                    found += [(self._first_tick + tick, key) for key in keys]
-        self._store.pass_over(unused, but_not=used)
-
-    def _hold_back(self, first_tick: int) -> None:
-        """Have no weights fetched ahead, before their layer is reached, of experts that more likely get no token."""
-        if self.num_tokens is None:
-            return
-        unlikely = [visit for visit, chance in self._chances.items() if chance**self.num_tokens > 1 / 2]
-        held = [
-            (first_tick + tick, key)
-            for visit in unlikely
-            for key in self._whole_weights(self._unit_of_visit[visit])
-            for tick in self._ticks_of.get(("forward", visit), ())
-        ]
-        self._store.pass_over(held)
-
-    def _whole_weights(self, unit: int) -> list[str]:
-        """Return the keys of the weights of a unit whose parts are leased together."""
-        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit)]
-        return [key for layout in layouts for key in self._program.weight_keys(layout)]
-
-    # -- gradients ---------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientSink]:
-        """Yield the accumulators of this use site; sum all sites of a layout when its last one is complete."""
-        names = [n for n in layouts_of_unit(self._graph, unit.index) if self._graph.layouts[n].trainable]
-        layouts = {name: self._graph.layouts[name] for name in names}
-        own = {
-            name: self._program.gradient_keys(layout, self._uses_of_layouts[name].index(visit))
-            for name, layout in layouts.items()
-        }
-        passing_names = {name for name in names if (visit, name) in self._program.by_part}
-        by_part = [layouts[name] for name in names if name in passing_names]
-        names = [name for name in names if name not in passing_names]
-        with self._leases([key for name in names for key in own[name]]) as tensors:
-            sums = {name: [_fp32_sum(tensors[key], self._uses[key].mode) for key in own[name]] for name in names}
-            added = set().union(*(self._filled_at(name, visit) for name in names))
-            first = GradientAccumulator(self._targets(sums), added)
-
-            def room() -> GradientAccumulator:
-                return GradientAccumulator(
-                    self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
-                )
-
-            accumulator = LaneAccumulator(self._program.own_lanes, first, room)
-            if by_part:
-                passing = {
-                    layout.entries[0].name: PassingGradient(self, layout, visit, own[layout.name]) for layout in by_part
-                }
-                sink = PartwiseAccumulator(accumulator if names else None, passing)
-                yield sink
-                sink.close()
-            else:
-                yield accumulator
-            accumulator.close()
-            del accumulator, first  # with the sums that are no blocks
-            # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
-            for name in names:
-                self._close_use(name, visit, sums.pop(name), [tensors[key] for key in own[name]], own[name], added)
-
-    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
-        """Return the views of parameters in the memory of gradients, by layout and part."""
-        targets: dict[str, torch.Tensor | InPieces] = {}
-        for name, parts in sums.items():
-            layout = self._graph.layouts[name]
-            targets.update(views_of_parts(parts, self._program.parts_of(layout), layout))
-        return targets
-
-    @property
-    def lanes(self) -> Lanes:
-        """In which gradients of micro-batches are added."""
-        return self._program.own_lanes
-
-    @contextmanager
-    def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
-        """Yield memory for the fp32 sums of one part of a gradient; afterwards the block has that of all use sites.
-
-        There is a sum for each node of the tree of lanes that is left to this process; of all lanes it is one.
-        """
-        uses, mode = self._uses_of_layouts[layout.name], self._uses[key].mode
-        others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
-        is_summed = visit == uses[0] and all(other in self._uses for other in others)
-        with self._leases([key, *(others if is_summed else ())]) as tensors:
-            total = _fp32_sum(tensors[key], mode)
-            if mode == "w":  # the block came without contents
-                total.zero_()
-            yield [total]
-            if total is not tensors[key]:
-                tensors[key].copy_(total)
-                del total
-            if is_summed:
-                self._sum_part(layout, number, tensors[key], [tensors[other] for other in others])
-
-    @contextmanager
-    def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Yield what makes memory for open sums of lanes that are not left in the end, each like a given one."""
-        yield torch.empty_like
-
-    def note_filled(self, layout: UnitLayout, visit: int, name: str) -> None:
-        """Note that a parameter got a gradient at a use site."""
-        self._filled_at(layout.name, visit).add(name)
-
-    def sum_is_complete(self, layout: UnitLayout, visit: int) -> None:
-        """Take the norm of a gradient whose parts have all been summed, if this is the use site that sums them."""
-        if visit == self._uses_of_layouts[layout.name][0] and layout.name in self._norms:
-            self.with_gradient[layout.name] = set().union(*self._filled[layout.name].values())
-            self.squared_norms[layout.name] = self._norms.pop(layout.name).total()
-            if self._pending is not None and self._pending.scales is not None:
-                self._pending.scales.is_complete(layout.name, self.squared_norms[layout.name])
-
-    def _filled_at(self, name: str, visit: int) -> set[str]:
-        return self._filled[name][self._uses_of_layouts[name].index(visit)]
-
-    def _close_use(
-        self,
-        name: str,
-        visit: int,
-        totals: list[torch.Tensor],
-        blocks: Sequence[torch.Tensor],
-        keys: Sequence[str],
-        added: set[str],
-    ) -> None:
-        layout = self._graph.layouts[name]
-        self._filled_at(name, visit).update(entry.name for entry in layout.entries if entry.name in added)
-        if self._uses[keys[0]].mode == "w":  # the blocks came without contents
-            zero_gaps(totals, self._program.parts_of(layout), layout, self._filled_at(name, visit))
-        for total, block in zip(totals, blocks, strict=True):
-            if total is not block:
-                block.copy_(total)
-        totals.clear()
-        # The backward reaches the first use site last: now the sums of all of them are complete.
-        if visit == self._uses_of_layouts[name][0]:
-            self._sum_uses(layout, blocks)
-
-    def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
-        """Add the other use sites' gradients, in forward order, and take the norm of the sum."""
-        name = layout.name
-        others = [self._program.gradient_keys(layout, use) for use in range(1, len(self._uses_of_layouts[name]))]
-        if others and others[0][0] not in self._uses:
-            return  # micro-batches one at a time, and this is not the last one
-        for part, block in enumerate(blocks):
-            with self._leases([keys[part] for keys in others]) as tensors:
-                self._sum_part(layout, part, block, [tensors[keys[part]] for keys in others])
-        self.sum_is_complete(layout, self._uses_of_layouts[name][0])
-
-    def _sum_part(self, layout: UnitLayout, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
-        """Add the other use sites' part of a gradient to the first one's, and take its norm."""
-        for other in others:
-            if block.is_cuda:
-                block.add_(other)
-            else:
-                sum_gradients(block, other, self._threads)
-        self._norms.setdefault(layout.name, SquaredNorm(self._threads)).add(part, block)
-
-    # -- activations -------------------------------------------------------------------------------------------
-
-    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: torch.Tensor) -> None:
-        """Copy a unit's input into its block, which may be offloaded until the backward."""
-        key = self._activation(visit, micro_batch, index, tensor.numel())
-        with self._leases([key]) as tensors:
-            tensors[key][: tensor.numel()].copy_(tensor.detach().reshape(-1))
-            self._shapes[key] = tensor.shape
-
-    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
-        """Check that the plan has no block for an input that an earlier visit saved."""
-        assert self._reused[visit].get(index) == place, (visit, index, place)
-
-    @contextmanager
-    def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[torch.Tensor]:
-        """Yield what `put_activation` copied, same shape and bits; its contents are dead after its own visit."""
-        key = self._activation(visit, micro_batch, index, 0)
-        shape = self._shapes[key]
-        with self._leases([key]) as tensors:
-            yield tensors[key][: shape.numel()].view(shape)
-
-    @contextmanager
-    def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
-        """Lease the block of attention's results: to write in a forward, to read in its backward, dead afterwards."""
-        key = attention_key(visit, micro_batch)
-        if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
-            key = attention_key(visit, 0)
-        with self._leases([key]) as tensors:
-            yield tensors[key]
-
-    @contextmanager
-    def cache_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor | None]:
-        """Lease the block of what a generation's cache holds of a visit and a micro-batch, if it holds anything."""
-        key = cache_key(visit, micro_batch)
-        if key not in self._program.blocks:
-            yield None
-            return
-        with self._leases([key]) as tensors:
-            yield tensors[key]
-
-    def _activation(self, visit: int, micro_batch: int, index: int, num_elements: int) -> str:
-        key = activation_key(visit, micro_batch, index)
-        block = self._program.blocks.get(key) or self._program.blocks[activation_key(visit, 0, index)]
-        assert num_elements <= block.num_elements, f"{key}: {num_elements} elements, planned {block.num_elements}"
-        return block.key
-
-
-class LeasedParts:
-    """A weight that is cut; ``MatrixParts``.
-
-    Args:
-        layout: of the matrix alone.
-        keys: of the parts.
-        held: blocks that are leased already, by key: all of the parts or none.
-        lease: leases others.
-    """
-
-    def __init__(
-        self,
-        layout: UnitLayout,
-        keys: Sequence[str],
-        held: Mapping[str, torch.Tensor],
-        lease: Callable[[Sequence[str]], AbstractContextManager[Mapping[str, torch.Tensor]]],
-    ) -> None:
-        self._keys, self._held, self._lease = keys, held, lease
-        self.shape, self.rows = layout.entries[0].shape, rows_of_parts(layout)
-        self.passes = keys[0] not in held
-
-    @contextmanager
-    def part(self, number: int) -> Iterator[torch.Tensor]:
-        """Yield the rows of a part."""
-        key, shape = self._keys[number], (len(self.rows[number]), self.shape[1])
-        if not self.passes:
-            yield _matrix(self._held[key], shape)
-            return
-        with self._lease([key]) as blocks:
-            yield _matrix(blocks[key], shape)
-
-
-def rows_of_parts(layout: UnitLayout) -> list[range]:
-    """Return the rows of each part of a layout of one matrix."""
-    first = layout.first_rows
-    stops = (*first[1:], layout.entries[0].shape[0])
-    return [range(start, stop) for start, stop in zip(first, stops, strict=True)]
-
-
-def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Return a part's rows; a block may end with padding."""
-    return block[: shape[0] * shape[1]].view(shape)
-
-
-class PassingGradient:
-    """The gradient of one matrix at one use site, whose parts are leased one after the other.
-
-    Args:
-        access: leases them.
-        layout: of the matrix alone.
-        visit: of the use site.
-        keys: of the parts.
-    """
-
-    def __init__(self, access: StoreAccess, layout: UnitLayout, visit: int, keys: Sequence[str]) -> None:
-        self._access, self._layout, self._visit, self._keys = access, layout, visit, keys
-        (self._entry,) = layout.entries
-        self.rows = rows_of_parts(layout)
-        self._micro_batch = 0
-        self._recorded: list[tuple[int, torch.Tensor, torch.Tensor, int | None]] = []
-        # That is leased, and the memory of its sums: the first zeroed or continued, the others zeroed.
-        self._part: tuple[range, list[torch.Tensor]] | None = None
-        self._open: LaneAccumulator | None = None
-        self._num_closed = 0
-
-    def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch."""
-        self._micro_batch = micro_batch
-        if self._open is not None:
-            self._open.at(micro_batch)
-
-    def record(self, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None) -> None:
-        """Keep rows that are added when their parts are there."""
-        self._recorded.append((self._micro_batch, indexes, rows, ignored))
-
-    @contextmanager
-    def part(self, number: int) -> Iterator[None]:
-        """Lease a part for what is added inside."""
-        rows = self.rows[number]
-        with self._access.gradient_part(self._layout, self._visit, number, self._keys[number]) as sums:
-            self._part = rows, [_matrix(each, (len(rows), self._entry.shape[-1])) for each in sums]
-            try:
-                yield
-            finally:
-                self._part = None
-                sums.clear()
-        self._num_closed += 1
-
-    @contextmanager
-    def some_rows(self, start: int, stop: int) -> Iterator[LaneAccumulator]:
-        """Sum gradients of some rows of the part that is there, for all micro-batches."""
-        assert self._part is not None, f"no part of {self._entry.name} is there"
-        held, matrices = self._part
-        places = [matrix[start - held.start : stop - held.start] for matrix in matrices]
-        name, left = self._entry.name, iter(places[1:])
-
-        def sums(memory: torch.Tensor, added: set[str]) -> GradientAccumulator:
-            target = InPieces([(Piece(0, 0, range(start, stop), None, tuple(memory.shape)), memory)])
-            return GradientAccumulator({name: target}, added, begins_with_zero=True)
-
-        with self._access.open_sums() as make:
-
-            def room() -> GradientAccumulator:
-                # Open sums are numbered: those that are left in the end are the first ones.
-                place = next(left, None)
-                return sums(make(places[0]) if place is None else place, set())
-
-            self._open = LaneAccumulator(self._access.lanes, sums(places[0], {name}), room)
-            try:
-                yield self._open
-                found = self._open.close()
-            finally:
-                self._open = None
-        for place, (_, own) in zip(places, found, strict=True):
-            if own is not None and not own.added:
-                place.zero_()  # it was that of other lanes, which were added to those before
-
-    def add_product(self, left: torch.Tensor, right: torch.Tensor, first_row: int) -> None:
-        """Accumulate a product in rows of the part that is there."""
-        assert self._open is not None, f"no part of {self._entry.name} is there"
-        self._open.add_product(self._entry.name, left, right, first_row)
-        self._access.note_filled(self._layout, self._visit, self._entry.name)
-
-    def close(self) -> None:
-        """Lease the parts that were not, adding the rows that were recorded; take the norm."""
-        if not self._num_closed:
-            for number, held in enumerate(self.rows):
-                with self.part(number), self.some_rows(held.start, held.stop) as sums:
-                    for micro_batch, indexes, rows, ignored in self._recorded:
-                        sums.at(micro_batch)
-                        sums.add_rows(self._entry.name, indexes, rows, ignored)
-            if self._recorded:
-                self._access.note_filled(self._layout, self._visit, self._entry.name)
-            self._recorded.clear()
-        self._access.sum_is_complete(self._layout, self._visit)
-
-
-class PartwiseAccumulator:
-    """The accumulators of a use site some of whose gradients pass part by part; a ``GradientSink``.
-
-    Args:
-        held: those that do not; None: all pass.
-        passing: by parameter.
-    """
-
-    def __init__(self, held: LaneAccumulator | None, passing: Mapping[str, PassingGradient]) -> None:
-        self._held, self._passing = held, passing
-
-    def at(self, micro_batch: int) -> None:
-        """Go on to a micro-batch."""
-        if self._held is not None:
-            self._held.at(micro_batch)
-        for gradient in self._passing.values():
-            gradient.at(micro_batch)
-
-    def rows_of_parts(self, name: str) -> Sequence[range]:
-        """Return the rows of each part; nothing for what is held."""
-        return self._passing[name].rows if name in self._passing else ()
-
-    def part(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Lease a part."""
-        return self._passing[name].part(number)
-
-    @contextmanager
-    def rows(self, name: str, start: int, stop: int) -> Iterator[None]:
-        """Accumulate in these rows of the part that is leased."""
-        with self._passing[name].some_rows(start, stop):
-            yield
-
-    def add(self, name: str, gradient: torch.Tensor) -> None:
-        """Accumulate a whole gradient."""
-        assert name not in self._passing, f"the gradient of {name} was planned to come part by part"
-        assert self._held is not None, name
-        self._held.add(name, gradient)
-
-    def add_product(self, name: str, left: torch.Tensor, right: torch.Tensor, first_row: int = 0) -> None:
-        """Accumulate a product, in the part that is there."""
-        if name in self._passing:
-            self._passing[name].add_product(left, right, first_row)
-        else:
-            assert self._held is not None, name
-            self._held.add_product(name, left, right, first_row)
-
-    def add_rows(self, name: str, indexes: torch.Tensor, rows: torch.Tensor, ignored: int | None = None) -> None:
-        """Accumulate rows, or keep them until their parts are there."""
-        if name in self._passing:
-            self._passing[name].record(indexes, rows, ignored)
-        else:
-            assert self._held is not None, name
-            self._held.add_rows(name, indexes, rows, ignored)
-
-    def close(self) -> None:
-        """Fill the parts that are left."""
-        for gradient in self._passing.values():
-            gradient.close()
-
-
-def _fp32_sum(gradient: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """Return the fp32 tensor that a use site's gradients are summed in: the block itself if it is fp32."""
-    if gradient.dtype == torch.float32:
-        return gradient
-    assert mode == "w", "a sum that was rounded cannot be continued"
-    return fp32_like(gradient)
-
-
-def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
-    """Return memory for an fp32 sum of a gradient, which the plan counts as workspace."""
-    return torch.empty(gradient.shape, dtype=torch.float32, device=gradient.device)
-
-
-def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
-    """Zero what no gradient was copied into: padding between entries, and entries without a gradient.
-
-    Args:
-        blocks: the layout's gradient, a tensor for each part.
-        parts: their ranges.
-        layout: of the gradient.
-        filled: parameters with a gradient.
-    """
-    position = 0
-    ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
-    for start, stop in (*ends, (layout.num_elements, layout.num_elements)):
-        for block, part in zip(blocks, parts, strict=True):
-            first, last = max(position, part.start), min(start, part.stop)
-            if first < last:
-                block[first - part.start : last - part.start].zero_()
-        position = stop
+def access_to(
+    store: TieredStore,
+    model: StreamedModel,
+    threads: KernelThreads,
+    collectives: Collectives | Alone,
+    updater: Updater | None = None,
+    timeline: Timeline | None = None,
+    activity: Activity | None = None,
+) -> StoreAccess:
+    """Return what gives a running model its blocks; see ``StoreAccess``."""
+    if isinstance(collectives, Alone):
+        return StoreAccess(store, model, threads, updater, timeline, activity)
+    return RankedAccess(collectives, store, model, threads, updater, timeline, activity)

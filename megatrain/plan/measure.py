@@ -17,11 +17,9 @@ import torch
 
 from megatrain.base.timeline import TimedOp, Timeline
 from megatrain.engine.environment import give_back_freed_memory
-from megatrain.engine.step import StepEngine, weight_is_split
-from megatrain.engine.visit import LayerCompiler
+from megatrain.engine.step import StepEngine
 from megatrain.machine.machine import available_ram_bytes, load_profile
 from megatrain.optim import clip
-from megatrain.optim.factory import segment_builder
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import MeasuredTicks
@@ -342,22 +340,8 @@ class _Steps:
         store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead costs time, too
         self._engine = StepEngine(
             store,
-            plan.graph,
-            plan.trace,
-            program,
-            homes,
-            {},
-            plan.optimizer,
-            device=plan.device,
-            order=run.batch.order,
-            segments=segment_builder(
-                run.optimizer, plan.optimizer, split_master=weight_is_split(plan.graph), graph=plan.graph
-            ),
-            max_grad_norm=run.optimizer.max_grad_norm,
-            nonfinite="ignore",
-            seed=run.seed,
-            objective=run.objective,
-            compiler=LayerCompiler.of(run.model.compile_backend),
+            replace(plan.for_steps, program=program, homes=homes, stays={}),
+            replace(plan.recipe(), device_optimizer=None, nonfinite="ignore"),
             threads=threads,
             timeline=self._watch,
         )

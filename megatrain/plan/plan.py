@@ -14,16 +14,22 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
+    evaluation_program,
 )
+from megatrain.engine.streamed import StepRecipe, StreamedModel
+from megatrain.engine.updates import weight_is_split
+from megatrain.engine.visit import LayerCompiler
 from megatrain.models.graph import ModelGraph
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer
+from megatrain.optim.factory import segment_builder
 from megatrain.optim.on_device import warm_up_norm
 from megatrain.plan.limits import Objection
 from megatrain.plan.placement import (
     Placement,
     TierBudget,
 )
+from megatrain.ranks.collectives import Alone, Collectives, collectives_of
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shares import RankLanes, Shares
 from megatrain.ranks.world import World
@@ -409,6 +415,36 @@ class Plan:
     def device(self) -> torch.device:
         """The one that computes."""
         return self.run.device
+
+    @property
+    def for_steps(self) -> StreamedModel:
+        """What an engine runs in steps of training."""
+        homes, stays = self.placement.homes, self.placement.stays
+        return StreamedModel(self.graph, self.trace, self.program, homes, self.device, stays)
+
+    @property
+    def for_passes(self) -> StreamedModel:
+        """What an engine runs in passes without a backward, between which no copy stays."""
+        return replace(self.for_steps, program=evaluation_program(self.program), stays={})
+
+    def recipe(self) -> StepRecipe:
+        """Return how an engine computes the steps of the run."""
+        run, is_split = self.run, weight_is_split(self.graph)
+        return StepRecipe(
+            self.optimizer,
+            segment_builder(run.optimizer, self.optimizer, split_master=is_split, graph=self.graph),
+            run.optimizer.max_grad_norm,
+            device_optimizer=self.device_optimizer,
+            nonfinite=run.optimizer.nonfinite,
+            seed=run.seed,
+            order=run.batch.order,
+            objective=run.objective,
+            compiler=LayerCompiler.of(run.model.compile_backend),
+        )
+
+    def collectives(self) -> Collectives | Alone:
+        """Return the run's ranks as places to send bytes to; all of them call this together, once they have met."""
+        return collectives_of(self.run.world, self.program.compute_tier)
 
     @property
     def micro_batch_size(self) -> int:

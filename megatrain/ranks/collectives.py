@@ -16,7 +16,7 @@ program, what is announced first (`megatrain.embed.shared`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
     from megatrain.ranks.dealing import Moves
+    from megatrain.ranks.world import World
 
-__all__ = ["Collectives", "RanksDifferError"]
+__all__ = ["Alone", "Collectives", "RanksDifferError", "collectives_of"]
 
 _Result = TypeVar("_Result")
 
@@ -259,6 +260,35 @@ class Collectives:
     def _count(self, sent: int, received: int) -> None:
         self.moved_bytes[f"{self._tier}->{self._place}"] += sent
         self.moved_bytes[f"{self._place}->{self._tier}"] += received
+
+
+class Alone:
+    """The collectives of one process: nothing moves.
+
+    Attributes:
+        rank: 0.
+        size: 1.
+        moved_bytes: Nothing.
+    """
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.moved_bytes: Mapping[str, int] = {}
+
+    def gather_objects(self, item: _Result) -> list[_Result]:
+        """Return what every rank gave: this one."""
+        return [item]
+
+
+def collectives_of(world: World, tier: str) -> Collectives | Alone:
+    """Return the collectives of a world; of several ranks all call this together, when they have joined it.
+
+    Args:
+        world: The processes that train together.
+        tier: Name of the tier that layers run in.
+    """
+    return Alone() if world.is_single else Collectives(tier=tier, num_hosts=world.num_hosts)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Used for whole commands (``generation``) and between the steps of a run (``evalu
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +14,16 @@ import torch
 
 from megatrain.base.progress import Activity
 from megatrain.engine.generate import GenerationRunner
-from megatrain.engine.ranked import RankedAccess
-from megatrain.engine.step import StoreAccess
+from megatrain.engine.step import access_to
 from megatrain.optim.threads import KernelThreads
+from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings, generation_options
 from megatrain.tiers import set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatrain.engine.access import StoreAccess
     from megatrain.engine.program import Stays
     from megatrain.plan.forward import GenerationPlan
     from megatrain.ranks.collectives import Collectives
@@ -63,9 +64,9 @@ class Continuation:
         activity: Activity | None = None,
         is_exact: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
-        collectives: Collectives | None = None,
+        collectives: Collectives | Alone | None = None,
     ) -> None:
-        self._collectives = collectives
+        self._collectives = collectives or Alone()
         self._generation, self._plan, self._store = plan, plan.plan, store
         self._tokenizer, self._settings = tokenizer, settings
         self._activity, self._is_exact, self._should_stop = activity or Activity(), is_exact, should_stop
@@ -92,12 +93,12 @@ class Continuation:
         num_passes = 0
         programs = (self._generation.first, plan.program)
         all_stays: tuple[Stays, Stays] = ({}, plan.placement.stays)
-        make_access: Any = StoreAccess
-        if self._collectives is not None:
-            make_access = partial(RankedAccess, self._collectives)
-        accesses = [
-            make_access(store, graph, plan.trace, program, homes, stays, KernelThreads(1), activity=self._activity)
+        models = [
+            replace(plan.for_steps, program=program, stays=stays)
             for program, stays in zip(programs, all_stays, strict=True)
+        ]
+        accesses = [
+            access_to(store, model, KernelThreads(1), self._collectives, activity=self._activity) for model in models
         ]
         turn = _Turns(accesses)
 
@@ -124,7 +125,7 @@ class Continuation:
             device=plan.device,
             trace=plan.trace,
             num_micro_batches=plan.num_micro_batches,
-            any_rank=None if self._collectives is None else self._any_rank,
+            any_rank=None if self._collectives.size == 1 else self._any_rank,
         )
         config = graph.config.get_text_config(decoder=True)
         caches = [DynamicCache(config=config) for _ in batches]
@@ -156,7 +157,6 @@ class Continuation:
         ]
 
     def _any_rank(self, goes_on: bool) -> bool:
-        assert self._collectives is not None
         return any(self._collectives.gather_objects(goes_on))
 
     def _batch(self, prompts: Sequence[Tensor]) -> dict[str, Tensor]:

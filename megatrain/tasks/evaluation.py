@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -23,13 +22,11 @@ from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.engine.head import shifted_labels
 from megatrain.engine.preferences import CollectedExamples
-from megatrain.engine.program import evaluation_program
-from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
-from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tiers import room_lent, set_schedule
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     from megatrain.engine.preferences import PreferenceLoss
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
 
 __all__ = [
@@ -251,7 +249,7 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
         plan: of the passes, see ``plans_of_evaluations``.
         num_passes: over all sets.
     """
-    program = evaluation_program(plan.program)
+    program = plan.for_passes.program
     placement = plan.placement
     moved = Traffic(program, list(plan.budgets_by_tier), placement.homes, {}, placement.direct).of_first_step()
     return {link: num_passes * nbytes for link, nbytes in moved.items()}
@@ -304,7 +302,7 @@ class Evaluator:
         self._should_stop = should_stop
         self.latest = dict(before)
         self._engines: dict[EvaluatedWeights, EvaluationEngine] = {}
-        self._collectives: Collectives | None = None  # of several ranks
+        self._collectives: Collectives | Alone | None = None  # made by the first evaluation: ranks have met by then
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for an evaluation after ``step`` steps, of a set that had none there."""
@@ -341,15 +339,19 @@ class Evaluator:
         """By link, what evaluations have sent to other ranks, and received from them."""
         return {} if self._collectives is None else dict(self._collectives.moved_bytes)
 
+    @property
+    def _ranks(self) -> Collectives | Alone:
+        assert self._collectives is not None, "no evaluation has begun"
+        return self._collectives
+
     def run(self, step: int) -> None:
         """Evaluate and report every set with the present weights, unless it was evaluated at this step.
 
         No update may be pending, and no copy be kept for a later step. Afterwards the store has the schedule of
         evaluation passes, not that of training. With several ranks all of them call it, at the same steps.
         """
-        world = self._plan.run.world
-        if self._collectives is None and not world.is_single:
-            self._collectives = Collectives(tier=self._plan.program.compute_tier, num_hosts=world.num_hosts)
+        if self._collectives is None:
+            self._collectives = self._plan.collectives()
         self._timeline.is_on = False
         for weights, plan in self._plans.items():
             due = [each for each in self._sets if not self._is_done(step, self._spec.name_of(each.name, weights))]
@@ -369,7 +371,7 @@ class Evaluator:
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
             self._activity.begin(f"continuing rows of {name}", num_parts=sampler.num_ticks)
-            found = sampler.samples_of(each.name, self._store, self._activity, self._should_stop, self._collectives)
+            found = sampler.samples_of(each.name, self._store, self._activity, self._should_stop, self._ranks)
             samples = tuple(found)
         if self._should_stop():
             return False
@@ -380,17 +382,12 @@ class Evaluator:
         return True
 
     def _make_engine(self, weights: EvaluatedWeights) -> EvaluationEngine:
-        plan = self._plans[weights]
         return EvaluationEngine(
             self._store,
-            plan.graph,
-            plan.trace,
-            plan.program,
-            plan.placement.homes,
-            device=plan.device,
+            self._plans[weights].for_passes,
+            collectives=self._ranks,
             timeline=self._timeline,
             activity=self._activity,
-            make_access=None if self._collectives is None else partial(RankedAccess, self._collectives),
         )
 
     def _run_set(
@@ -410,10 +407,9 @@ class Evaluator:
             num_tokens += loss.num_tokens
             if self._should_stop():
                 break
-        if self._collectives is not None:
-            found = self._collectives.gather_objects((terms, num_tokens))
-            terms = [term for of_rank, _ in found for term in of_rank]
-            num_tokens = sum(count for _, count in found)
+        found = self._ranks.gather_objects((terms, num_tokens))
+        terms = [term for of_rank, _ in found for term in of_rank]
+        num_tokens = sum(count for _, count in found)
         # Exactly rounded: neither the order of terms nor who has which matters.
         return (math.fsum(terms) / num_tokens if num_tokens else math.nan), num_tokens, {}
 
@@ -427,9 +423,7 @@ class Evaluator:
                 collected.add(batch, shifted_labels(batch["labels"]), logps, part=number)
             if self._should_stop():
                 break
-        if self._collectives is not None:
-            collected = CollectedExamples.of_ranks(self._collectives.gather_objects(collected))
-        return collected.judge(preference)
+        return CollectedExamples.of_ranks(self._ranks.gather_objects(collected)).judge(preference)
 
 
 @dataclass(frozen=True, slots=True)
@@ -550,7 +544,7 @@ class Sampler:
         store: TieredStore,
         activity: Activity,
         should_stop: Callable[[], bool],
-        collectives: Collectives | None = None,
+        collectives: Collectives | Alone | None = None,
     ) -> list[Sample]:
         """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
 
@@ -559,9 +553,9 @@ class Sampler:
             store: of the run.
             activity: progress, for status.
             should_stop: asked before each pass; the same on all ranks.
-            collectives: of the ranks of the run, all of which call this.
+            collectives: the ranks of the run, all of which call this; None: there is one.
         """
-        rows, own = self._rows[name], self._generation.plan
+        rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
         if not rows:
             return []
         passes = Continuation(
@@ -572,7 +566,7 @@ class Sampler:
             activity=activity,
             is_exact=True,
             should_stop=should_stop,
-            collectives=collectives,
+            collectives=ranks,
         )
         found: list[tuple[int, ...]] = []
         rank, size, together = own.run.world.rank, own.run.world.size, own.run.batch.num_rows
@@ -581,7 +575,7 @@ class Sampler:
                 for first in range(0, len(rows), together * size):
                     start = first + rank * together
                     new = passes.run([row.prompt for row in rows[start : start + together]])
-                    of_ranks = [new] if collectives is None else collectives.gather_objects(new)
+                    of_ranks = ranks.gather_objects(new)
                     found += [ids for of_rank in of_ranks for ids in of_rank]
             except StoppedError:
                 found, rows = [], []

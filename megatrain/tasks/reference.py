@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,11 +23,8 @@ import numpy.typing as npt
 
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
-from megatrain.engine.program import evaluation_program
-from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.step import EvaluationEngine
 from megatrain.models.adapters import ADAPTER_WEIGHTS
-from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.group import RankGroup
 from megatrain.tiers import set_schedule
 from tiered import checksum
@@ -162,26 +158,16 @@ class Reference:
 
     def _compute(self, loader: BatchLoader) -> Logps:
         plan = self._plan
-        is_alone = self._group.world.is_single
-        ranked = (
-            None
-            if is_alone
-            else partial(RankedAccess, Collectives(tier=plan.program.compute_tier, num_hosts=plan.run.world.num_hosts))
-        )
         engine = EvaluationEngine(
             self._store,
-            plan.graph,
-            plan.trace,
-            plan.program,
-            plan.placement.homes,
-            device=plan.device,
+            plan.for_passes,
+            collectives=plan.collectives(),
             timeline=self._timeline,
             activity=self._activity,
-            make_access=ranked,
         )
         num_passes = num_reference_passes(plan, loader)
         together = plan.run.batch.together(plan.num_micro_batches)
-        schedule = evaluation_program(plan.program).schedule(plan.placement.homes, num_passes)
+        schedule = engine.program.schedule(plan.placement.homes, num_passes)
         set_schedule(self._store, schedule, plan.run.prefetch_bytes)
         found: list[float] = []
         self._activity.begin("asking the reference", num_parts=len(engine.program.ticks))

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.engine.step import StepEngine, StoreAccess, Updater
+from megatrain.engine.access import StoreAccess
+from megatrain.engine.step import StepEngine
+from megatrain.engine.updates import Updater
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3

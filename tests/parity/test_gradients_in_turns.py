@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
-from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.engine.step import StepEngine, StepResult
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan

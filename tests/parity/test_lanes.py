@@ -18,7 +18,7 @@ from megatrain.config import load_config
 from megatrain.engine import head
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.step import Updater
+from megatrain.engine.updates import Updater
 from megatrain.optim.base import Update
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan

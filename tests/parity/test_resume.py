@@ -22,7 +22,8 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
-from megatrain.engine.step import GradientAccumulator, StepEngine, StepResult
+from megatrain.engine.step import StepEngine, StepResult
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.export import export_checkpoint
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from megatrain.engine import forward
+from megatrain.engine.access import rows_of_parts
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import ChunkedHead, HeadPlan, plan_head
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.step import rows_of_parts
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
 from megatrain.models.graph import ModelGraph, Unit, build_graph

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.ranked import RankedStepEngine, describe_collectives, ranked_workspace_bytes
+from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -193,7 +193,7 @@ def train(
         result.moved = {link: stats.num_bytes for link, stats in moved.links.items()}
         for link, nbytes in engine.moved_bytes.items():
             result.moved[link] = result.moved.get(link, 0) + nbytes
-        if isinstance(engine, RankedStepEngine):
+        if not world.is_single:
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
             planned = [dealt.workspace_bytes for dealt in plan.program.dealt.values()]
             result.update_window = engine.update_window_bytes, max(planned, default=0)

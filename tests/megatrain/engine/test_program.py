@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from megatrain.base.layout import build_layout, views
+from megatrain.engine.access import zero_gaps
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.step import zero_gaps
 from megatrain.engine.tape import Release, compile_step
 from tiered import Access
 

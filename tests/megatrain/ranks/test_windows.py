@@ -11,12 +11,12 @@ import pytest
 from torch import Tensor
 
 from fakes.twins import Twins
-from megatrain import trainer as trainers
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.ranked import RankedStepEngine, ranked_workspace_bytes
+from megatrain.engine.ranked import RankedAccess, ranked_workspace_bytes
 from megatrain.plan.planner import plan_run
+from megatrain.ranks import collectives
 from megatrain.ranks.world import World
 from megatrain.resolve import resolve
 from megatrain.trainer import Trainer
@@ -35,11 +35,11 @@ def test_an_exchange_holds_what_was_planned(
     config = load_config(tmp_path / "run.toml").config
     with parts_passing(True):
         plan = plan_run(replace(resolve(config), world=world))
-    with mock.patch.object(trainers, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
+    with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         engine = trainer.make_engine(1)
-        assert isinstance(engine, RankedStepEngine)
         access, lanes, held_at_once = engine._access, plan.program.lanes, set()
+        assert isinstance(access, RankedAccess)
         added = access._added
 
         def measured(sums: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,208 @@
+"""Updates of weights: what one reads and writes, the factor on its gradient, and the kernels that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from megatrain.engine.host_io import ArrivingNumbers
+from megatrain.engine.program import uses_of_layouts
+from megatrain.optim.base import MatrixOptimizer, Segment, Update
+from megatrain.optim.clip import global_norm, gradient_scale
+from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
+
+if TYPE_CHECKING:
+    from megatrain.engine.streamed import StepRecipe, StreamedModel
+    from megatrain.models.graph import ModelGraph
+
+__all__ = ["LayerScales", "PendingUpdate", "Updater", "weight_is_split"]
+
+
+def weight_is_split(graph: ModelGraph) -> bool:
+    """Return whether weights are the bf16 high halves of fp32 masters, with the rest in a ``low`` block."""
+    return graph.dtype.itemsize == 2
+
+
+class LayerScales:
+    """The factor on each layer's gradient in one step, by its own norm: for updates that wait for no other layer.
+
+    Args:
+        max_grad_norm: clips each layer's norm; 0: no clipping.
+        nonfinite: ``stop``: the first layer whose gradient is not finite, and all after it, are left out. ``skip``:
+            every such layer is. ``ignore``: none is.
+
+    Attributes:
+        num_used: layers whose gradient is used.
+        left_out: names of the layers whose gradient was not finite and is not used, in the order of the backward.
+    """
+
+    def __init__(self, max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]) -> None:
+        self._max_grad_norm, self._nonfinite = max_grad_norm, nonfinite
+        self._looks = max_grad_norm > 0 or nonfinite != "ignore"
+        self._arriving: dict[str, ArrivingNumbers] = {}
+        self.num_used = 0
+        self.left_out: list[str] = []
+
+    def is_complete(self, layout: str, squared: float | torch.Tensor) -> None:
+        """Take note of a complete gradient's squared norm; on a device the number sets out for the host."""
+        if self._looks:
+            self._arriving[layout] = ArrivingNumbers([squared])
+
+    def scale(self, layout: str) -> float | None:
+        """Return the factor on a layer's gradient; None: it is not to be used. Waits for its norm."""
+        scale: float | None = 1.0
+        if self._looks:
+            norm = global_norm(self._arriving.pop(layout).read())
+            scale = gradient_scale(norm, self._max_grad_norm, self._nonfinite)
+        if scale is None:
+            self.left_out.append(layout)
+        if self.left_out and self._nonfinite == "stop":
+            return None
+        self.num_used += scale is not None
+        return scale
+
+
+@dataclass(frozen=True, slots=True)
+class PendingUpdate:
+    """The update of a step, made by the next one or, if it is not deferred, during its own backward.
+
+    Attributes:
+        step: number of the step that computed its gradients.
+        update: step count, learning rate, scale of the gradient.
+        with_gradient: layout -> parameters that got a gradient.
+        scales: of the layers' gradients, each by its own norm; None: ``update`` has the scale of them all.
+    """
+
+    step: int
+    update: Update
+    with_gradient: Mapping[str, set[str]]
+    scales: LayerScales | None = None
+
+    def of_layout(self, name: str) -> Update | None:
+        """Return the update of one layout; None: its gradient is not used."""
+        if self.scales is None:
+            return self.update
+        scale = self.scales.scale(name)
+        return None if scale is None else replace(self.update, grad_scale=scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _UpdatedPart:
+    """What an update of one part of a layout reads and writes.
+
+    Attributes:
+        states: kinds of state, each with the key of its block.
+        weight: key of the weight's block.
+        within: elements of that block; None: all.
+        gradient: key of the gradient's block.
+        segments: of all parameters in the part, with their names.
+    """
+
+    states: Sequence[tuple[str, str]]
+    weight: str
+    within: range | None
+    gradient: str
+    segments: Sequence[tuple[str, Segment]]
+
+
+class Updater:
+    """Updates the block group of a layout in the tier that the tape says.
+
+    Args:
+        model: whose weights are updated.
+        recipe: optimizers, and what of each layout they update.
+
+    Attributes:
+        trained: index of a layout -> it and its segments.
+        optimizers: the tier that blocks are updated in -> what updates them there.
+        matrices: where those of a layout are made orthogonal; None: the optimizer needs none.
+    """
+
+    def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
+        graph, program = model.graph, model.program
+        assert recipe.device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
+        optimizers = {program.compute_tier: recipe.device_optimizer or recipe.optimizer, "ram": recipe.optimizer}
+        uses = uses_of_layouts(graph, model.trace)
+        self.trained = {
+            index: (layout, tuple(recipe.segments(layout)))
+            for index, layout in enumerate(graph.layouts.values())
+            if layout.trainable and uses[layout.name]
+        }
+        self._program, self.optimizers = program, optimizers
+        self._parts: dict[tuple[int, int], _UpdatedPart] = {}
+        kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
+        self._states = [kind.name for kind in kinds if kind.name != "weight"]
+        self.matrices: HostMatrices | DeviceMatrices | None = None
+        self._matrix_names: frozenset[str] = frozenset()
+        if isinstance(optimizer := optimizers["ram"], MatrixOptimizer):
+            layouts = [layout for layout, _ in self.trained.values()]
+            entries = (entry for layout in layouts for entry in layout.entries)
+            self._matrix_names = frozenset(entry.name for entry in entries if optimizer.is_matrix_of(entry))
+            self.matrices = HostMatrices()
+            if program.compute_tier != "ram":
+                self.matrices = DeviceMatrices(model.device)
+                self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
+
+    def update(
+        self,
+        index: int,
+        part: int,
+        tier: str,
+        tensors: Mapping[str, torch.Tensor],
+        update: Update,
+        filled: Container[str],
+    ) -> None:
+        """Update one part of a layout.
+
+        Args:
+            index: of the layout.
+            part: of the layout.
+            tier: of the tensors.
+            tensors: by block key: the layout's weight, and the part's state and gradient.
+            update: of the step, with the factor on this gradient.
+            filled: parameters that got a gradient.
+        """
+        optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
+        if isinstance(self.matrices, DeviceMatrices) and isinstance(optimizer, MatrixOptimizer):
+            update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
+        else:
+            optimizer.update(*own, update)
+
+    def _is_matrix(self, segment: Segment) -> bool:
+        return segment.name in self._matrix_names
+
+    def of_part(
+        self, index: int, part: int, tensors: Mapping[str, torch.Tensor], filled: Container[str]
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[Segment]]:
+        """Return the blocks by kind, the gradient and the segments of one part of a layout; see ``update``."""
+        own = self._parts.get((index, part))
+        if own is None:
+            own = self._parts[index, part] = self._updated_part(index, part)
+        blocks = {state: tensors[key] for state, key in own.states}
+        weight = tensors[own.weight]
+        blocks["weight"] = weight if own.within is None else weight[own.within.start : own.within.stop]
+        # As in torch, a parameter without a gradient in this step is left alone: no decay, no moments.
+        chosen = [segment for parameter, segment in own.segments if parameter in filled]
+        return blocks, tensors[own.gradient], chosen
+
+    def _updated_part(self, index: int, part: int) -> _UpdatedPart:
+        """Return what an update of a part needs."""
+        layout, segments = self.trained[index]
+        inside = self._program.owned_parts_of(layout)[part]
+        weights = self._program.weight_keys(layout)
+        is_cut = len(weights) == len(self._program.parts_of(layout))
+        names = {entry.offset: entry.name for entry in layout.entries}
+        return _UpdatedPart(
+            [(state, self._program.state_keys(layout, state)[part]) for state in self._states],
+            weights[part if is_cut else 0],
+            None if is_cut else inside,
+            self._program.gradient_keys(layout, 0)[part],
+            [
+                (names[segment.start], segment if len(inside) == layout.num_elements else segment.within(inside))
+                for segment in segments
+                if segment.start < inside.stop and segment.stop > inside.start
+            ],
+        )
