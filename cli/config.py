@@ -17,8 +17,8 @@ from .options import config_options, json_option, load
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from megatrain.base.changes import Change
     from megatrain.config.reference import KeyDescription
-    from megatrain.config.resolved import Change
 
 _ORIGIN_COLUMN = 64
 _SHOWN_WHOLE = 4  # keys that are explained with all there is to say

@@ -26,7 +26,7 @@ from megatrain.checkpoint.resume import (
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
-from megatrain.config.resolved import config_from_toml, to_toml, with_commit, with_lanes, with_packing
+from megatrain.config.resolved import changes_from, config_from_toml, with_commit, with_lanes, with_packing
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
@@ -183,8 +183,7 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
     if not candidates or allow_config_change:
         return
     state = candidates[0].state
-    before = config_from_toml(state.config_toml)
-    now, lanes = config, before.training.gradient_lanes
+    before, now = config_from_toml(state.config_toml), config
     # What the config leaves to the model is compared once there is one.
     if "packing" not in config.data.model_fields_set:
         now = with_packing(now, before.data.packing)
@@ -194,8 +193,8 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
     # Which parameters its globs name only a model says.
     decays = {"weight_decay_exclude": before.optimizer.weight_decay_exclude}
     now = now.model_copy(update={"optimizer": now.optimizer.model_copy(update=decays)})
-    text = to_toml(now if lanes == "auto" else with_lanes(now, lanes))
-    check_changes(text, candidates[0], {}, state.data_fingerprint, allow=False, on_notice=lambda text: None)
+    changes = changes_from(state.config_toml, now)
+    check_changes(changes, candidates[0], {}, state.data_fingerprint, allow=False, on_notice=lambda text: None)
 
 
 class _Checkup:
@@ -489,9 +488,9 @@ class _Checkup:
             return
         changes: list[str] = []
         own = {"bad_rows": self._bad_rows, "cache_dir": self._cache_dir}  # those of the checkup are not the user's
-        data = self._config.data.model_copy(update=own)
+        config = self._config.model_copy(update={"data": self._config.data.model_copy(update=own)})
         check_changes(
-            to_toml(with_commit(self._config.model_copy(update={"data": data}), self._plan.run.model.hub)),
+            changes_from(candidates[0].state.config_toml, with_commit(config, self._plan.run.model.hub)),
             with_decays(candidates[0], self._plan),
             describe_model(self._plan),
             self._fingerprint or self._dataset.fingerprint(),

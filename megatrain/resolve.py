@@ -15,7 +15,6 @@ from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
-from megatrain.config.schema import TiersConfig
 from megatrain.data.dataset import NAME, DataSpec
 from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
 from megatrain.data.sources import Source
@@ -24,6 +23,7 @@ from megatrain.engine.preferences import PreferenceLoss
 from megatrain.engine.program import KINDS, Kind
 from megatrain.machine import machine
 from megatrain.machine.machine import DriveSpec, TierSpecs
+from megatrain.machine.table import TiersConfig
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.export import ExportSpec
 from megatrain.models.graph import ModelSpec
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Literal
 
-    from megatrain.config.schema import DatasetConfig, LoraConfig, OptimizerConfig, RunConfig
+    from megatrain.config.schema import RunConfig
+    from megatrain.data.table import DatasetConfig
     from megatrain.machine.machine import PlannedMachine
+    from megatrain.models.table import LoraConfig
+    from megatrain.optim.table import OptimizerConfig
 
 __all__ = [
     "default_tiers",

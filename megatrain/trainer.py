@@ -38,6 +38,7 @@ from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions, now_text
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.resolved import (
+    changes_from,
     check_writable,
     config_from_toml,
     config_lines,
@@ -500,7 +501,7 @@ class Trainer:
 
     def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
         check_changes(
-            to_toml(self.config),
+            changes_from(checkpoint.state.config_toml, self.config),
             with_decays(checkpoint, self.plan),
             describe_model(self.plan),
             self.loader.fingerprint(),

@@ -153,9 +153,6 @@ def test_no_circle_of_imports() -> None:
 #: Pairs (importer, imported) of today in which a room imports one above it (``house.ROOMS``), by what is to be done. A
 #: pair that is gone must go from here, and none may come: what is wanted of a room above is handed in from there.
 UPWARD = {
-    "a checkpoint holds its config as text, and compares it": {
-        "megatrain.checkpoint.resume -> megatrain.config.resolved",
-    },
     "a feature inside of the core: the core states a protocol, which the feature implements in a file of its own": {
         "megatrain.engine.access -> megatrain.models.packed",
         "megatrain.engine.forward -> megatrain.engine.documents",
@@ -310,6 +307,21 @@ def test_tables_of_the_config_are_read_where_values_are_made() -> None:
 
 def is_table(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def test_tables_of_the_config_live_with_their_owners_and_import_nothing_heavy() -> None:
+    """The command reads configs, and completes names of keys, before it imports torch."""
+    owners = {field.annotation.__module__ for field in RunConfig.model_fields.values() if is_table(field.annotation)}
+    assert len(owners) > 5 and all(re.fullmatch(r"megatrain\.\w+\.table", module) for module in owners), owners
+    light = re.compile(r"pydantic|megatrain\.base\.|megatrain\.\w+\.table$|tiered\.units$")
+    found = [
+        f"{source.name}:{line} imports {name}"
+        for source in SOURCES
+        if source.module in owners
+        for line, name in imports(source)
+        if name.partition(".")[0] not in sys.stdlib_module_names and not light.match(name)
+    ]
+    assert not found, found
 
 
 #: What other packages may import of `tiered`; everything else is its own business.

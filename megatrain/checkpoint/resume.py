@@ -15,7 +15,6 @@ from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints
 from megatrain.checkpoint.scan import Lost, scan
 from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
-from megatrain.config.resolved import compare, config_from_toml, with_lanes
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
@@ -23,6 +22,7 @@ from tiered.errors import GenerationError, NewerFormatError
 if TYPE_CHECKING:
     import torch
 
+    from megatrain.base.changes import ConfigChanges
     from megatrain.checkpoint.best import BestSpec
 
 
@@ -228,7 +228,7 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
 
 
 def check_changes(
-    config_toml: str,
+    changes: ConfigChanges,
     checkpoint: Checkpoint,
     model: Mapping[str, Any],
     data_fingerprint: str,
@@ -239,18 +239,13 @@ def check_changes(
     """Compare the config, the model and the data with those of a checkpoint.
 
     Args:
-        config_toml: as in ``RunState``, of this run.
+        changes: what differs between the checkpoint's config and this run's.
         checkpoint: to go on from.
         model: as in ``RunState``, of this run.
 
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
     """
-    # Before there was the key, there was one lane; and "auto" is what the checkpoint has.
-    before = with_lanes(config_from_toml(checkpoint.state.config_toml), 1)
-    lanes = before.training.gradient_lanes
-    assert lanes != "auto"
-    changes = compare(before, with_lanes(config_from_toml(config_toml), lanes))
     others = {key for key, value in model.items() if key in WHAT_DECIDES and checkpoint.state.model.get(key) != value}
     # Which parameters decay counts, not the globs that say so: those of a default may be written otherwise.
     globs = [change for change in changes.altering if change.key == _DECAY_KEY]

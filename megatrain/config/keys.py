@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import difflib
-import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +10,9 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
 from megatrain.base.other_tools import ALWAYS_ON, NOT_YET, TRANSLATIONS
-from megatrain.config.schema import Alters, RunConfig
+from megatrain.base.table import Alters
+from megatrain.base.toml import format_value
+from megatrain.config.schema import RunConfig
 
 #: Name of the file that ``init`` writes beside a config, and that the first line of the config names.
 SCHEMA_FILE_NAME = "megatrain-tier.schema.json"
@@ -30,7 +29,6 @@ _BOUNDS = {
     "exclusiveMaximum": "below",
     "multipleOf": "a multiple of",
 }
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _TYPES = {"integer": "whole number", "number": "number", "string": "text"}
 
 
@@ -333,20 +331,3 @@ def how_to_fill_in(name: str) -> str:
         return f"Write {header(table)} and below it {line}"
     place = ("below its" if table in ARRAY_TABLES else "under") + f" {header(table)}" if table else "at the top"
     return f"Write {line} {place}"
-
-
-def format_value(value: Any) -> str:
-    """Return a value as TOML, on one line."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, int | float | datetime.date | datetime.time):
-        return str(value)
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(format_value(item) for item in value) + "]"
-    if isinstance(value, dict):
-        if not value:
-            return "{}"
-        names = {key: key if _BARE_KEY.fullmatch(key) else format_value(key) for key in value}
-        return "{ " + ", ".join(f"{names[key]} = {format_value(item)}" for key, item in value.items()) + " }"
-    # A JSON string is a TOML basic string, except that TOML also wants DEL escaped.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatrain.base.errors import Problem
 from megatrain.base.names import ELEMENT_WISE
+from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -23,7 +24,6 @@ from megatrain.config.keys import (
     allowed_values,
     dotted,
     first_required,
-    format_value,
     header,
     how_to_fill_in,
     is_required,
@@ -31,7 +31,8 @@ from megatrain.config.keys import (
     used_if,
     what_to_write,
 )
-from megatrain.config.schema import PreferenceConfig, RunConfig
+from megatrain.config.schema import RunConfig
+from megatrain.tasks.table import PreferenceConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

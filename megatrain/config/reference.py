@@ -12,13 +12,13 @@ from typing import Any
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.other_tools import ACCEPTED, TRANSFORMERS_4, TRANSLATIONS
+from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     KEYS,
     TABLES,
     advice_for_unknown,
     allowed_values,
     alters,
-    format_value,
     full_keys_of_leaf,
     header,
     is_required,

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
+from megatrain.base.changes import Change, ConfigChanges
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import RESOLVED_NAME
+from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     ARRAY_TABLES,
     FREE_TABLES,
     TABLES,
     alters,
     dotted,
-    format_value,
     header,
     parse_path,
     plain,
@@ -219,38 +220,6 @@ def _origin(loaded: LoadedConfig, key: str, *, is_default: bool) -> str:
 # What changed between two configs
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One key with two values.
-
-    Attributes:
-        key: as users write it, ``optimizer.groups.0.learning_rate``.
-        before: its values as TOML has them; None: not set.
-        now: its values as TOML has them; None: not set.
-    """
-
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        before, now = ("not set" if value is None else format_value(value) for value in (self.before, self.now))
-        return f"{self.key}: {before} -> {now}"
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigChanges:
-    """All keys that differ, in the order of the config.
-
-    Attributes:
-        altering: the run goes on with other numbers.
-        free: it goes on with the same ones.
-    """
-
-    altering: tuple[Change, ...]
-    free: tuple[Change, ...]
-
-
 def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
     """Return what changed from the config of a checkpoint to the one that is to continue it.
 
@@ -271,6 +240,22 @@ def compare(before: RunConfig, now: RunConfig) -> ConfigChanges:
             change = Change(".".join(map(str, path)), old.get(path), new.get(path))
             (altering if is_altering else free).append(change)
     return ConfigChanges(tuple(altering), tuple(free))
+
+
+def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
+    """Return what changed from the config in a checkpoint to the one that is to continue it.
+
+    Args:
+        config_toml: the checkpoint's, as :func:`to_toml` wrote it.
+        now: the config of the run; its "auto" for ``training.gradient_lanes`` is what the checkpoint has.
+
+    Raises:
+        ConfigError: the checkpoint's config has keys or values that this version does not know.
+    """
+    before = with_lanes(config_from_toml(config_toml), 1)  # before there was the key, there was one lane
+    lanes = before.training.gradient_lanes
+    assert lanes != "auto"
+    return compare(before, with_lanes(now, lanes))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:

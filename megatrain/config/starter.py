@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatrain.base.facts import Drive, MachineFacts, ModelFacts
-from megatrain.config.keys import SCHEMA_FILE_NAME, format_value
+from megatrain.base.toml import format_value
+from megatrain.config.keys import SCHEMA_FILE_NAME
 from tiered.units import GiB, format_size
 
 _EXAMPLE_MODEL = "path/to/model"

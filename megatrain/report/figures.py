@@ -9,8 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from megatrain.base.toml import format_value
 from megatrain.checkpoint.state import NUM_LOSSES
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, format_value, leaf_schema, plain
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, leaf_schema, plain
 from megatrain.config.resolved import resolved_values
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError

@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatrain.base.other_tools import Tool
-from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, format_value, schema_key
+from megatrain.base.toml import format_value
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
 from megatrain.config.problems import explain_error, find_bad_combinations
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import (

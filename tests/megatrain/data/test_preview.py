@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from megatrain.config import RunConfig
-from megatrain.config.schema import TrainingConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import RowPreview
 from megatrain.data.rows_report import DataError
+from megatrain.engine.table import TrainingConfig
 from megatrain.resolve import resolve_batch, resolve_data
 from oracles.previews import preview_of, stats_of
 

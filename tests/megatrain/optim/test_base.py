@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from megatrain.base.layout import build_layout
-from megatrain.config.schema import OptimizerConfig
 from megatrain.optim.base import ParameterGroup, StateKind, build_segments, bytes_per_parameter
+from megatrain.optim.table import OptimizerConfig
 from megatrain.translate.trainers import DECAY_EXCLUDE
 from oracles.families import tiny_config
 

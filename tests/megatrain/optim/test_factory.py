@@ -7,11 +7,11 @@ import torch
 
 from megatrain.base.layout import build_layout, views
 from megatrain.config import ConfigError, load_config, to_toml
-from megatrain.config.schema import OptimizerConfig
 from megatrain.optim.adafactor import Adafactor
 from megatrain.optim.base import Update
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.factory import OptimizerSpec, ParameterGroupError, check_groups, make_optimizer, segment_builder
+from megatrain.optim.table import OptimizerConfig
 from megatrain.optim.threads import KernelThreads
 from megatrain.resolve import resolve_optimizer
 

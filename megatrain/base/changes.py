@@ -1,0 +1,42 @@
+"""What differs between two configs, by what it means for the results of a run that is continued."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatrain.base.toml import format_value
+
+__all__ = ["Change", "ConfigChanges"]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key with two values.
+
+    Attributes:
+        key: as users write it, ``optimizer.groups.0.learning_rate``.
+        before: its first value as TOML has it; None: not set.
+        now: its second value, likewise.
+    """
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        before, now = ("not set" if value is None else format_value(value) for value in (self.before, self.now))
+        return f"{self.key}: {before} -> {now}"
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigChanges:
+    """All keys that differ, in the order of the config.
+
+    Attributes:
+        altering: the run goes on with other numbers.
+        free: it goes on with the same ones.
+    """
+
+    altering: tuple[Change, ...]
+    free: tuple[Change, ...]

@@ -1,0 +1,171 @@
+"""How the tables of a config are declared: a frozen model, one field for each key, and with it all that is known of it.
+
+Each table lives with its owner, the package that reads it (``megatrain.optim.table``), and is handed to it as it is;
+``megatrain.config.schema`` puts them together. A module of tables imports nothing that is slow to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    PlainSerializer,
+    WithJsonSchema,
+)
+from pydantic_core import CoreSchema
+
+from megatrain.base.sizes import (
+    DURATION_SCHEMA,
+    RATE_SCHEMA,
+    SIZE_SCHEMA,
+    Size,
+    exact_duration,
+    exact_size,
+    parse_interval,
+    parse_rate,
+)
+from tiered.units import parse_size
+
+__all__ = [
+    "HF",
+    "HF_AXOLOTL",
+    "Alters",
+    "ConfigPath",
+    "Duration",
+    "Listed",
+    "PlainSize",
+    "Rate",
+    "Table",
+    "all_alter",
+    "as_names",
+    "as_tuple",
+    "is_not",
+    "is_path",
+    "key",
+    "plain_size",
+]
+
+T = TypeVar("T")
+
+# What is said of a key. JSON Schema has words for type, bounds, description, examples and default; ours begin with x-.
+
+#: Whether another value changes what a continued run computes. Free ("no") are where bytes live, and what is shown and
+#: kept. "by contents" is what a checkpoint brings along: the weights, and the data, whose fingerprint is compared in
+#: place of the keys that make it; a run from the start would be another run.
+Alters = Literal["yes", "by contents", "no"]
+HF = "transformers, TRL, LLaMA-Factory"
+HF_AXOLOTL = "transformers, TRL, LLaMA-Factory, Axolotl"
+
+
+def key(
+    description: str,
+    default: Any = ...,
+    *,
+    alters: Alters | None = None,
+    same_name: str = "",
+    used_if: Mapping[str, Sequence[str | bool]] | None = None,
+    **words: Any,
+) -> Any:
+    """Return the pydantic field of a key.
+
+    Args:
+        description: one or two sentences for the reference, ``config explain`` and editors.
+        default: required without one.
+        alters: whether another value changes the results of a continued run. None: as its table says.
+        same_name: the tools in which the key has the same name and meaning.
+        used_if: another key of its table -> the values beside which this key has an effect.
+        words: further arguments of ``pydantic.Field``: bounds, ``examples``, ``default_factory``.
+    """
+    facts: dict[str, Any] = {"x-alters": alters, "x-same-name": same_name, "x-used-if": used_if}
+    if default is not ...:
+        words["default"] = default
+    return Field(
+        description=description, json_schema_extra={word: fact for word, fact in facts.items() if fact}, **words
+    )
+
+
+def all_alter(alters: Alters) -> dict[str, Any]:
+    """Return the JSON Schema words of a table: what holds for its keys, and those of the tables inside it."""
+    return {"x-alters": alters}
+
+
+@dataclass(frozen=True, eq=False)
+class _Words:
+    """Annotation of a type: further words for its JSON Schema."""
+
+    words: Mapping[str, Any]
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), **self.words}
+
+
+def is_not(wrong: str, write: str) -> _Words:
+    """Return the message about values of a type: ``KEY = VALUE <wrong>. <write>``."""
+    return _Words({"x-wrong": wrong, "x-write": write})
+
+
+def is_path(*words: str, name: str | None = None) -> _Words:
+    """Mark text as a path, which is made absolute, unless it is one of ``words`` or a name on the hub.
+
+    Args:
+        words: values that are no path.
+        name: a regular expression: what matches and is not there as a file is a name on the hub.
+    """
+    return _Words({"x-path": {"words": words, "name": name}})
+
+
+class Table(BaseModel):
+    """Base of every table: immutable, unknown keys refused, no silent conversion of types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# Kinds of values
+
+
+def as_tuple(value: object) -> object:
+    """Return a list of TOML as a tuple, anything else as it is."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+def as_names(value: object) -> object:
+    """Accept one name, several, or "none"."""
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        return as_tuple(value)
+    return tuple(dict.fromkeys(name for name in names if name != "none"))
+
+
+def plain_size(value: object) -> object:
+    """Return bytes of a text with a unit."""
+    if isinstance(value, str):
+        return parse_size(value)
+    return Size.parse(value).nbytes  # a bare number: refused with the advice to add a unit
+
+
+def _as_path(value: object) -> object:
+    return Path(value) if isinstance(value, str) and value else value
+
+
+Listed = Annotated[tuple[T, ...], BeforeValidator(as_tuple)]
+ConfigPath = Annotated[
+    Path, BeforeValidator(_as_path), PlainSerializer(str), WithJsonSchema({"type": "string", "minLength": 1}), is_path()
+]
+PlainSize = Annotated[int, BeforeValidator(plain_size), PlainSerializer(exact_size), WithJsonSchema(dict(SIZE_SCHEMA))]
+Rate = Annotated[
+    float,
+    BeforeValidator(parse_rate),
+    PlainSerializer(lambda rate: exact_size(round(rate)) + "/s"),
+    WithJsonSchema(dict(RATE_SCHEMA)),
+]
+Duration = Annotated[
+    float, BeforeValidator(parse_interval), PlainSerializer(exact_duration), WithJsonSchema(dict(DURATION_SCHEMA))
+]

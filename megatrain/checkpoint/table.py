@@ -1,0 +1,92 @@
+"""[checkpoint]: when a run is saved, how often that is kept, and what a run starts from."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from megatrain.base.table import HF, HF_AXOLOTL, Duration, PlainSize, Table, all_alter, is_not, is_path, key
+from tiered.units import GiB
+
+
+def _as_source(value: object) -> object:
+    """Accept true and false, as other tools write "auto" and "no"."""
+    return {True: "auto", False: "no"}[value] if isinstance(value, bool) else value
+
+
+ResumeSource = Annotated[
+    str,
+    BeforeValidator(_as_source),
+    Field(min_length=1),
+    WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
+    is_path("auto", "no"),
+]
+#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run.
+CopyRule = Annotated[
+    bool | Annotated[int, Field(ge=1)] | Literal["last"],
+    is_not("is no rule for copies", 'Write true (every checkpoint), 5 (every fifth one), "last" or false'),
+]
+
+
+class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
+    """``[checkpoint]``: when the run is saved, how often that is kept, and what a run starts from."""
+
+    save_strategy: Literal["steps", "time", "epoch", "no"] = key(
+        "When to save. Unless no, also at the end. Default: time where save_interval is given, else steps.",
+        "steps",
+        same_name=HF_AXOLOTL,
+    )
+    save_steps: int = key(
+        "steps: optimizer steps between two saves.",
+        200,
+        ge=1,
+        same_name=HF_AXOLOTL,
+        used_if={"save_strategy": ["steps"]},
+    )
+    save_interval: Duration | None = key(
+        'time: between two saves, e.g. "45min".', None, used_if={"save_strategy": ["time"]}
+    )
+    save_total_limit: int = key("Checkpoints that are kept, the newest ones.", 2, ge=1, same_name=HF_AXOLOTL)
+    load_best_model_at_end: bool = key(
+        "Save after each evaluation that is the best so far, keep that checkpoint beside the newest ones, and write it "
+        "to output_dir/final in place of the last one.",
+        False,
+        same_name=HF,
+    )
+    save_copy: CopyRule = key(
+        "Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
+        'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '
+        "end or at a stop, which all but false copy. save_total_limit of them are kept.",
+        False,
+    )
+    save_on_signal: bool = key(
+        "SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.", True
+    )
+    resume_from_checkpoint: ResumeSource = key(
+        '"auto": continue the run in output_dir if there is one; "no": start at the beginning, '
+        "refused where output_dir holds checkpoints; or the output_dir of another run, to start from its newest one.",
+        "auto",
+        same_name=HF_AXOLOTL,
+    )
+    async_save: bool = key("Training goes on while a checkpoint is written.", True)
+    min_free_disk: PlainSize = key("Space that a save leaves free on its drive.", GiB, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_strategy(cls, values: Any) -> Any:
+        if isinstance(values, dict) and "save_interval" in values:
+            return {"save_strategy": "time", **values}
+        return values
+
+    @property
+    def copy_every(self) -> int | None:
+        """Saves from one copy to the next; None: none is copied, or only the last."""
+        if isinstance(self.save_copy, bool):
+            return 1 if self.save_copy else None
+        return self.save_copy if isinstance(self.save_copy, int) else None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this run may save at all."""
+        return self.save_strategy != "no" or self.save_on_signal

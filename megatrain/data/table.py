@@ -1,0 +1,172 @@
+"""[data] and [score]: rows, masks and their arrangement, and what is written of each token."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key
+
+#: owner/name; what ends as files do is a file.
+DatasetPath = Annotated[str, is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")]
+CacheFolder = Annotated[str, Field(min_length=1), is_path("auto", "none")]
+Packing = Annotated[
+    bool | Literal["concat"],
+    is_not("is no way to pack", 'Write true, false or "concat"'),
+]
+ScoreFormats = Annotated[
+    tuple[Literal["parquet", "zarr"], ...],
+    Field(min_length=1),
+    BeforeValidator(as_names),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"enum": ["parquet", "zarr"]},
+                {"type": "array", "items": {"enum": ["parquet", "zarr"]}, "minItems": 1},
+            ]
+        }
+    ),
+]
+#: What a row may hold.
+RowFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
+#: Our names of fields; the second line are names that other tools use for some of the first.
+ColumnName = Literal[
+    "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
+    "images", "conversations", "query", "response",
+    "role", "content", "input_ids", "labels", "loss_mask", "attention_mask",
+    "chosen", "rejected", "label", "kto_tag",
+]  # fmt: skip
+_SOURCE_PATH = (
+    "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
+    "the hub name of a dataset (the last three need the data extra)."
+)
+
+
+class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
+    """``[[data.train]]``: one source of training rows."""
+
+    path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["data.jsonl"])
+    subset: str | None = key("Hub datasets: which subset (configuration).", None, min_length=1)
+    split: str | None = key(
+        'Folders and hub datasets: which split. Default: "train" where there are several.', None, min_length=1
+    )
+    format: RowFormat = key("What a row holds; auto: seen from its fields, row by row.", "auto")
+    columns: dict[ColumnName, str] = key(
+        'Our field -> your column, e.g. { prompt = "question", completion = "answer" }; "doc.body" is the field body '
+        "of the object doc. Capitals do not count where no column has the very name.",
+        {},
+    )
+    json_key: str | None = key(
+        'A .json file that is one object: the key of its list of rows, e.g. "data" or "data.train". Default: the only '
+        "list of rows in it.",
+        None,
+        min_length=1,
+    )
+    max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
+    weight: float = key(
+        "How often its documents are used in an epoch: 2.5 is twice each, and half of them a third time; "
+        "0.3 is three in ten. data_seed chooses which.",
+        1.0,
+        gt=0,
+    )
+
+
+class EvalSetConfig(DatasetConfig):
+    """``[[data.eval]]``: rows that are only evaluated on."""
+
+    path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["held_out.jsonl"])
+    name: str | None = key(
+        'What metrics call it, e.g. "held_out". Default: the last part of the path, without its ending.',
+        None,
+        min_length=1,
+    )
+
+    @property
+    def shown_name(self) -> str:
+        """What metrics call it."""
+        return self.name or re.sub(r"[*?].*|[.][A-Za-z].*", "", self.path.rstrip("/").rpartition("/")[2]) or "eval"
+
+    def as_source(self, max_samples: int | None = None) -> DatasetConfig:
+        """Return the same rows as a source of training rows, at most ``max_samples`` of them."""
+        values = self.model_dump(exclude={"name"})
+        limits = [limit for limit in (self.max_samples, max_samples) if limit is not None]
+        return DatasetConfig.model_validate({**values, "max_samples": min(limits, default=None)})
+
+
+class DataConfig(Table):
+    """``[data]``: rows, masks and their arrangement."""
+
+    max_length: int = key("Tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
+    packing: Packing = key(
+        'true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
+        "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
+        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row, and "
+        "with dpo.",
+        True,
+        alters="yes",
+        same_name="TRL, LLaMA-Factory",
+    )
+    train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
+        "assistant: all of the assistant's turns; last_assistant: only the last one; completion: what "
+        "follows the prompt, in a conversation the last turn; all: every token. Plain text is always trained on "
+        "whole. Default: assistant (sft), all (pretrain), completion (dpo, which knows no other).",
+        "assistant",
+        alters="by contents",
+    )
+    overlong: Literal["truncate", "drop", "error"] = key(
+        "What happens to conversations longer than max_length. Plain text is cut into pieces.",
+        "truncate",
+        alters="by contents",
+    )
+    bad_rows: Literal["drop", "error"] = key(
+        "What happens to rows whose loss mask cannot be proven, that the chat template refuses, or that are no objects "
+        "with fields, and to empty files among others: drop leaves them out, counted and explained; error ends the run "
+        "at the first.",
+        "drop",
+        alters="by contents",
+    )
+    max_dropped: float = key(
+        "Largest share of the rows, or of the tokens, of a source that may be dropped or cut; with more a "
+        "run is refused. Above 0.05 there is a warning. 1: no limit.",
+        0.5,
+        ge=0,
+        le=1,
+        alters="by contents",
+    )
+    cache_dir: CacheFolder = key(
+        "Folder of tokenized data, found again by its contents. auto: $XDG_CACHE_HOME/megatrain-tier/"
+        "tokens, else below ~/.cache; none: tokens are kept in RAM.",
+        "auto",
+        alters="no",
+    )
+    max_cache_size: PlainSize | None = key(
+        "Largest size of that folder; what was used longest ago is removed. Default: no limit.", None, ge=1, alters="no"
+    )
+    val_size: float | None = key(
+        "Rows of [[data.train]] that are kept from training and evaluated on instead, chosen by data_seed. "
+        ">= 1: so many. < 1: that share of them. Not together with [[data.eval]]. Default: none.",
+        None,
+        gt=0,
+        alters="by contents",
+        same_name="LLaMA-Factory",
+    )
+    train: Listed[DatasetConfig] = key("The sources of training rows.", min_length=1)
+    eval: Listed[EvalSetConfig] = key(
+        "Rows that are only evaluated on: one loss for each table, as [evaluation] says.", ()
+    )
+
+
+class ScoreConfig(Table, json_schema_extra=all_alter("no")):
+    """``[score]``: what ``megatrain-tier score`` writes of each token of [[data.train]]; runs ignore it."""
+
+    top_k: int = key(
+        "Likeliest words of each token, with their log-probabilities. 0: only those of the tokens themselves.", 64, ge=0
+    )
+    temperature: float = key("Logits are divided by it for the likeliest words.", 1.0, gt=0)
+    embeddings: Literal["none", "mean", "last"] = key(
+        "A vector for each document, of the last hidden states: their mean over its tokens, or that of its last token.",
+        "none",
+    )
+    formats: ScoreFormats = key("Forms that scores are written in.", ("parquet",))

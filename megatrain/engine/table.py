@@ -1,0 +1,77 @@
+"""[precision], [training]: number formats, the loss, size and number of steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatrain.base.table import HF, Table, all_alter, is_not, key
+
+LaneCount = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
+    is_not("is no number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
+]
+
+
+class PrecisionConfig(Table, json_schema_extra=all_alter("yes")):
+    """``[precision]``: number formats."""
+
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
+        "What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
+    )
+    grad_dtype: Literal["float32", "bfloat16"] = key(
+        "What gradients are kept in until the update. They are summed in float32 either way; bfloat16 "
+        "halves their bytes and rounds each sum once, to 8 bits of mantissa.",
+        "float32",
+    )
+
+
+class TrainingConfig(Table):
+    """``[training]``: size of a step and length of the run."""
+
+    train_batch_tokens: int | None = key(
+        "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two: a micro-batch then has as "
+        "many rows as divide a step, up to 8,192 tokens on a GPU and 2,048 on a CPU, with a micro-batch for each of "
+        "gradient_lanes where there are so many rows.",
+        None,
+        ge=2,
+        alters="yes",
+    )
+    per_device_train_batch_size: int = key(
+        "Rows per micro-batch; with dpo examples, of two rows each.", 8, ge=1, alters="yes", same_name=HF
+    )
+    gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=HF)
+    gradient_lanes: LaneCount = key(
+        "The micro-batches of a step are cut into so many lanes: each is summed in order, and the lanes are added in a "
+        "fixed tree, so that any number of processes up to this one computes the same bits. auto: the number of "
+        "processes at the first start, which the checkpoints keep. 1: one sum in order, as in plain PyTorch.",
+        "auto",
+        alters="yes",
+    )
+    num_train_epochs: float = key("Passes over the data.", 1.0, gt=0, alters="yes", same_name=HF)
+    max_steps: int = key(
+        "Optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=HF
+    )
+    label_smoothing_factor: float = key(
+        "Share of every target that is spread evenly over the vocabulary. Evaluations do not smooth.",
+        0.0,
+        ge=0,
+        lt=1,
+        alters="yes",
+        same_name=HF,
+    )
+    z_loss: float = key(
+        "z-loss: this times the square of the log of the sum of the logits' exponentials is added to each token's "
+        "loss, which keeps logits from drifting; PaLM used 1e-4. 0: none. Evaluations have none.",
+        0.0,
+        ge=0,
+        alters="yes",
+    )
+    neftune_noise_alpha: float = key(
+        "NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). 0: none.",
+        0.0,
+        ge=0,
+        alters="yes",
+        same_name=HF,
+    )

@@ -1,0 +1,136 @@
+"""[optimizer]: the update and its schedule."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import model_validator
+
+from megatrain.base.table import HF, HF_AXOLOTL, Listed, Table, all_alter, key
+
+
+class ParameterGroupConfig(Table):
+    """``[[optimizer.groups]]``: settings for some of the parameters."""
+
+    params: Listed[str] = key(
+        "Globs of parameter names. Of the groups that match a parameter the first one counts.",
+        min_length=1,
+        examples=[["*norm*"]],
+    )
+    learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
+    lr_mult: float | None = key("Factor on the optimizer's learning rate, instead of a rate of their own.", None, gt=0)
+    weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
+
+
+class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
+    """``[optimizer]``: the update and its schedule."""
+
+    optim: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = key(
+        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none; muon 4 for "
+        "matrices, and adamw with 8 for embeddings, heads, norms and biases. custom: one of an installed package.",
+        "adamw",
+        same_name=HF,
+    )
+    state_dtype: Literal["float32", "bfloat16", "int8"] = key(
+        "Format of the moments, of which adamw has two and lion and sgd one: 4, 2 or 1.02 bytes of each per parameter. "
+        "bfloat16 is rounded up or down at random, by seed, step and element. int8 is in blocks of 256 elements with a "
+        "scale, in the code of bitsandbytes. Masters stay in fp32.",
+        "float32",
+        used_if={"optim": ["adamw", "lion", "sgd"]},
+    )
+    ema_decay: float = key(
+        "Decay of an exponential moving average of the fp32 weights, e.g. 0.999; 4 bytes more per parameter. It begins "
+        "as the weights do, and moves with every update; `export --ema` writes it. 0: none.",
+        0.0,
+        ge=0,
+        lt=1,
+    )
+    learning_rate: float = key("Peak learning rate.", 1e-5, gt=0, same_name=HF_AXOLOTL)
+    weight_decay: float = key(
+        "Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",
+        0.1,
+        ge=0,
+        same_name=HF_AXOLOTL,
+    )
+    weight_decay_exclude: Listed[str] = key(
+        "Globs of parameter names that do not decay. Vectors (norms, biases, magnitudes of DoRA, attention sinks) do "
+        "not either, whatever their names, unless the list is empty: then every trained parameter decays.",
+        ("*bias*", "*norm*", "*embed*"),
+    )
+    adam_beta1: float = key(
+        "adamw: decay of the first moment. lion: its weight in the direction.",
+        0.9,
+        ge=0,
+        lt=1,
+        same_name=HF_AXOLOTL,
+        used_if={"optim": ["adamw", "lion", "muon"]},
+    )
+    adam_beta2: float = key(
+        "adamw: decay of the second moment. lion: of its moment, 0.99 by default.",
+        0.95,
+        ge=0,
+        lt=1,
+        same_name=HF_AXOLOTL,
+        used_if={"optim": ["adamw", "lion", "muon"]},
+    )
+    adam_epsilon: float = key(
+        "adamw: added to the denominator.", 1e-8, gt=0, same_name=HF_AXOLOTL, used_if={"optim": ["adamw", "muon"]}
+    )
+    sgd_momentum: float = key("sgd: decay of the moment. 0: no state.", 0.9, ge=0, lt=1, used_if={"optim": ["sgd"]})
+    sgd_nesterov: bool = key("sgd: look one step of momentum ahead.", False, used_if={"optim": ["sgd"]})
+    muon_momentum: float = key("muon: decay of the moment.", 0.95, ge=0, lt=1, used_if={"optim": ["muon"]})
+    muon_nesterov: bool = key("muon: look one step of momentum ahead.", True, used_if={"optim": ["muon"]})
+    muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
+    muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
+        "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so that one "
+        "rate serves matrices and what adamw updates. original: sqrt(max(1, rows / columns)); give what adamw updates "
+        "a rate of its own by groups.",
+        "match_rms_adamw",
+        used_if={"optim": ["muon"]},
+    )
+    muon_exclude: Listed[str] = key(
+        "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
+    )
+    custom_optimizer: str = key(
+        "custom: name under which an installed package has its optimizer (group megatrain.optimizers).",
+        "",
+        used_if={"optim": ["custom"]},
+    )
+    optim_args: dict[str, int | float | bool | str] = key(
+        "custom: arguments of that optimizer, e.g. { momentum = 0.95 }.", {}, used_if={"optim": ["custom"]}
+    )
+    max_grad_norm: float = key(
+        "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=HF_AXOLOTL
+    )
+    clip_scope: Literal["global", "layer"] = key(
+        "Whose norm max_grad_norm limits, and whose update nonfinite stops or skips. global: that of all gradients, "
+        "which are held until it is known. layer: each layer's own, which is not the global norm; a layer is updated "
+        "during the backward, and only a layer's gradient is held.",
+        "global",
+    )
+    nonfinite: Literal["stop", "skip", "ignore"] = key(
+        "A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look. With "
+        "max_grad_norm = 0, stop and ignore let a layer be updated during the backward.",
+        "stop",
+    )
+    lr_scheduler_type: str = key("Name of a schedule of transformers, e.g. cosine, linear.", "cosine", same_name=HF)
+    lr_scheduler_kwargs: dict[str, int | float | str] = key(
+        "Extra arguments of the schedule, e.g. { min_lr_rate = 0.1 }.", {}, same_name=HF
+    )
+    warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
+    layer_decay: float = key(
+        "Factor on the learning rate for each layer between a parameter and the head, as in timm: what follows the "
+        "last layer has the whole rate, the last layer this share of it, the one before its square, embeddings the "
+        "least.",
+        1.0,
+        gt=0,
+        le=1,
+    )
+    groups: Listed[ParameterGroupConfig] = key("Parameters with another learning rate or weight decay.", ())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_default_of_lion(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("optim") == "lion":
+            return {"adam_beta2": 0.99, **values}
+        return values

@@ -1,0 +1,94 @@
+"""[placement] and [advanced]: where kinds of bytes live, and what is measured with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
+
+from megatrain.base.sizes import SIZE_SCHEMA, exact_size
+from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, is_not, key, plain_size
+
+
+def _as_placement(value: object) -> object:
+    """Accept "auto", one tier, or several in order of preference."""
+    if isinstance(value, str) and value != "auto":
+        return (value,)
+    return as_tuple(value)
+
+
+def _prefetch(value: object) -> object:
+    """Return "auto", "unlimited" or bytes."""
+    if value in ("auto", "unlimited") or (isinstance(value, int) and value == 0 and not isinstance(value, bool)):
+        return value
+    if isinstance(value, str) and value.strip() == "0":
+        return 0
+    return plain_size(value)
+
+
+TierName = Literal["gpu", "ram", "folder", "nvme"]
+_TIER = {"type": "string", "enum": ["gpu", "ram", "folder", "nvme"]}
+Preference = Annotated[
+    Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
+    BeforeValidator(_as_placement),
+    WithJsonSchema({"anyOf": [{"const": "auto"}, _TIER, {"type": "array", "items": _TIER, "minItems": 1}]}),
+    is_not("is not a placement", 'Write "auto" or tiers in order of preference: ["ram", "nvme"]'),
+]
+PrefetchSize = Annotated[
+    Literal["auto", "unlimited"] | Annotated[int, Field(ge=0)],
+    BeforeValidator(_prefetch),
+    PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
+    WithJsonSchema({"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, SIZE_SCHEMA]}),
+]
+GraphCount = Annotated[
+    Literal["auto"] | Annotated[int, Field(ge=0)],
+    is_not("is no number of layers", 'Write a whole number at least 0, or "auto"'),
+]
+
+
+class PlacementConfig(Table, json_schema_extra=all_alter("no")):
+    """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
+
+    weights: Preference = key(
+        "Parameters in the compute dtype. Frozen ones may stay in the model's folder and be read from there each time: "
+        '"folder"; with auto all those do that have no room in RAM.',
+        "auto",
+    )
+    gradients: Preference = key("Gradient sums.", "auto")
+    optimizer: Preference = key("Optimizer state, and the low halves of bf16 parameters.", "auto")
+    activations: Preference = key("Inputs of layers, kept for the recompute.", "auto")
+
+
+class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
+    """``[advanced]``: for measurements. The results do not depend on any of these."""
+
+    prefetch: PrefetchSize = key('Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".', "auto")
+    eviction_policy: Literal["schedule", "lru"] = key("Which blocks leave a full tier first.", "schedule")
+    file_size: PlainSize | None = key(
+        'Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
+    )
+    micro_batch_order: Literal["layer", "micro_batch"] = key(
+        "layer: each layer runs for all micro-batches before the next.", "layer"
+    )
+    keep_graphs: GraphCount = key(
+        "Layers, counted from the last one, that the backward does not run again, as the graph of their "
+        "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
+        "auto",
+    )
+    save_attention: GraphCount = key(
+        "Layers, counted from the last one, whose attention is not computed again in the backward: the results of its "
+        "kernel (sdpa's, without dropout) are kept with the activations. auto: where it saves time, by the plan; 0: "
+        "none. Compiled layers compute it again.",
+        "auto",
+    )
+    stream_updates: GraphCount = key(
+        "Beside a GPU: groups of weights with their state in RAM that are updated in GPU memory, where they are "
+        "fetched part by part, while the processor updates the others. auto: as many as finish with the others, if "
+        "measured rates say that a step is shorter; 0: none.",
+        "auto",
+    )
+    emulate_gpu: bool = key(
+        'With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
+        "tests, and for trying a setup out; the processor computes.",
+        False,
+    )
