@@ -310,7 +310,7 @@ def run_plainly(
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer = make_plain_optimizer(
-        list(model.named_parameters()), trainer.run.optimizer, trainer.run.schedule.learning_rate
+        list(model.named_parameters()), trainer.run.optimizer, trainer.run.optimizer.learning_rate
     )
     warmup = int(table.warmup_steps if table.warmup_steps >= 1 else math.ceil(table.warmup_steps * len(batches)))
     schedule = get_scheduler(table.lr_scheduler_type, optimizer, warmup, len(batches))

@@ -186,8 +186,8 @@ def _run(
     spinner.stop()
     plan = trainer.plan
     max_steps = loaded.config.training.max_steps
-    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.schedule.depends_on_length
-    note = _describe_schedule(trainer.run.schedule.name, max_steps) if is_short else ""
+    is_short = f"training.max_steps={max_steps}" in overrides and trainer.run.optimizer.depends_on_length
+    note = _describe_schedule(trainer.run.optimizer.lr_scheduler_type, max_steps) if is_short else ""
     if dry_run:
         code = _print_dry_run(plan, as_json=as_json)
         click.echo(note, err=True, nl=bool(note))

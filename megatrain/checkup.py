@@ -41,7 +41,7 @@ from megatrain.models.hub import missing_weights
 from megatrain.models.initialize import InitializationError
 from megatrain.models.internals import TransformersVersionError
 from megatrain.models.load import open_loader
-from megatrain.optim.lr import ScheduleError
+from megatrain.optim.lr import ScheduleError, make_schedule
 from megatrain.optim.plugins import OptimizerError
 from megatrain.plan.limits import drive_paths, find_objections
 from megatrain.plan.placement import DoesNotFitError
@@ -56,7 +56,6 @@ from megatrain.resolve import (
     resolve_export,
     resolve_logging,
     resolve_model,
-    resolve_optimizer,
     resolve_preference,
     resolve_tiers,
 )
@@ -293,7 +292,7 @@ class _Checkup:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
             yield from (CheckResult("model", "problem", str(each), "config") for each in error.problems)
-        for text in model_warnings(model, config.data.max_length, resolve_optimizer(config.optimizer), graph):
+        for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
             yield CheckResult("model", "warning", text)
 
     def _look_at_tokenizer(self) -> Iterator[CheckResult]:
@@ -449,10 +448,10 @@ class _Checkup:
         loader = make_loader(self._plan, self._dataset, self._tokenizer)
         num_steps = loader.num_steps(run.num_epochs, run.max_steps)
         try:
-            run.schedule.build(num_steps)
+            make_schedule(run.optimizer, num_steps)
         except ScheduleError as error:
             yield problem("steps", error)
-        for text in schedule_warnings(run.schedule, num_steps):
+        for text in schedule_warnings(run.optimizer, num_steps):
             yield CheckResult("steps", "warning", text)
         self._num_steps, self._fingerprint = num_steps, loader.fingerprint()
         epochs = num_steps / loader.steps_per_epoch

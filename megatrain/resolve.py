@@ -28,9 +28,6 @@ from megatrain.models.adapters import LoraSpec
 from megatrain.models.export import ExportSpec
 from megatrain.models.graph import ModelSpec
 from megatrain.models.hub import locate
-from megatrain.optim.base import ParameterGroup
-from megatrain.optim.factory import OptimizerSpec
-from megatrain.optim.lr import ScheduleSpec
 from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.ranks.group import DistributedSpec
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
     from megatrain.data.table import DatasetConfig
     from megatrain.machine.machine import PlannedMachine
     from megatrain.models.table import LoraConfig
-    from megatrain.optim.table import OptimizerConfig
 
 __all__ = [
     "default_tiers",
@@ -58,9 +54,7 @@ __all__ = [
     "resolve_export",
     "resolve_logging",
     "resolve_model",
-    "resolve_optimizer",
     "resolve_preference",
-    "resolve_schedule",
     "resolve_score",
     "resolve_tiers",
 ]
@@ -91,8 +85,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         data=resolve_data(config),
         batch=resolve_batch(config, device.type),
         objective=_objective(config),
-        optimizer=resolve_optimizer(config.optimizer, config.seed),
-        schedule=resolve_schedule(config.optimizer),
+        optimizer=config.optimizer,
         num_epochs=training.num_train_epochs,
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
@@ -284,58 +277,6 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
         rows_per_example=config.rows_per_example,
         aimed_tokens=MICRO_BATCH_TOKENS[device],
         num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
-    )
-
-
-def resolve_optimizer(table: OptimizerConfig, seed: int = 0) -> OptimizerSpec:
-    """Return the update. ``seed``: of the run."""
-    groups = tuple(
-        ParameterGroup(
-            group.params,
-            (group.lr_mult or 1.0) if group.learning_rate is None else group.learning_rate / table.learning_rate,
-            group.weight_decay,
-        )
-        for group in table.groups
-    )
-    rates = {"optimizer.learning_rate": table.learning_rate}
-    for number, group in enumerate(table.groups):
-        if group.learning_rate is not None:
-            rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
-        elif group.lr_mult is not None:
-            rates[f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"] = group.lr_mult * table.learning_rate
-    return OptimizerSpec(
-        name=table.optim,
-        weight_decay=table.weight_decay,
-        decay_exclude=table.weight_decay_exclude,
-        beta1=table.adam_beta1,
-        beta2=table.adam_beta2,
-        epsilon=table.adam_epsilon,
-        momentum=table.muon_momentum if table.optim == "muon" else table.sgd_momentum,
-        nesterov=table.muon_nesterov if table.optim == "muon" else table.sgd_nesterov,
-        ns_steps=table.muon_ns_steps,
-        adjust_lr=table.muon_adjust_lr,
-        muon_exclude=table.muon_exclude,
-        custom=table.custom_optimizer,
-        arguments=table.optim_args,
-        state_dtype=table.state_dtype,
-        seed=seed,
-        ema_decay=table.ema_decay,
-        max_grad_norm=table.max_grad_norm,
-        clip_scope=table.clip_scope,
-        nonfinite=table.nonfinite,
-        layer_decay=table.layer_decay,
-        groups=groups,
-        learning_rates=rates,
-    )
-
-
-def resolve_schedule(table: OptimizerConfig) -> ScheduleSpec:
-    """Return the learning rate."""
-    return ScheduleSpec(
-        name=table.lr_scheduler_type,
-        learning_rate=table.learning_rate,
-        warmup=table.warmup_steps,
-        arguments=table.lr_scheduler_kwargs,
     )
 
 

@@ -69,6 +69,7 @@ from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.base import decays
+from megatrain.optim.lr import make_schedule
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -358,7 +359,7 @@ class Trainer:
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
         self.group.check_same("data", fingerprint, "Give all ranks the same files in [[data.train]]")
         self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
-        self._learning_rate = run.schedule.build(self._num_steps)
+        self._learning_rate = make_schedule(run.optimizer, self._num_steps)
         self._evaluation_sets: Sequence[EvaluationSet] = self.group.one_after_the_other(
             lambda: load_evaluation_sets(
                 self._evaluation,
@@ -384,7 +385,7 @@ class Trainer:
         for text in (
             *warnings,
             *model_warnings(run.model, run.batch.max_length, run.optimizer, plan.graph),
-            *schedule_warnings(run.schedule, self._num_steps),
+            *schedule_warnings(run.optimizer, self._num_steps),
         ):
             told.append(f"warning: {text}")
 
@@ -482,12 +483,10 @@ class Trainer:
             done += f", and the config asks for {self._num_steps}"
         elif summary.num_steps < self._num_steps:
             done += f" of {self._num_steps}, and stopped early"
-        schedule = run.schedule
         changes = ""
-        if schedule.depends_on_length:
-            changes = (
-                f": its learning rate ({schedule.name}) depends on the length, so it differs from one run of N steps"
-            )
+        if run.optimizer.depends_on_length:
+            changes = f": its learning rate ({run.optimizer.lr_scheduler_type}) depends on the length, so it differs "
+            changes += "from one run of N steps"
         self.observer.on_message(
             f"nothing to do: this run is done, {done}. To train on, start it "
             f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start anew, name "
@@ -750,10 +749,10 @@ class Trainer:
             seed=run.seed,
             data_seed=run.data.seed,
             lr_schedule={
-                "type": run.schedule.name,
-                "learning_rate": run.schedule.learning_rate,
+                "type": run.optimizer.lr_scheduler_type,
+                "learning_rate": run.optimizer.learning_rate,
                 "num_steps": self._num_steps,
-                "warmup_steps": run.schedule.num_warmup_steps(self._num_steps),
+                "warmup_steps": run.optimizer.num_warmup_steps(self._num_steps),
             },
             config_toml=to_toml(self.config),
             data_fingerprint=self.loader.fingerprint(),
@@ -860,7 +859,7 @@ class Trainer:
 
     def _report_warmup(self) -> None:
         """Report the first learning rate: it is 0 in transformers' schedules, which users do not expect."""
-        step, peak = self.state.step, self.run.schedule.learning_rate
+        step, peak = self.state.step, self.run.optimizer.learning_rate
         if step >= self._warmup_steps:
             return
         first = self._learning_rate(0)
@@ -872,7 +871,7 @@ class Trainer:
 
     @property
     def _warmup_steps(self) -> int:
-        return int(self.state.lr_schedule["warmup_steps"]) if self.run.schedule.has_warmup else 0
+        return int(self.state.lr_schedule["warmup_steps"]) if self.run.optimizer.has_warmup else 0
 
     def _begin_steps(self) -> None:
         step = self.state.step
@@ -1284,7 +1283,7 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
-        "decays": _decays(plan, plan.run.optimizer.decay_exclude),
+        "decays": _decays(plan, plan.run.optimizer.weight_decay_exclude),
         **threads,
     }
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
-#: Schedules whose learning rate after so many steps does not depend on how many there are in all.
-_ENDLESS_SCHEDULES = frozenset({"constant", "constant_with_warmup", "inverse_sqrt"})
 
 
 # Written and read
@@ -263,16 +261,10 @@ def _has_effect(key: str, config: RunConfig) -> bool:
     if idle_with(schema_key(key), config):
         return False
     if key == "training.num_train_epochs":
-        return config.training.max_steps <= 0 and _depends_on_length(config)
+        return config.training.max_steps <= 0 and config.optimizer.depends_on_length
     if key == "training.max_steps":
-        return _depends_on_length(config)
+        return config.optimizer.depends_on_length
     return True
-
-
-def _depends_on_length(config: RunConfig) -> bool:
-    """Return whether the learning rate of a step depends on the number of all steps."""
-    name, warmup = config.optimizer.lr_scheduler_type, config.optimizer.warmup_steps
-    return name not in _ENDLESS_SCHEDULES or (name != "constant" and 0 < warmup < 1)
 
 
 @dataclass(frozen=True, slots=True)

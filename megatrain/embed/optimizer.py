@@ -43,8 +43,9 @@ from megatrain.optim.base import Optimizer as Arithmetic
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
 from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
-from megatrain.optim.moments import STATE_DTYPES, StateDtype, decode_moments, encode_moments, is_signed
+from megatrain.optim.moments import STATE_DTYPES, decode_moments, encode_moments, is_signed
 from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
+from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import (
     add_over_shards,

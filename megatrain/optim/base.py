@@ -12,6 +12,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
+    from megatrain.optim.table import ParameterGroupConfig
 
 __all__ = [
     "FORMATS",
@@ -19,7 +20,6 @@ __all__ = [
     "Format",
     "MatrixOptimizer",
     "Optimizer",
-    "ParameterGroup",
     "Segment",
     "StateKind",
     "Update",
@@ -288,25 +288,6 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     return sum(kind.num_elements(layout) * kind.dtype.itemsize for kind in kinds) / layout.num_parameters
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterGroup:
-    """Parameters with settings of their own.
-
-    Attributes:
-        globs: Matched against full parameter names, case-sensitively.
-        lr_scale: Factor on the learning rate of the step.
-        weight_decay: Of those that decay; None: the optimizer's.
-    """
-
-    globs: tuple[str, ...]
-    lr_scale: float = 1.0
-    weight_decay: float | None = None
-
-    def matches(self, name: str) -> bool:
-        """Return whether a parameter is in the group."""
-        return any(fnmatchcase(name, glob) for glob in self.globs)
-
-
 def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     """Return whether weight decay applies to a parameter.
 
@@ -326,8 +307,9 @@ def build_segments(
     layout: UnitLayout,
     weight_decay: float,
     exclude: Sequence[str],
-    groups: Sequence[ParameterGroup] = (),
+    groups: Sequence[ParameterGroupConfig] = (),
     kinds: Sequence[StateKind] = (),
+    learning_rate: float = 1.0,
 ) -> tuple[Segment, ...]:
     """Return one segment per parameter of a block group, in the order of the block.
 
@@ -337,18 +319,19 @@ def build_segments(
         exclude: Globs of parameter names that do not; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
         kinds: Kinds of the optimizer; needed where one has `elements_of`.
+        learning_rate: Peak of the run, of which groups with a rate of their own have a share.
     """
     starts = {kind.name: kind.starts(layout) for kind in kinds if kind.elements_of is not None}
     segments = []
     for entry in layout.entries:
-        group = next((group for group in groups if group.matches(entry.parameter)), ParameterGroup(()))
-        decay = weight_decay if group.weight_decay is None else group.weight_decay
+        group = next((group for group in groups if group.matches(entry.parameter)), None)
+        decay = weight_decay if group is None or group.weight_decay is None else group.weight_decay
         segments.append(
             Segment(
                 entry.offset,
                 entry.offset + entry.numel,
                 weight_decay=decay if decays(entry, exclude) else 0.0,
-                lr_scale=group.lr_scale,
+                lr_scale=1.0 if group is None else group.lr_scale(learning_rate),
                 shape=entry.shape,
                 state_starts={name: of_entry[entry.name] for name, of_entry in starts.items()},
                 name=entry.name,

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
-from megatrain.optim.moments import BLOCK_ELEMENTS, StateDtype, code_of, moment_kinds, rounding_key
+from megatrain.optim.moments import BLOCK_ELEMENTS, code_of, moment_kinds, rounding_key
+from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads, cut
 
 __all__ = [

@@ -2,81 +2,42 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["ScheduleError", "ScheduleSpec", "learning_rate_schedule", "num_warmup_steps"]
+if TYPE_CHECKING:
+    from megatrain.optim.table import OptimizerConfig
+
+__all__ = ["ScheduleError", "learning_rate_schedule", "make_schedule"]
 
 
 class ScheduleError(ValueError):
     """The learning-rate schedule of a config does not exist or cannot be built from its arguments."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleSpec:
-    """The learning rate of a run, but for its length.
+def make_schedule(table: OptimizerConfig, num_steps: int) -> Callable[[int], float]:
+    """Return the schedule of a run of `num_steps`, as `learning_rate_schedule`.
 
-    Attributes:
-        name: `lr_scheduler_type` of transformers.
-        learning_rate: Peak.
-        warmup: Steps, or a fraction of all steps when below 1.
-        arguments: `lr_scheduler_kwargs` of transformers.
+    Raises:
+        ScheduleError: The warm-up is longer than the run; no such schedule, or arguments it does not take.
     """
-
-    name: str
-    learning_rate: float
-    warmup: float = 0.0
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def has_warmup(self) -> bool:
-        """Whether the schedule looks at `warmup`; the constant one of transformers does not."""
-        return self.name != "constant"
-
-    def num_warmup_steps(self, num_steps: int) -> int:
-        """Return the steps of warm-up in a run of `num_steps`."""
-        return num_warmup_steps(self.warmup, num_steps)
-
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the first steps of a longer run have other learning rates."""
-        only_warmup = self.name in ("constant", "constant_with_warmup", "inverse_sqrt")
-        return not only_warmup or (self.has_warmup and 0 < self.warmup < 1)
-
-    def build(self, num_steps: int) -> Callable[[int], float]:
-        """Return the schedule of a run of `num_steps`, as `learning_rate_schedule`.
-
-        Raises:
-            ScheduleError: The warm-up is longer than the run; no such schedule, or arguments it does not take.
-        """
-        warmup = self.num_warmup_steps(num_steps)
-        if self.warmup >= 1 and warmup >= num_steps and self.has_warmup:
-            raise ScheduleError(
-                f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
-                "the run. Write fewer, or a fraction below 1 of all steps"
-            )
-        return learning_rate_schedule(self.name, self.learning_rate, num_steps, warmup, self.arguments)
-
-
-def num_warmup_steps(warmup_steps: float, num_steps: int) -> int:
-    """Return the steps of linear warm-up.
-
-    Args:
-        warmup_steps: At least 1: a number of steps. Below 1: a fraction of `num_steps`, rounded up (transformers 5).
-        num_steps: Optimizer steps of the whole run.
-    """
-    return int(warmup_steps) if warmup_steps >= 1 else math.ceil(num_steps * warmup_steps)
+    warmup = table.num_warmup_steps(num_steps)
+    if table.warmup_steps >= 1 and warmup >= num_steps and table.has_warmup:
+        raise ScheduleError(
+            f"optimizer.warmup_steps: the warm-up of {warmup} steps does not end within the {num_steps} steps of "
+            "the run. Write fewer, or a fraction below 1 of all steps"
+        )
+    arguments = table.lr_scheduler_kwargs
+    return learning_rate_schedule(table.lr_scheduler_type, table.learning_rate, num_steps, warmup, arguments)
 
 
 def learning_rate_schedule(
     name: str,
     lr: float,
     num_steps: int,
-    warmup_steps: float = 0,
+    warmup_steps: int = 0,
     arguments: Mapping[str, Any] | None = None,
 ) -> Callable[[int], float]:
     """Build a schedule with transformers' `get_scheduler`.
@@ -85,7 +46,7 @@ def learning_rate_schedule(
         name: `lr_scheduler_type` of transformers: linear, cosine, constant, warmup_stable_decay, ...
         lr: Peak learning rate.
         num_steps: Optimizer steps of the whole run.
-        warmup_steps: Steps, or a fraction of `num_steps` when below 1.
+        warmup_steps: Steps of linear warm-up.
         arguments: `lr_scheduler_kwargs` of transformers, such as `{"min_lr_rate": 0.1}`.
 
     Returns:
@@ -115,7 +76,7 @@ def learning_rate_schedule(
         scheduler = get_scheduler(
             name,
             optimizer,
-            num_warmup_steps=num_warmup_steps(warmup_steps, num_steps),
+            num_warmup_steps=warmup_steps,
             num_training_steps=num_steps,
             scheduler_specific_kwargs=given,
         )

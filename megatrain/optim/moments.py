@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain.optim.base import StateKind
+from megatrain.optim.table import StateDtype
 
 __all__ = [
     "BLOCK_ELEMENTS",
     "STATE_DTYPES",
-    "StateDtype",
     "code_of",
     "decode_moments",
     "encode_moments",
@@ -24,7 +24,6 @@ __all__ = [
     "rounding_key",
 ]
 
-StateDtype = Literal["float32", "bfloat16", "int8"]
 STATE_DTYPES: dict[StateDtype, torch.dtype] = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,13 +19,13 @@ from megatrain.optim.threads import KernelThreads, cut
 
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry
+    from megatrain.optim.table import AdjustLr
 
-__all__ = ["COEFFICIENTS", "EPS", "AdjustLr", "Muon", "newton_schulz", "newton_schulz_bytes"]
+__all__ = ["COEFFICIENTS", "EPS", "Muon", "newton_schulz", "newton_schulz_bytes"]
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
 EPS = 1e-7
-AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 def newton_schulz(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, Listed, Table, all_alter, key
+
+#: Format of moments.
+StateDtype = Literal["float32", "bfloat16", "int8"]
+#: Rule for the factor of Muon's learning rate, by the shape of a matrix.
+AdjustLr = Literal["original", "match_rms_adamw"]
 
 
 class ParameterGroupConfig(Table):
@@ -21,6 +29,18 @@ class ParameterGroupConfig(Table):
     lr_mult: float | None = key("Factor on the optimizer's learning rate, instead of a rate of their own.", None, gt=0)
     weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
 
+    def matches(self, name: str) -> bool:
+        """Return whether a parameter is in the group; globs tell upper and lower case apart."""
+        return any(fnmatchcase(name, glob) for glob in self.params)
+
+    def lr_scale(self, learning_rate: float) -> float:
+        """Return the factor on the learning rate of the step.
+
+        Args:
+            learning_rate: peak of the optimizer's.
+        """
+        return (self.lr_mult or 1.0) if self.learning_rate is None else self.learning_rate / learning_rate
+
 
 class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
@@ -31,7 +51,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         "adamw",
         same_name=HF,
     )
-    state_dtype: Literal["float32", "bfloat16", "int8"] = key(
+    state_dtype: StateDtype = key(
         "Format of the moments, of which adamw has two and lion and sgd one: 4, 2 or 1.02 bytes of each per parameter. "
         "bfloat16 is rounded up or down at random, by seed, step and element. int8 is in blocks of 256 elements with a "
         "scale, in the code of bitsandbytes. Masters stay in fp32.",
@@ -81,7 +101,7 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     muon_momentum: float = key("muon: decay of the moment.", 0.95, ge=0, lt=1, used_if={"optim": ["muon"]})
     muon_nesterov: bool = key("muon: look one step of momentum ahead.", True, used_if={"optim": ["muon"]})
     muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
-    muon_adjust_lr: Literal["original", "match_rms_adamw"] = key(
+    muon_adjust_lr: AdjustLr = key(
         "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so that one "
         "rate serves matrices and what adamw updates. original: sqrt(max(1, rows / columns)); give what adamw updates "
         "a rate of its own by groups.",
@@ -134,3 +154,39 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         if isinstance(values, dict) and values.get("optim") == "lion":
             return {"adam_beta2": 0.99, **values}
         return values
+
+    @property
+    def defers_updates(self) -> bool:
+        """Whether updates wait for the norm of all gradients, which are all held until then.
+
+        Without clipping a step that is to stop the run can stop at the first layer that is not finite: nothing is used
+        of a step that ends a run. To leave out a whole step, its last gradient must be known before its first update.
+        """
+        return self.clip_scope == "global" and (self.max_grad_norm > 0 or self.nonfinite == "skip")
+
+    @property
+    def learning_rates(self) -> Mapping[str, float]:
+        """Key of the config -> each peak learning rate that it names, of the run and of groups."""
+        rates = {"optimizer.learning_rate": self.learning_rate}
+        for number, group in enumerate(self.groups):
+            if group.learning_rate is not None:
+                rates[f"optimizer.groups.{number}.learning_rate"] = group.learning_rate
+            elif group.lr_mult is not None:
+                key_in_words = f"optimizer.groups.{number}.lr_mult x optimizer.learning_rate"
+                rates[key_in_words] = group.lr_mult * self.learning_rate
+        return rates
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the schedule looks at ``warmup_steps``; the constant one of transformers does not."""
+        return self.lr_scheduler_type != "constant"
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the learning rate of a step depends on the number of all steps."""
+        only_warmup = self.lr_scheduler_type in ("constant", "constant_with_warmup", "inverse_sqrt")
+        return not only_warmup or (self.has_warmup and 0 < self.warmup_steps < 1)
+
+    def num_warmup_steps(self, num_steps: int) -> int:
+        """Return the steps of linear warm-up in a run of ``num_steps``; a fraction is rounded up (transformers 5)."""
+        return int(self.warmup_steps) if self.warmup_steps >= 1 else math.ceil(num_steps * self.warmup_steps)

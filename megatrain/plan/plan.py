@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from megatrain.machine.machine import TierSpecs
     from megatrain.models.export import ExportSpec
     from megatrain.models.graph import ModelSpec
-    from megatrain.optim.factory import OptimizerSpec
-    from megatrain.optim.lr import ScheduleSpec
+    from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.placement import PlacementSpec
 
 
@@ -130,8 +129,7 @@ class RunSpec:
         data: on which rows.
         batch: in which pieces.
         objective: what is minimised beside cross entropy.
-        optimizer: the update.
-        schedule: its learning rate.
+        optimizer: the update and its schedule.
         num_epochs: passes over the data, where ``max_steps`` does not say how long the run is.
         max_steps: of the run; None: as many as the data has.
         tiers: what it may use of the machine.
@@ -158,8 +156,7 @@ class RunSpec:
     data: DataSpec
     batch: BatchSpec
     objective: Objective
-    optimizer: OptimizerSpec
-    schedule: ScheduleSpec
+    optimizer: OptimizerConfig
     num_epochs: float
     max_steps: int | None
     tiers: TierSpecs

@@ -222,9 +222,8 @@ def check_ranks(run: RunSpec) -> None:
     kinds = optimizer.state_kinds(run.dtype.itemsize == 2)
     needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
     if needs_whole and not isinstance(optimizer, MatrixOptimizer):
-        message = (
-            f'optimizer.optim = "{run.optimizer.name}" needs whole matrices, and {several} each has a part of every one'
-        )
+        what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
+        message = f"{what}, and {several} each has a part of every one"
         problems.append(Problem("optimizer.optim", message, "Write one that does not, as adamw or muon"))
     if run.keep_graphs not in ("auto", 0):
         message = (
@@ -383,7 +382,7 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded) if like is None else like.trace
-    optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph))
+    optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph), seed=run.seed)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, packed = find_frozen(run, graph)
@@ -928,7 +927,7 @@ def with_residents(
         residency = Residency(
             frozenset(kinds),
             bus_s_per_byte=0.5 / gpu.h2d_bytes_per_s + 0.5 / gpu.d2h_bytes_per_s,
-            host_update_s_per_element=1 / rate if rate and run.optimizer.name == "adamw" else 0.0,
+            host_update_s_per_element=1 / rate if rate and run.optimizer.optim == "adamw" else 0.0,
         )
     compute = program.compute_tier
     return {**budgets, compute: replace(budgets[compute], residency=residency)}

@@ -73,7 +73,7 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
 def _may_cut_experts(run: RunSpec) -> bool:
     """Return whether a config with the run's other keys may have its experts cut."""
     needs_layers = run.model.compile_backend is not None or run.model.mlp_rows or run.optimizer.clip_scope == "layer"
-    return not needs_layers and run.optimizer.name in ELEMENT_WISE
+    return not needs_layers and run.optimizer.optim in ELEMENT_WISE
 
 
 def _with_drive(run: RunSpec) -> RunSpec:

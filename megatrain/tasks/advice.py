@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, ModelSpec
-    from megatrain.optim.factory import OptimizerSpec
-    from megatrain.optim.lr import ScheduleSpec
+    from megatrain.optim.table import OptimizerConfig
 
 __all__ = ["model_warnings", "schedule_warnings"]
 
@@ -40,12 +39,12 @@ _FEW_WARMUP_STEPS, _FEW_WARMUP_SHARE = 5, 0.02
 _LONG_WARMUP_SHARE = 0.5
 
 
-def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerSpec, graph: ModelGraph) -> Iterator[str]:
+def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
     """Yield what about a config does not suit its model: rows longer than its positions, rates that are far out."""
     yield from _positions(graph, max_length, from_scratch=model.from_scratch)
     is_new = model.from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
     for key, rate in optimizer.learning_rates.items():
-        yield from _rate(key, rate, optimizer.name, is_new=is_new)
+        yield from _rate(key, rate, optimizer.optim, is_new=is_new)
 
 
 def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
@@ -75,12 +74,12 @@ def _rate(key: str, rate: float, optim: str, *, is_new: bool) -> Iterator[str]:
         yield f"{what}: the weights hardly change below {bounds.lowest:g}. Write more"
 
 
-def schedule_warnings(schedule: ScheduleSpec, num_steps: int) -> Iterator[str]:
+def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[str]:
     """Yield what about the warm-up makes no sense in a run of ``num_steps`` steps."""
-    warmup = schedule.num_warmup_steps(num_steps)
-    if not warmup or not schedule.has_warmup:
+    warmup = optimizer.num_warmup_steps(num_steps)
+    if not warmup or not optimizer.has_warmup:
         return
-    what = f"optimizer.warmup_steps = {schedule.warmup:g}: the warm-up takes {warmup} of the {num_steps} steps"
+    what = f"optimizer.warmup_steps = {optimizer.warmup_steps:g}: the warm-up takes {warmup} of the {num_steps} steps"
     if warmup >= num_steps:
         yield f"{what}, so that the learning rate never reaches its peak. Write 0, or train for more steps"
     elif warmup > _LONG_WARMUP_SHARE * num_steps:

@@ -22,7 +22,7 @@ from megatrain.models.folder import ModelFolder
 from megatrain.models.small import no_progress_bars
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve, resolve_optimizer, resolve_tiers
+from megatrain.resolve import resolve, resolve_tiers
 from megatrain.trainer import Trainer
 from megatrain.verify.setting import (
     GRADIENT_RATE,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.data.loader import StepBatch
-    from megatrain.optim.factory import OptimizerSpec
+    from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.plan import RunSpec
 
 
@@ -69,7 +69,7 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in run.model.freeze))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    update = make_plain_optimizer(trained, optimizer, run.schedule.learning_rate)
+    update = make_plain_optimizer(trained, optimizer, run.optimizer.learning_rate)
     clipped = [[parameter for _, parameter in trained]]
     if optimizer.clip_scope == "layer":
         units = run.model.build(torch.float32).layouts.values()
@@ -94,21 +94,21 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
     return PlainRun(tuple(losses), tuple(norms), folder)
 
 
-def make_plain_optimizer(trained: Sequence[tuple[str, Tensor]], spec: OptimizerSpec, learning_rate: float) -> Any:
-    """Return the published optimizer that ``spec`` names, with its groups and its rule of what decays."""
+def make_plain_optimizer(trained: Sequence[tuple[str, Tensor]], table: OptimizerConfig, learning_rate: float) -> Any:
+    """Return the published optimizer that ``table`` names, with its groups and its rule of what decays."""
     groups = []
     for name, parameter in trained:
-        own = next((group for group in spec.groups if group.matches(name)), None)
-        rate = learning_rate if own is None else learning_rate * own.lr_scale
-        decay = spec.weight_decay if own is None or own.weight_decay is None else own.weight_decay
-        decays = parameter.dim() >= 2 and not any(fnmatchcase(name, glob) for glob in spec.decay_exclude)
+        own = next((group for group in table.groups if group.matches(name)), None)
+        rate = learning_rate if own is None else learning_rate * own.lr_scale(table.learning_rate)
+        decay = table.weight_decay if own is None or own.weight_decay is None else own.weight_decay
+        decays = parameter.dim() >= 2 and not any(fnmatchcase(name, glob) for glob in table.weight_decay_exclude)
         groups.append({"params": [parameter], "lr": rate, "weight_decay": decay if decays else 0.0})
-    betas = (spec.beta1, spec.beta2)
-    if spec.name == "adamw":
-        return torch.optim.AdamW(groups, betas=betas, eps=spec.epsilon)
-    if spec.name == "sgd":
-        return torch.optim.SGD(groups, momentum=spec.momentum, nesterov=spec.nesterov)
-    if spec.name == "lion":
+    betas = (table.adam_beta1, table.adam_beta2)
+    if table.optim == "adamw":
+        return torch.optim.AdamW(groups, betas=betas, eps=table.adam_epsilon)
+    if table.optim == "sgd":
+        return torch.optim.SGD(groups, momentum=table.sgd_momentum, nesterov=table.sgd_nesterov)
+    if table.optim == "lion":
         return PlainLion(groups, betas)
     from transformers import Adafactor
 
@@ -278,7 +278,7 @@ class _Proof:
         if num_processes > 1:
             check_ranks(replace(resolve(self._config_of_processes("refused")), world=World.local(0, num_processes)))
         self.notes: list[str] = []
-        self.headline = _headline(setting, resolve_optimizer(self._table).name)
+        self.headline = _headline(setting, self._table.optim)
         if self._dtype != "float32" or self._grad_dtype != "float32":
             self.notes.append(
                 f"compared with plain training in float32; placements with compute_dtype = {self._dtype}, "

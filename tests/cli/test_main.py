@@ -54,7 +54,7 @@ class SomePlan:
     graph: None = None
     run: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
-            schedule=SimpleNamespace(name="constant", depends_on_length=False),
+            optimizer=SimpleNamespace(lr_scheduler_type="constant", depends_on_length=False),
             model=SimpleNamespace(hub=None, from_scratch=False),
             tiers=SimpleNamespace(machine=None),
         )

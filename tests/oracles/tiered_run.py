@@ -23,7 +23,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.engine import head
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
-from megatrain.optim.lr import learning_rate_schedule, num_warmup_steps
+from megatrain.optim.lr import learning_rate_schedule
 from megatrain.plan import planner
 from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.plan import Plan, RunSpec
@@ -162,7 +162,7 @@ def run_config(text: str, folder: Path, *, num_steps: int) -> TieredRun:
     loader = make_loader(config, plan)
     table = config.optimizer
     lr = learning_rate_schedule(
-        table.lr_scheduler_type, table.learning_rate, num_steps, num_warmup_steps(table.warmup_steps, num_steps)
+        table.lr_scheduler_type, table.learning_rate, num_steps, table.num_warmup_steps(num_steps)
     )
     with Trainer(config, plan=plan).open() as running:
         running.load()

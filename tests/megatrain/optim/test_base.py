@@ -5,8 +5,8 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from megatrain.base.layout import build_layout
-from megatrain.optim.base import ParameterGroup, StateKind, build_segments, bytes_per_parameter
-from megatrain.optim.table import OptimizerConfig
+from megatrain.optim.base import StateKind, build_segments, bytes_per_parameter
+from megatrain.optim.table import OptimizerConfig, ParameterGroupConfig
 from megatrain.translate.trainers import DECAY_EXCLUDE
 from oracles.families import tiny_config
 
@@ -63,10 +63,10 @@ def test_globs_tell_upper_and_lower_case_apart() -> None:
 def test_the_first_group_that_matches_counts_and_excluded_parameters_never_decay() -> None:
     layout = build_layout("layer", PARAMETERS, trainable=True)
     groups = (
-        ParameterGroup(("*.bias", "*up_proj*"), lr_scale=0.5, weight_decay=0.3),
-        ParameterGroup(("*mlp*", "*layernorm*"), lr_scale=2.0),
+        ParameterGroupConfig(params=("*.bias", "*up_proj*"), learning_rate=0.05, weight_decay=0.3),
+        ParameterGroupConfig(params=("*mlp*", "*layernorm*"), lr_mult=2.0),
     )
-    segments = build_segments(layout, 0.1, ("*embed*",), groups)
+    segments = build_segments(layout, 0.1, ("*embed*",), groups, learning_rate=0.1)
     assert [segment.lr_scale for segment in segments] == [2.0, 0.5, 0.5, 1.0, 1.0]
     assert [segment.weight_decay for segment in segments] == [0.0, 0.3, 0.0, 0.1, 0.0]
 

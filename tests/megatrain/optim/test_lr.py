@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatrain.optim.lr import ScheduleError, learning_rate_schedule, num_warmup_steps
+from megatrain.optim.lr import ScheduleError, learning_rate_schedule
+from megatrain.optim.table import OptimizerConfig
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,8 @@ def test_every_step_has_the_learning_rate_of_transformers(name: str, arguments: 
 
 
 def test_warmup_is_a_number_of_steps_or_a_fraction_rounded_up() -> None:
-    assert [num_warmup_steps(value, 101) for value in (0, 0.03, 1, 7.0)] == [0, 4, 1, 7]
+    tables = [OptimizerConfig(warmup_steps=value) for value in (0.0, 0.03, 1.0, 7.0)]
+    assert [table.num_warmup_steps(101) for table in tables] == [0, 4, 1, 7]
 
 
 @pytest.mark.parametrize(

@@ -91,12 +91,12 @@ def test_rows_longer_than_the_models_positions(graph: ModelGraph, tmp_path: Path
     ],
 )  # fmt: skip
 def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> None:
-    found = list(schedule_warnings(resolve(config(tmp_path, f"warmup_steps={warmup}")).schedule, num_steps))
+    found = list(schedule_warnings(resolve(config(tmp_path, f"warmup_steps={warmup}")).optimizer, num_steps))
     assert len(found) == bool(text) and all(text in each for each in found)
     assert (
         list(
             schedule_warnings(
-                resolve(config(tmp_path, f"warmup_steps={warmup}", "lr_scheduler_type=constant")).schedule, 1
+                resolve(config(tmp_path, f"warmup_steps={warmup}", "lr_scheduler_type=constant")).optimizer, 1
             )
         )
         == []
