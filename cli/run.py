@@ -146,7 +146,6 @@ def _run(
         from megatrain.checkup import look_first
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
-        from megatrain.resolve import resolve_distributed
         from megatrain.trainer import Trainer
 
         from .render import PlanObserver, make_observer, print_plan
@@ -171,7 +170,7 @@ def _run(
             with placed(loaded):
                 look_first(loaded.config, allow_config_change=allow_config_change)
         if not group.world.is_single:
-            group.join(loaded.config.device, resolve_distributed(loaded.config))
+            group.join(loaded.config.device, loaded.config.distributed)
         spinner.say("reading the model and planning")
         with placed(loaded):
             trainer = Trainer(

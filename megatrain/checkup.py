@@ -53,7 +53,6 @@ from megatrain.resolve import (
     resolve_checkpoint,
     resolve_data,
     resolve_evaluation,
-    resolve_export,
     resolve_logging,
     resolve_model,
     resolve_preference,
@@ -460,7 +459,7 @@ class _Checkup:
         yield CheckResult("steps", "ok", text)
 
     def _look_at_checkpoints(self) -> Iterator[CheckResult]:
-        spec, dtype = resolve_checkpoint(self._config), resolve_export(self._config).dtype
+        spec, dtype = resolve_checkpoint(self._config), self._config.export.dtype
         owner = living_owner(spec.output_dir)
         if owner is not None:
             yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")

@@ -21,12 +21,12 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
 from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import ReadMaster, check_target, export_adapter, export_model
+from megatrain.models.export import ReadMaster, check_target, export_adapter, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import ModelGraph, ModelSpec
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.average import EMA
-from megatrain.resolve import resolve_export, resolve_model
+from megatrain.resolve import resolve_model
 from tiered.errors import TieredError
 from tiered.ext import dtype_from_name
 
@@ -78,7 +78,7 @@ def export_checkpoint(
     found = find_checkpoint(run, step)
     check_target(Path(out).absolute(), overwrite=overwrite)
     config = config_from_toml(found.state.config_toml, f"the config in {found}")
-    model, spec = resolve_model(config), resolve_export(config)
+    model, table = resolve_model(config), config.export
     source = _CheckpointWeights(found, on_progress, is_ema=ema)
     record = {"step": found.state.step, **({"ema": True} if ema else {})}
     folder = _model_folder(found, model, model_folder)
@@ -88,13 +88,13 @@ def export_checkpoint(
     # Where the model's folder was given anew, so is that of its tokenizer.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     copy_from = companions if companions.is_dir() else folder
-    if graph.adapters is not None and not (spec.merge if merge is None else merge):
+    if graph.adapters is not None and not (table.merge if merge is None else merge):
         return export_adapter(
             graph,
             source.weights,
             out,
             base_model=model.name if model_folder is None else str(folder),
-            dtype=dtype or spec.dtype or graph.dtype,
+            dtype=dtype or export_dtype(table, graph.dtype),
             copy_from=copy_from,
             record=record,
         )
@@ -102,8 +102,8 @@ def export_checkpoint(
         graph,
         source.weights,
         out,
-        dtype=dtype or spec.dtype or graph.dtype,
-        max_shard_nbytes=max_shard_size or spec.max_shard_bytes,
+        dtype=dtype or export_dtype(table, graph.dtype),
+        max_shard_nbytes=max_shard_size or table.max_shard_size,
         copy_from=copy_from,
         record=record,
         origin=None if loader is None else loader.origin,

@@ -16,7 +16,7 @@ from megatrain.checkpoint.state import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.data.dataset import NAME, DataSpec
-from megatrain.data.scores import ScoresError, ScoreSpec, read_kind
+from megatrain.data.scores import ScoresError, read_kind
 from megatrain.data.sources import Source
 from megatrain.engine.objective import Distillation, Objective
 from megatrain.engine.preferences import PreferenceLoss
@@ -25,12 +25,10 @@ from megatrain.machine import machine
 from megatrain.machine.machine import DriveSpec, TierSpecs
 from megatrain.machine.table import TiersConfig
 from megatrain.models.adapters import LoraSpec
-from megatrain.models.export import ExportSpec
 from megatrain.models.graph import ModelSpec
 from megatrain.models.hub import locate
 from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
-from megatrain.ranks.group import DistributedSpec
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
 
@@ -44,18 +42,16 @@ if TYPE_CHECKING:
     from megatrain.models.table import LoraConfig
 
 __all__ = [
+    "check_scorable",
     "default_tiers",
     "resolve",
     "resolve_batch",
     "resolve_checkpoint",
     "resolve_data",
-    "resolve_distributed",
     "resolve_evaluation",
-    "resolve_export",
     "resolve_logging",
     "resolve_model",
     "resolve_preference",
-    "resolve_score",
     "resolve_tiers",
 ]
 
@@ -97,7 +93,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         eviction=advanced.eviction_policy,
         trace_steps=config.profile.trace_steps,
         checkpoint=resolve_checkpoint(config),
-        export=resolve_export(config),
+        export=config.export,
     )
 
 
@@ -139,16 +135,14 @@ def _objective(config: RunConfig) -> Objective:
     return replace(plain, distillation=spec, teacher_k=table.top_k or found.top_k)
 
 
-def resolve_score(config: RunConfig) -> ScoreSpec:
-    """Return what is written of each token.
+def check_scorable(config: RunConfig) -> None:
+    """Find out whether a config can be scored.
 
     Raises:
-        ConfigError: something that cannot be scored.
+        ConfigError: something of it cannot.
     """
-    table = config.score
     if problems := list(find_unscorable(config)):
         raise ConfigError("the config", problems)
-    return ScoreSpec(table.top_k, table.temperature, table.embeddings, table.formats)
 
 
 def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
@@ -372,24 +366,6 @@ def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
         min_free_bytes=table.min_free_disk,
         on_full=config.tiers.on_disk_full,
     )
-
-
-def resolve_distributed(config: RunConfig) -> DistributedSpec:
-    """Return how the processes of a run share a machine."""
-    table = config.distributed
-    return DistributedSpec(
-        num_processes=table.processes,
-        num_threads=None if table.threads == "auto" else table.threads,
-        pins=table.numa == "auto",
-        timeout_s=table.timeout,
-    )
-
-
-def resolve_export(config: RunConfig) -> ExportSpec:
-    """Return how the trained model is written."""
-    table = config.export
-    dtype = None if table.dtype == "auto" else getattr(torch, table.dtype)
-    return ExportSpec(dtype=dtype, max_shard_bytes=table.max_shard_size, merge=table.merge)
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:

@@ -29,7 +29,7 @@ from megatrain.engine.step import EvaluationEngine
 from megatrain.models.folder import ModelFolder
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
-from megatrain.resolve import resolve, resolve_score
+from megatrain.resolve import check_scorable, resolve
 from megatrain.run.folder import RunFolder
 from megatrain.run.signals import RunSignals
 from megatrain.tiers import set_schedule
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from megatrain.config.schema import RunConfig
     from megatrain.data.dataset import TokenDataset
-    from megatrain.data.scores import ScoreSpec
+    from megatrain.data.table import ScoreConfig
     from megatrain.engine.vocabulary import TokenScores
     from megatrain.plan.plan import Plan
 
@@ -92,15 +92,16 @@ def plan_scoring(config: RunConfig) -> Plan:
         ModelFolderError: the model is unusable.
         UnsupportedModelError: the model is unusable.
     """
-    spec = resolve_score(config)
+    check_scorable(config)
+    table = config.score
     run = forward_run(resolve(config))
-    plan = plan_forward(run, top_k=spec.top_k)
+    plan = plan_forward(run, top_k=table.top_k)
     text = plan.graph.config.get_text_config()
-    if spec.top_k > text.vocab_size:
-        message = f"score.top_k = {spec.top_k}, but the model has {text.vocab_size} words"
+    if table.top_k > text.vocab_size:
+        message = f"score.top_k = {table.top_k}, but the model has {text.vocab_size} words"
         raise ConfigError(run.model.name, [Problem("score.top_k", message, f"Write at most {text.vocab_size}")])
-    if spec.embeddings != "none":
-        plan = plan_forward(plan.run, top_k=spec.top_k, width=text.hidden_size)
+    if table.embeddings != "none":
+        plan = plan_forward(plan.run, top_k=table.top_k, width=text.hidden_size)
     return plan
 
 
@@ -130,7 +131,8 @@ class Scorer:
         activity: Activity | None = None,
     ) -> None:
         self.plan = plan or plan_scoring(config)
-        self._config, self._spec = config, resolve_score(config)
+        check_scorable(config)
+        self._config, self._table = config, config.score
         self._observer, self._activity = observer or RunObserver(), activity or Activity()
         self._trainer = Trainer(config, observer=self._observer, plan=self.plan, activity=self._activity)
 
@@ -203,10 +205,10 @@ class Scorer:
             packing=bool(run.data.packing),
             data_seed=run.data.seed,
             num_rows=loader.num_rows,
-            top_k=self._spec.top_k,
-            temperature=self._spec.temperature,
-            embeddings=self._spec.embeddings,
-            formats=self._spec.formats,
+            top_k=self._table.top_k,
+            temperature=self._table.temperature,
+            embeddings=self._table.embeddings,
+            formats=self._table.formats,
         )
 
     def _passes(self, missing: Sequence[range]) -> list[range]:
@@ -273,14 +275,14 @@ class Scorer:
         embeddings: dict[int, list[Any]] = {}
 
         def on_hidden(micro_batch: int, hidden: Tensor) -> None:
-            embeddings[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._spec)
+            embeddings[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._table)
 
-        wants_hidden = self._spec.embeddings != "none"
+        wants_hidden = self._table.embeddings != "none"
         scores = engine.score(
             micro_batches,
             number=number,
-            k=self._spec.top_k,
-            temperature=self._spec.temperature,
+            k=self._table.top_k,
+            temperature=self._table.temperature,
             on_hidden=on_hidden if wants_hidden else None,
         )
         found: list[DocumentScores] = []
@@ -300,13 +302,13 @@ class Scorer:
 
 
 def _embeddings(
-    hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, spec: ScoreSpec
+    hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
 ) -> list[np.ndarray[Any, Any]]:
     """Return a vector for each document of the rows of a micro-batch, in their order."""
     found = []
     for row, at, document, _ in documents_of(rows, dataset):
         stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
-        states = hidden[row, at if spec.embeddings == "mean" else stop - 1 : stop].float()
+        states = hidden[row, at if table.embeddings == "mean" else stop - 1 : stop].float()
         found.append(states.mean(0).cpu().numpy())
     return found
 

@@ -63,7 +63,7 @@ from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.trace import step_flops
 from megatrain.export import export_checkpoint
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import check_merge, check_target, export_adapter, export_model
+from megatrain.models.export import check_merge, check_target, export_adapter, export_dtype, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.hub import fetch_weights
 from megatrain.models.liger import apply_liger_kernels
@@ -1125,8 +1125,8 @@ class Trainer:
             run.output_dir,
             run.output_dir / FINAL_NAME,
             step=best.step,
-            dtype=run.export.dtype or run.dtype,
-            max_shard_size=run.export.max_shard_bytes,
+            dtype=export_dtype(run.export, run.dtype),
+            max_shard_size=run.export.max_shard_size,
             merge=run.export.merge,
             ema=self._best.is_average,
             overwrite=True,
@@ -1141,7 +1141,7 @@ class Trainer:
                 exported,
                 run.output_dir / FINAL_NAME,
                 base_model=run.model.name,
-                dtype=run.export.dtype or run.dtype,
+                dtype=export_dtype(run.export, run.dtype),
                 copy_from=Path(run.model.tokenizer_folder),
                 record={"step": self.state.step},
             )
@@ -1149,8 +1149,8 @@ class Trainer:
             self.plan.graph,
             exported,
             run.output_dir / FINAL_NAME,
-            dtype=run.export.dtype or run.dtype,
-            max_shard_nbytes=run.export.max_shard_bytes,
+            dtype=export_dtype(run.export, run.dtype),
+            max_shard_nbytes=run.export.max_shard_size,
             copy_from=Path(run.model.tokenizer_folder),
             record={"step": self.state.step},
             origin=self.weights.source.origin,

@@ -20,8 +20,6 @@ from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
 
 if TYPE_CHECKING:
-    import torch
-
     from megatrain.base.changes import ConfigChanges
     from megatrain.checkpoint.best import BestSpec
 
@@ -292,7 +290,7 @@ def continued_position(
 
 
 def already_done(
-    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: torch.dtype | None, rule: BestSpec
+    checkpoint: Checkpoint, num_steps: int, output_dir: Path, dtype: str, rule: BestSpec
 ) -> RunSummary | None:
     """Return the summary of a run that has nothing left to do: all steps are done and their model is written.
 
@@ -300,7 +298,7 @@ def already_done(
         checkpoint: the newest one.
         num_steps: of the run.
         output_dir: of the run.
-        dtype: of an export; None: the one that layers compute in.
+        dtype: name of the one that an export has; "auto": the one that layers compute in.
         rule: which evaluation is the best, and whether it is the model of the run or ends it.
     """
     state, folder = checkpoint.state, output_dir / FINAL_NAME
@@ -311,7 +309,7 @@ def already_done(
         record = json.loads((folder / RECORD_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    wanted = state.model["dtype"] if dtype is None else str(dtype).removeprefix("torch.")
+    wanted = state.model["dtype"] if dtype == "auto" else dtype
     kept = best if rule.is_kept else None
     step, is_average = (state.step, False) if kept is None else (kept.step, rule.is_average)
     if (record.get("step"), record.get("dtype"), record.get("ema", False)) != (step, wanted, is_average):

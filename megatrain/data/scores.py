@@ -35,7 +35,6 @@ __all__ = [
     "DocumentScores",
     "ScoreFolder",
     "ScoreKind",
-    "ScoreSpec",
     "ScoresError",
     "TeacherScores",
     "read_kind",
@@ -60,23 +59,6 @@ class ScoresError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreSpec:
-    """What is written of each token.
-
-    Attributes:
-        top_k: likeliest words; 0: none.
-        temperature: of their probabilities.
-        embeddings: of the last hidden states of each document.
-        formats: in which all of it is written.
-    """
-
-    top_k: int
-    temperature: float
-    embeddings: Literal["none", "mean", "last"]
-    formats: tuple[Format, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ScoreKind:
     """What scores are scores of; those of a folder have it in common.
 
@@ -95,8 +77,8 @@ class ScoreKind:
         num_rows: in all.
         top_k: words for each token.
         temperature: of their probabilities.
-        embeddings: as in ``ScoreSpec``.
-        formats: as in ``ScoreSpec``.
+        embeddings: vectors of documents, of their last hidden states: "none", "mean" or "last".
+        formats: forms in which all of it is written.
     """
 
     model: str

@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.models.adapters import Adapters
     from megatrain.models.load import Origin
+    from megatrain.models.table import ExportConfig
 
 __all__ = [
     "RECORD_FILE",
     "DamagedShardError",
     "ExportError",
-    "ExportSpec",
     "ExportedGraph",
     "ReadMaster",
     "ShardPlan",
@@ -67,24 +67,15 @@ __all__ = [
     "check_target",
     "export_adapter",
     "export_model",
+    "export_dtype",
     "exported_step",
     "plan_shards",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ExportSpec:
-    """How weights are written.
-
-    Attributes:
-        dtype: of the weights; None: the one that layers compute in.
-        max_shard_bytes: weights in one file, at most.
-        merge: adapters are added to the model's weights; else they alone are written.
-    """
-
-    dtype: torch.dtype | None
-    max_shard_bytes: int
-    merge: bool = False
+def export_dtype(table: ExportConfig, compute_dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that weights are written in; "auto": the one that layers compute in."""
+    return compute_dtype if table.dtype == "auto" else getattr(torch, table.dtype)
 
 
 #: Bytes of the widest number that is read for one that is written.

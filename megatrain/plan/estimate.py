@@ -22,6 +22,7 @@ from megatrain.machine.machine import (
     drive_keys,
     file_system_of,
 )
+from megatrain.models.export import export_dtype
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import MatrixOptimizer, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW, ElementwiseOptimizer
@@ -129,7 +130,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     layouts = plan.graph.layouts.values()
     is_adapter = plan.graph.adapters is not None and not run.export.merge
     num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)
-    exported = num_exported * (run.export.dtype or run.dtype).itemsize
+    exported = num_exported * export_dtype(run.export, run.dtype).itemsize
 
     def seconds(read: Mapping[Path, float], written: Mapping[Path, float]) -> float | None:
         return None if machine is None else _drive_seconds(read, written, machine)

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from megatrain.data.dataset import DataSpec
     from megatrain.engine.objective import Objective
     from megatrain.machine.machine import TierSpecs
-    from megatrain.models.export import ExportSpec
     from megatrain.models.graph import ModelSpec
+    from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.placement import PlacementSpec
 
@@ -168,7 +168,7 @@ class RunSpec:
     eviction: Literal["schedule", "lru"]
     trace_steps: tuple[int, ...]
     checkpoint: CheckpointSpec
-    export: ExportSpec
+    export: ExportConfig
     world: World = field(default_factory=World.single)
 
     def __post_init__(self) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatrain.ranks.affinity import cores_near, cores_of_rank
+from megatrain.ranks.table import DistributedConfig
 from megatrain.ranks.watch import Failure, LauncherLine, Watcher
 from megatrain.ranks.world import CONNECT_TIMEOUT_S, LOOPBACK, World, WorldError, connect, init, meeting_point
 
@@ -16,26 +16,9 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["DistributedSpec", "RankGroup"]
+__all__ = ["RankGroup"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class DistributedSpec:
-    """How the processes of a run share a machine.
-
-    Attributes:
-        num_processes: of this machine; 1: whoever starts them says how many.
-        num_threads: of each one, for what torch computes on the CPU; None: as the environment says.
-        pins: each computes on cores of its own.
-        timeout_s: a process that has not been heard of for so long ends the run.
-    """
-
-    num_processes: int = 1
-    num_threads: int | None = None
-    pins: bool = True
-    timeout_s: float = 10.0
 
 
 class RankGroup:
@@ -104,7 +87,7 @@ class RankGroup:
             self._watcher = Watcher(
                 self.world,
                 own,
-                timeout_s=DistributedSpec().timeout_s,
+                timeout_s=DistributedConfig().timeout,
                 line=self._line,
                 on_failure=lambda why: self._on_failure(why),
             )
@@ -116,12 +99,12 @@ class RankGroup:
                 f"not all {self.world.size} ranks met within {CONNECT_TIMEOUT_S:.0f} s: {str(error).splitlines()[0]}"
             ) from error
 
-    def join(self, device: str, spec: DistributedSpec) -> None:
+    def join(self, device: str, table: DistributedConfig) -> None:
         """Take this rank's cores, and form the group in which tensors travel, with the ranks that have met.
 
         Args:
             device: as the config names it.
-            spec: of the run.
+            table: settings of the run.
 
         Raises:
             WorldError: there are other numbers of processes, or the ranks have not each a GPU of their own.
@@ -134,18 +117,18 @@ class RankGroup:
         if self.world.is_single:
             return
         assert self._watcher is not None, "the ranks have not met"
-        self._watcher.set_timeout(spec.timeout_s)
-        if spec.num_processes not in (1, self.world.local_size):
+        self._watcher.set_timeout(table.timeout)
+        if table.processes not in (1, self.world.local_size):
             raise WorldError(
-                f"distributed.processes = {spec.num_processes}, but {self.world.local_size} processes were started on "
+                f"distributed.processes = {table.processes}, but {self.world.local_size} processes were started on "
                 "this machine. Leave the key out beside torchrun and srun, which start the processes themselves"
             )
-        if spec.num_threads is not None:
-            torch.set_num_threads(spec.num_threads)
+        if table.threads != "auto":
+            torch.set_num_threads(table.threads)
         kind, bus = machine.resolve_device("auto" if device == "cuda" else device), ""  # other ranks may find one
         if kind.type == "cuda":
             kind, bus = torch.device("cuda", 0), machine.bus_of_gpu()
-        pins = spec.pins and self._line is not None  # torchrun has an option of its own for it
+        pins = table.numa == "auto" and self._line is not None  # torchrun has an option of its own for it
         if pins and kind.type == "cpu":
             os.sched_setaffinity(0, cores_of_rank(self.world.local_rank, self.world.local_size))
         init(self.world, kind, self._store, bus)

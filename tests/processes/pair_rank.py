@@ -10,7 +10,6 @@ from pathlib import Path
 
 from megatrain.config import load_config
 from megatrain.ranks.group import RankGroup
-from megatrain.resolve import resolve_distributed
 
 
 def main() -> None:
@@ -22,7 +21,7 @@ def main() -> None:
     group.meet()
     try:
         config = load_config(Path(path)).config
-        group.join(config.device, resolve_distributed(config))
+        group.join(config.device, config.distributed)
         end = train_here(Path(path), cut, int(stop_after) or None, group)
         Path(folder, f"{group.world.rank}.pickle").write_bytes(pickle.dumps(end))
         if end.needs:

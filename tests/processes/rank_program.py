@@ -13,8 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from megatrain.ranks.group import DistributedSpec, RankGroup
+from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
+from megatrain.ranks.table import DistributedConfig
 from megatrain.run.signals import RunSignals
 
 NUM_STEPS = 4
@@ -29,7 +30,7 @@ def main() -> None:
     group = RankGroup.of_environment()
     try:
         group.meet()
-        group.join("cpu", DistributedSpec(timeout_s=60.0 if "patient" in ways else 2.0))
+        group.join("cpu", DistributedConfig(timeout="60s" if "patient" in ways else "2s"))
         if "differs" in "".join(sys.argv[2:]):
             group.check_same("config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")
         (folder / f"pid{rank}").write_text(str(os.getpid()))
