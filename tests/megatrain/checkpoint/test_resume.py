@@ -14,7 +14,7 @@ from click.testing import Result
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
 from megatrain.config import RunConfig, load_config
-from megatrain.config.resolved import to_toml
+from megatrain.config.resolved import changes_from, to_toml
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
 from megatrain.trainer import describe_model, with_decays
@@ -72,10 +72,11 @@ def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
     """Also what no key of the config says: ``auto`` may mean another kernel on another machine."""
     found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
+    changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
 
     def check(allow: bool) -> None:
-        check_changes(to_toml(config), found, now, found.state.data_fingerprint, allow=allow, on_notice=notices.append)
+        check_changes(changes, found, now, found.state.data_fingerprint, allow=allow, on_notice=notices.append)
 
     if key in ("name", "class", "num_parameters"):
         check(allow=False)
@@ -107,7 +108,7 @@ def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -
         saved = with_decays(replace(found, meta=state.to_meta()), plan)
         notices: list[str] = []
         check_changes(
-            to_toml(with_globs(now)),
+            changes_from(saved.state.config_toml, with_globs(now)),
             saved,
             {**model, **describe_model(plans[1])},
             found.state.data_fingerprint,
@@ -131,10 +132,11 @@ def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -
 def test_another_number_of_threads_is_told(trained: SavedRun) -> None:
     found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
     assert found.state.model["threads"] == 1
+    changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
     for threads in (1, 2):
         now = {**found.state.model, "threads": threads}
-        check_changes(to_toml(config), found, now, found.state.data_fingerprint, allow=False, on_notice=notices.append)
+        check_changes(changes, found, now, found.state.data_fingerprint, allow=False, on_notice=notices.append)
     (told,) = notices
     assert told.startswith("torch computes on 2 threads, and did on 1 up to the checkpoint")
 
@@ -144,7 +146,7 @@ def test_other_data_alters_results(trained: SavedRun) -> None:
     other = replace(found, meta={**found.meta, "data_fingerprint": "another"})
     with pytest.raises(ConfigChangedError, match="data: the rows"):
         check_changes(
-            to_toml(config),
+            changes_from(other.state.config_toml, config),
             other,
             found.state.model,
             found.state.data_fingerprint,
