@@ -12,7 +12,7 @@ import torch
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.checkpoint.best import BestSpec
-from megatrain.checkpoint.state import CheckpointSpec
+from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.data.dataset import NAME, DataSpec
@@ -27,7 +27,7 @@ from megatrain.machine.table import TiersConfig
 from megatrain.models.adapters import LoraSpec
 from megatrain.models.graph import ModelSpec
 from megatrain.models.hub import locate
-from megatrain.plan.placement import FOLDER, MIN_GENERATIONS, PlacementSpec
+from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
@@ -348,24 +348,8 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
 
 def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
     """Return when the run is saved, and how much of that is kept."""
-    table = config.checkpoint
-    num_kept = max(table.save_total_limit, MIN_GENERATIONS)  # while one is made, the one before stays
-    return CheckpointSpec(
-        output_dir=config.output_dir,
-        drives=tuple(drive.path for drive in config.tiers.nvme),
-        strategy=table.save_strategy,
-        every_steps=table.save_steps,
-        interval_s=table.save_interval,
-        keep=table.save_total_limit,
-        num_generations=num_kept + table.load_best_model_at_end if table.is_on else 0,
-        save_copy=table.save_copy,
-        num_copies=num_kept if table.is_on and table.save_copy is not False else 0,
-        on_signal=table.save_on_signal,
-        resume_from=table.resume_from_checkpoint,
-        is_async=table.async_save,
-        min_free_bytes=table.min_free_disk,
-        on_full=config.tiers.on_disk_full,
-    )
+    drives = tuple(drive.path for drive in config.tiers.nvme)
+    return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
 
 
 def resolve_evaluation(config: RunConfig) -> EvaluationSpec:

@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.base.drive_readme import write_readme
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
-from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.machine import existing_parent, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
@@ -76,7 +76,7 @@ def open_store(
             LRU() if run.eviction == "lru" else Belady(),
             links=links,
             path=str(checkpoints),
-            keep_generations=run.checkpoint.keep,
+            keep_generations=run.checkpoint.table.save_total_limit,
             on_full=run.tiers.on_full,
             on_notice=on_notice,
             on_event=on_event,
@@ -240,6 +240,7 @@ def check_drives(plan: Plan) -> None:
         DoesNotFitError: with the bytes that the drive would need.
     """
     spec, world = plan.run.checkpoint, plan.run.world
+    table = spec.table
     checkpoints = spec.output_dir / CHECKPOINTS_NAME
     needs = _drive_needs(plan)
     # The ranks of a host need the same, and each has folders of its own.
@@ -265,17 +266,17 @@ def check_drives(plan: Plan) -> None:
             place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
             message = f"does not fit: the drive of {place} has {format_size(have)} free"
             message += f", this run needs at least {format_size(need)} there"
-            reserve = spec.min_free_bytes if checkpoints in paths else 0
+            reserve = table.min_free_disk if checkpoints in paths else 0
             if reserve:
                 message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
                 message += " (checkpoint.min_free_disk)"
             advice = "Free some, or name another drive."
             if reserve and need - reserve < have:
                 advice = "Lower checkpoint.min_free_disk, free some, or name another drive."
-            if spec.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
-                advice += f" {spec.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
-            if checkpoints in paths and spec.num_copies and plan.checkpoint_bytes_on_drives:
-                size = format_size(spec.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
+            if table.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
+                advice += f" {table.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+            if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
+                size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
                 advice += f" {size} of it are for whole copies: checkpoint.save_copy."
             raise DoesNotFitError(tier, need, have, advice, message=message)
 
@@ -283,17 +284,18 @@ def check_drives(plan: Plan) -> None:
 def _drive_needs(plan: Plan) -> Counter[Path]:
     """Return path -> bytes that the run may come to hold there."""
     spec, tiers = plan.run.checkpoint, plan.run.tiers
+    table = spec.table
     needs = Counter[Path]()
     for key, block in plan.program.blocks.items():
         if plan.placement.homes[key] == "nvme":
             cut = plan_chunks(block.nbytes, tiers.rates, tiers.file_bytes)
-            sets = 1 + (spec.num_generations if block.is_saved else 0)
+            sets = 1 + (table.num_generations if block.is_saved else 0)
             for path_index, count in Counter(cut.path_of_chunk).items():
                 needs[spec.drives[path_index]] += sets * cut.chunk_bytes * count
-    if spec.is_on:
+    if table.is_on:
         # Where all ranks write their parts of a checkpoint.
         of_all = plan.checkpoint_bytes_in_output_dir * plan.run.world.size
-        in_output_dir = spec.num_generations * of_all + spec.min_free_bytes
-        in_output_dir += spec.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size
+        in_output_dir = table.num_generations * of_all + table.min_free_disk
+        in_output_dir += table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size
         needs[spec.output_dir / CHECKPOINTS_NAME] += in_output_dir
     return needs

@@ -647,7 +647,7 @@ class Trainer:
             self.state = self._first_state() if checkpoint is None else self._continued_state(checkpoint.state)
             self._is_continued = checkpoint is not None
             self.signals = RunSignals(
-                stops_after_step=run.checkpoint.on_signal,
+                stops_after_step=run.checkpoint.table.save_on_signal,
                 # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
                 is_stuck=lambda: self.store.is_paused,
                 activity=self.activity,
@@ -704,7 +704,7 @@ class Trainer:
     def _make_writer(self, loaded: Checkpoint | None, best: Checkpoint | None) -> CheckpointWriter:
         run, tell = self.run, self._observers.on_message
         path = run.output_dir / CHECKPOINTS_NAME
-        folder = CheckpointFolder(path, run.world.rank, self.group.gather, run.checkpoint.keep, tell)
+        folder = CheckpointFolder(path, run.world.rank, self.group.gather, run.checkpoint.table.save_total_limit, tell)
         folder.best = best
         return CheckpointWriter(
             folder,
@@ -1051,8 +1051,8 @@ class Trainer:
 
     def save_last(self) -> None:
         """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
-        spec = self.run.checkpoint
-        if spec.strategy != "no" or (self._stops and spec.on_signal):
+        table = self.run.checkpoint.table
+        if table.save_strategy != "no" or (self._stops and table.save_on_signal):
             self.activity.begin("saving")
             self.saver.save(self._state_now(), wait=True)
         self.saver.finish()
@@ -1266,7 +1266,7 @@ def with_kept_lanes(run: RunSpec) -> RunSpec:
     """
     if run.batch.num_lanes is not None:
         return run
-    kept = lanes_of_newest(run.checkpoint.output_dir, run.checkpoint.resume_from)
+    kept = lanes_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     return replace(run, batch=replace(run.batch, num_lanes=kept))
 
 

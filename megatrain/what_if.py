@@ -166,10 +166,10 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
     moved = plan.placement.run_traffic_bytes(num_steps)
     written = sum(nbytes for link, nbytes in moved.items() if link.endswith("->nvme"))
     limits = [drive.max_written_bytes for drive in plan.run.tiers.drives]
-    spec = plan.run.checkpoint
-    saves = 0 if spec.strategy == "no" else 1
-    if spec.strategy == "steps":
-        saves = -(-num_steps // spec.every_steps)
+    table = plan.run.checkpoint.table
+    saves = 0 if table.save_strategy == "no" else 1
+    if table.save_strategy == "steps":
+        saves = -(-num_steps // table.save_steps)
     return RunLength(
         num_steps=num_steps,
         num_tokens=num_steps * plan.run.batch.num_tokens,

@@ -20,6 +20,18 @@ PACKAGES = ("tiered", "megatrain", "cli")
 ROOMS: Mapping[str, tuple[str, ...]] = {
     "tiered": ("tiered",),
     "base": ("megatrain.base",),
+    "tables": (
+        "megatrain.checkpoint.table",
+        "megatrain.data.table",
+        "megatrain.engine.table",
+        "megatrain.machine.table",
+        "megatrain.models.table",
+        "megatrain.optim.table",
+        "megatrain.plan.table",
+        "megatrain.ranks.table",
+        "megatrain.run.table",
+        "megatrain.tasks.table",
+    ),
     "machine": ("megatrain.machine",),
     "models": ("megatrain.models",),
     "optim": ("megatrain.optim",),

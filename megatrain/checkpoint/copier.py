@@ -18,7 +18,7 @@ from tiered.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.document import Checkpoint
-    from megatrain.checkpoint.state import CheckpointSpec
+    from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.checkpoint.writer import Gather
 
 __all__ = ["CheckpointCopier"]
@@ -68,13 +68,14 @@ class CheckpointCopier:
         rank: int = 0,
         gather: Gather = lambda item: [item],
     ) -> None:
-        self.is_on = spec.num_copies > 0 and drive_bytes > 0
-        self._every = spec.copy_every
-        self._min_free_disk = spec.min_free_bytes
+        table = spec.table
+        self.is_on = table.num_copies > 0 and drive_bytes > 0
+        self._every = table.copy_every
+        self._min_free_disk = table.min_free_disk
         self._drive_bytes, self._tell = drive_bytes, tell
         self._folder = spec.output_dir / COPIES_NAME
         if self.is_on:
-            folder = CheckpointFolder(self._folder, rank, gather, spec.keep, tell, passes_over_damage=True)
+            folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, tell, passes_over_damage=True)
             own, self._writer = folder.own, CopyWriter(folder)
             self._rank, self._source, self._path = rank, spec.output_dir / CHECKPOINTS_NAME / own, self._folder / own
             self._drives = [path / own for path in spec.drives]

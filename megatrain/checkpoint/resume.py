@@ -14,7 +14,8 @@ from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints
 from megatrain.checkpoint.scan import Lost, scan
-from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
+from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
@@ -86,7 +87,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
         LostCheckpointsError: there were some, and of each a part is gone with a drive.
         CheckpointError: the folder holds checkpoints and the config says "no"; or those it names are not there.
     """
-    source = spec.resume_from
+    source = spec.table.resume_from_checkpoint
     found = _all(spec.output_dir, spec.drives, on_notice)
     if source == "no":
         if found:
@@ -122,7 +123,7 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
 
     Args:
         output_dir: of the run.
-        resume_from: as in ``CheckpointSpec``.
+        resume_from: ``checkpoint.resume_from_checkpoint``.
     """
     if resume_from == "no":
         return None

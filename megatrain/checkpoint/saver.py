@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.observer import CheckpointMetrics, RunObserver
-from megatrain.checkpoint.state import CheckpointError, CheckpointSpec, RunState
+from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.table import CheckpointSpec
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Saver:
     ) -> None:
         self._writer, self._saved = writer, saved
         self.is_waiting = False
-        self._spec = spec
+        self._table, self._on_full = spec.table, spec.on_full
         self._store, self._observer, self._begin = store, observer, begin
         self._copier, self._should_stop, self._activity = copier, should_stop, activity
         self._written_bytes = written_bytes * len(writer.folder.paths)
@@ -74,17 +75,17 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether the config asks for a checkpoint now that ``step`` steps are done."""
-        strategy = self._spec.strategy
+        strategy = self._table.save_strategy
         if strategy == "steps":
-            return step % self._spec.every_steps == 0
+            return step % self._table.save_steps == 0
         if strategy == "epoch":
             return step % self._steps_per_epoch == 0
-        interval_s = self._spec.interval_s
+        interval_s = self._table.save_interval
         return strategy == "time" and interval_s is not None and time.monotonic() - self._last_s >= interval_s
 
     def next_step(self, step: int) -> int | None:
         """Return the first step after ``step`` at which a checkpoint is due; None: that is not known in steps."""
-        every = {"steps": self._spec.every_steps, "epoch": self._steps_per_epoch}.get(self._spec.strategy)
+        every = {"steps": self._table.save_steps, "epoch": self._steps_per_epoch}.get(self._table.save_strategy)
         return None if every is None else (step // every + 1) * every
 
     def save(self, state: RunState, *, wait: bool = False) -> None:
@@ -110,7 +111,7 @@ class Saver:
             self._activity.saving = commit
             self._in_flight = commit, state, time.perf_counter() - start_s
             self._last_s = time.monotonic()
-        if wait or not self._spec.is_async:
+        if wait or not self._table.async_save:
             self.finish()
 
     def poll(self) -> None:
@@ -156,7 +157,7 @@ class Saver:
         A stop requested meanwhile may use ``min_free_disk`` for its checkpoint: steps are worth more than that reserve.
         All ranks decide by the same figures, so they do the same.
         """
-        need = self._written_bytes + self._spec.min_free_bytes
+        need = self._written_bytes + self._table.min_free_disk
         while True:
             free, is_stopping = self._room()
             if free >= need:
@@ -171,9 +172,9 @@ class Saver:
             text = (
                 f"no room for a checkpoint: the drive of '{self._path}' has {format_size(free)} free, one takes "
                 f"{format_size(self._written_bytes)} there and checkpoint.min_free_disk is "
-                f"{format_size(self._spec.min_free_bytes)}. Free {format_size(need - free)}"
+                f"{format_size(self._table.min_free_disk)}. Free {format_size(need - free)}"
             )
-            if self._spec.on_full == "error":
+            if self._on_full == "error":
                 raise CheckpointError(f"{text}, or lower min_free_disk. The checkpoint before is whole")
             if is_stopping:
                 since = "all steps" if self.saved_step is None else f"the steps after {self.saved_step}"

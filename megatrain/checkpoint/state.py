@@ -9,14 +9,12 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import fsum
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 __all__ = [
     "ARITHMETIC",
     "CHECKPOINT_FORMAT",
     "CheckpointError",
-    "CheckpointSpec",
     "RunState",
     "installed_versions",
     "now_text",
@@ -37,55 +35,6 @@ _NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "b
 
 class CheckpointError(Exception):
     """A checkpoint cannot be used or written; the message says which, why and what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSpec:
-    """Where checkpoints of a run lie, when they are made, and how many of them there are.
-
-    Attributes:
-        output_dir: of the run.
-        drives: folders of the NVMe tier, where parts of checkpoints stay.
-        strategy: when to save; unless "no", also at the end.
-        every_steps: with "steps": from one save to the next.
-        interval_s: with "time".
-        keep: checkpoints that are kept, the newest ones.
-        num_generations: that room is planned for; 0: the run never saves.
-        save_copy: whole copies: of all checkpoints or none, of each so many-th, or of the last one of a run.
-        num_copies: that ``output_dir`` holds at most.
-        on_signal: whether a signal ends the run with a save.
-        resume_from: "auto", "no", or the output_dir of another run.
-        is_async: training goes on while a checkpoint is written.
-        min_free_bytes: that a save leaves on the drive of ``output_dir``.
-        on_full: what happens where there is less.
-    """
-
-    output_dir: Path
-    drives: tuple[Path, ...]
-    strategy: Literal["steps", "time", "epoch", "no"]
-    every_steps: int
-    interval_s: float | None
-    keep: int
-    num_generations: int
-    save_copy: bool | int | Literal["last"]
-    num_copies: int
-    on_signal: bool
-    resume_from: str
-    is_async: bool
-    min_free_bytes: int
-    on_full: Literal["pause", "error"]
-
-    @property
-    def is_on(self) -> bool:
-        """Whether the run may save at all."""
-        return self.num_generations > 0
-
-    @property
-    def copy_every(self) -> int | None:
-        """Saves from one copy to the next; None: none is copied, or only the last."""
-        if isinstance(self.save_copy, bool):
-            return 1 if self.save_copy else None
-        return self.save_copy if isinstance(self.save_copy, int) else None
 
 
 @dataclass(frozen=True, slots=True)

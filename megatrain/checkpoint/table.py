@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, Duration, PlainSize, Table, all_alter, is_not, is_path, key
 from tiered.units import GiB
+
+#: Fewest generations that a run which saves needs room for: the last one, and the one being written.
+MIN_GENERATIONS = 2
 
 
 def _as_source(value: object) -> object:
@@ -90,3 +95,39 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     def is_on(self) -> bool:
         """Whether this run may save at all."""
         return self.save_strategy != "no" or self.save_on_signal
+
+    @property
+    def num_generations(self) -> int:
+        """Checkpoints that room is planned for; 0: the run never saves."""
+        return self._most_kept + self.load_best_model_at_end if self.is_on else 0
+
+    @property
+    def num_copies(self) -> int:
+        """Whole copies that ``output_dir`` holds at most."""
+        return self._most_kept if self.is_on and self.save_copy is not False else 0
+
+    @property
+    def _most_kept(self) -> int:
+        return max(self.save_total_limit, MIN_GENERATIONS)  # while one is made, the one before stays
+
+    def without_saves(self) -> CheckpointConfig:
+        """Return the table of a run that never saves."""
+        off = {"save_strategy": "no", "save_on_signal": False, "save_copy": False}
+        return self.model_copy(update=off)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSpec:
+    """Where the checkpoints of a run lie, and its ``[checkpoint]`` table.
+
+    Attributes:
+        table: when they are made, and how many of them there are.
+        output_dir: folder of the run.
+        drives: folders of the NVMe tier, where parts of checkpoints stay.
+        on_full: what a save does where too little space is free.
+    """
+
+    table: CheckpointConfig
+    output_dir: Path
+    drives: tuple[Path, ...]
+    on_full: Literal["pause", "error"]

@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
+from megatrain.base.drive_readme import write_readme
 from megatrain.base.sizes import Size as ConfigSize
-from megatrain.checkpoint.drive_folders import write_readme
 from megatrain.machine.machine import available_ram_bytes, total_ram_bytes
 from tiered import GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import CapacityError

@@ -141,7 +141,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     from_drives = {path: masters_on_drives * part for path, part in share.items()}
     folder = {Path(run.model.folder): float(folder_bytes)}
     yield Occasion("start", folder_bytes, on_drives, seconds=seconds(folder, to_drives))
-    if run.checkpoint.is_on:
+    if run.checkpoint.table.is_on:
         written = plan.checkpoint_bytes_in_output_dir
         cost = seconds({}, {run.output_dir: float(written)})
         yield Occasion("checkpoint", 0, written, on_drives, cost)

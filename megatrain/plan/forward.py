@@ -76,7 +76,7 @@ _COPIES = 3
 
 def forward_run(run: RunSpec) -> RunSpec:
     """Return a run that only runs its model: all of it is frozen, nothing is saved, drives are not needed for it."""
-    checkpoint = replace(run.checkpoint, strategy="no", num_generations=0, save_copy=False, num_copies=0)
+    checkpoint = replace(run.checkpoint, table=run.checkpoint.table.without_saves())
     return replace(run, model=replace(run.model, is_trained=False), checkpoint=checkpoint)
 
 

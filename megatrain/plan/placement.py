@@ -12,6 +12,7 @@ from itertools import chain
 from statistics import median_low
 from typing import Literal
 
+from megatrain.checkpoint.table import MIN_GENERATIONS
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import BlockUse, Tape, compile_step, follow
 from tiered import Mode
@@ -586,8 +587,6 @@ class ResidentChooser:
         return sum(use.fetches + use.writes_back for use, does in zip(found, crosses, strict=True) if does)
 
 
-#: Fewest generations that a run which saves needs room for: the last one, and the one being written.
-MIN_GENERATIONS = 2
 #: Bytes that a slot of a tier takes for contents of so many bytes.
 SlotBytes = Callable[[int], int]
 

@@ -38,7 +38,7 @@ from tiered.units import format_size
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from megatrain.checkpoint.state import CheckpointSpec
+    from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.data.dataset import DataSpec
     from megatrain.engine.objective import Objective
     from megatrain.machine.machine import TierSpecs

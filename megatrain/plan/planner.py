@@ -899,7 +899,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
             "nvme",
             capacity,
             functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
-            generations=run.checkpoint.num_generations,
+            generations=run.checkpoint.table.num_generations,
             direct_to=frozenset({"gpu"} if is_direct else ()),
             num_processes=run.world.local_size,
         )

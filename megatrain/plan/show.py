@@ -119,9 +119,9 @@ def _moves(plan: Plan) -> tuple[str, ...]:
     placement, capacity = plan.placement, plan.budgets_by_tier[compute].capacity_bytes
     updates: tuple[str, ...] = (plan.carried_tensors,) if plan.carried_tensors else ()
     updates += () if compute == "ram" or not plan.updates else (_updates(plan),)
-    if plan.run.checkpoint.num_copies and plan.checkpoint_bytes_on_drives:
+    if plan.run.checkpoint.table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(plan.checkpoint_bytes_on_drives)
-        count = plan.run.checkpoint.num_copies
+        count = plan.run.checkpoint.table.num_copies
         updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
     if placement.direct:
         updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)

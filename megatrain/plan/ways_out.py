@@ -67,7 +67,8 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
     if not run.model.cuts_experts:  # which needs norms of whole layers
         changes.append('optimizer.clip_scope = "layer"')
     if changes:  # the same blocks, and the same need
-        yield ", or ".join(changes), replace(run, optimizer=replace(run.optimizer, clip_scope="layer"))
+        by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
+        yield ", or ".join(changes), replace(run, optimizer=by_layer)
 
 
 def _may_cut_experts(run: RunSpec) -> bool:

@@ -89,7 +89,7 @@ class Reference:
         self._timeline, self._activity, self._on_message = timeline, activity, on_message
         self._known = known
         self._own = plan.run.output_dir / FOLDER_NAME
-        resume_from = plan.run.checkpoint.resume_from
+        resume_from = plan.run.checkpoint.table.resume_from_checkpoint
         self._folders = [self._own]
         if resume_from not in ("auto", "no"):
             self._folders.append(Path(resume_from) / FOLDER_NAME)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +19,7 @@ from megatrain.checkpoint import copier
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.document import read_checkpoints
 from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
-from megatrain.checkpoint.state import CheckpointSpec
+from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
 from megatrain.checkpoint.whereabouts import bytes_on_drives
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
@@ -91,12 +90,8 @@ def test_as_many_are_kept_as_checkpoints(run: SavedRun, copied_at_once: None) ->
 
 def test_numbers_that_begin_anew_are_copied(tmp_path: Path) -> None:
     """A copy of generation 5 is there and its checkpoints were removed: the next one has number 1, and is copied."""
-    values: dict[str, Any] = dict.fromkeys((field.name for field in dataclasses.fields(CheckpointSpec)), None)
-    spec = CheckpointSpec(
-        **values
-        | {"output_dir": tmp_path, "drives": (tmp_path / "drive",), "keep": 1, "num_copies": 1}
-        | {"save_copy": True, "min_free_bytes": 0}
-    )
+    table = CheckpointConfig(save_total_limit=1, save_copy=True, min_free_disk="0B")
+    spec = CheckpointSpec(table, tmp_path, (tmp_path / "drive",), "error")
 
     def save(steps: list[int]) -> None:
         store = TieredStore(

@@ -1,0 +1,60 @@
+"""The README in a folder on a drive: it holds checkpoints and must not be deleted."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from megatrain.base.names import CHECKPOINTS_NAME
+from tiered.ext import read_owner, snapshot_folders
+
+__all__ = ["README_NAME", "write_readme"]
+
+README_NAME = "README.txt"
+_TEXT = """\
+This folder belongs to megatrain-tier. CHECKPOINTS LIE HERE: it is no scratch space.
+
+snap/          parts of checkpoints that no other place has. Without this folder they cannot be opened.
+live/, .pool/  blocks of the run that uses the folder now, or used it last: weights, gradients, optimizer state.
+               What a checkpoint shares with them takes its room only once (hard links).
+the files      say whose the folder is, who uses it, and how much was written to it.
+
+Checkpoints of these runs lie here, or will (the next run that uses the folder writes this file anew):
+{runs}
+
+What may be deleted, and how:
+  what ended runs left and no checkpoint needs     megatrain-tier clean {folder}
+  a checkpoint                                     megatrain-tier ckpt ls RUN
+                                                   megatrain-tier ckpt rm RUN --step N
+  the whole folder                                 megatrain-tier ckpt rm RUN --all, for each of these runs; then rm -r
+Deleting anything else by hand destroys checkpoints.
+
+A run with `save_copy = true` in its [checkpoint] table keeps whole copies in its output_dir, which need nothing of this
+folder.
+"""
+
+
+def write_readme(drive: Path, checkpoints: Path) -> None:
+    """Write the README of a folder on a drive; failures are ignored. The caller holds the folder's lock.
+
+    Args:
+        drive: path of the NVMe tier.
+        checkpoints: directory of generations of the run or store that uses it now.
+    """
+    stores = [checkpoints]
+    for _, folder in snapshot_folders([drive]):
+        owner = read_owner(folder)
+        if owner is not None and owner.path:
+            stores.append(Path(owner.path))
+    runs = dict.fromkeys(store.parent if store.name == CHECKPOINTS_NAME else store for store in stores)
+    text = _TEXT.format(runs="\n".join(f"  {run}" for run in runs), folder=drive)
+    path, temporary = drive / README_NAME, drive / f".{README_NAME}.tmp"
+    with contextlib.suppress(OSError):  # optional: a full drive is reported where it matters
+        if path.is_file() and path.read_text(encoding="utf-8", errors="replace") == text:
+            return
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
