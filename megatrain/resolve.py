@@ -60,7 +60,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     """Return a run in values.
 
     Args:
-        config: of the run.
+        config: the run's, checked.
         planned: the machine that it is planned for; None: this one.
 
     Raises:
@@ -216,7 +216,7 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
     """Return what is trained on.
 
     Args:
-        config: of the run.
+        config: the run's, checked.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
     table, loss = config.data, resolve_preference(config)
@@ -258,7 +258,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     """Return the cut of a step into micro-batches.
 
     Args:
-        config: of the run.
+        config: the run's, checked.
         device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
     """
     return BatchSpec(

@@ -192,7 +192,7 @@ def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[
     """Yield the parameters of a range of a block, each with the range of its own elements that lies inside.
 
     Args:
-        layout: of the block.
+        layout: how the block's tensors lie in it.
         start: first element of the block.
         stop: end.
     """

@@ -24,8 +24,8 @@ class RunInfo:
     Attributes:
         run_name: as in the config.
         task: ``sft``, ``pretrain`` or ``dpo``.
-        device: of the computation, ``cpu`` or ``cuda:0``.
-        output_dir: of the run.
+        device: what computes, ``cpu`` or ``cuda:0``.
+        output_dir: folder of the run.
         max_steps: optimizer steps of the run.
         tokens_per_step: token positions in a step, padding included.
     """
@@ -61,7 +61,7 @@ class StepMetrics:
         written_bytes: path on a drive -> bytes written to it during this step.
         link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
-        ranks: of a run of several processes, what each saw of this step, by rank: ``step_s``, ``tier_used_bytes``,
+        ranks: with several processes, what each saw of this step, by rank: ``step_s``, ``tier_used_bytes``,
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. What stands beside it here
             is rank 0's.
         rss_bytes: resident memory of the process.
@@ -161,13 +161,13 @@ class EvaluationMetrics:
     Attributes:
         step: steps done; the weights are those after them.
         max_steps: steps of the run.
-        name: of the set.
+        name: evaluation set, as in metrics.
         loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms; of
             preferences their loss, mean over all examples.
         num_tokens: tokens with a label.
         seconds: that training was paused for it.
         preferences: as of steps.
-        samples: of its first rows, if the config asks for them.
+        samples: continuations of its first rows, if the config asks for them.
     """
 
     step: int
@@ -242,8 +242,8 @@ class CheckpointMetrics:
         step: steps done when it was taken.
         path: directory of the checkpoints.
         nbytes: contents of all blocks.
-        written_bytes: of the blocks that were copied out of memory.
-        linked_bytes: of the blocks on drives, hard-linked.
+        written_bytes: blocks that were copied out of memory.
+        linked_bytes: blocks on drives, hard-linked.
         seconds: from its start until it survives a power cut.
         stall_s: part of ``seconds`` during which training was paused.
     """
@@ -267,11 +267,11 @@ class RunSummary:
 
     Attributes:
         num_steps: steps done, also before the run was continued.
-        first_loss: of the first step.
-        last_loss: of the last step.
+        first_loss: loss of the first step.
+        last_loss: loss of the last step.
         mean_losses: means over the first and over the last ``num_averaged`` steps; None: unknown.
         num_averaged: steps in each of ``mean_losses``.
-        seconds: of training, without the export, over all starts.
+        seconds: time of training, without the export, over all starts.
         num_real_tokens: tokens without padding, over all steps.
         num_trained_tokens: tokens with a label, over all steps.
         tier_peak_bytes: tier -> most bytes in use at once.

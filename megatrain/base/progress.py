@@ -16,18 +16,18 @@ class Moment:
 
     Attributes:
         doing: ``"step"``, or another activity, e.g. ``"loading weights"``.
-        phase: of a step or an evaluation, e.g. ``"backward"``.
-        unit: of the model, e.g. ``"model.layers.11"``.
+        phase: what a step or an evaluation does, e.g. ``"backward"``.
+        unit: part of the model, e.g. ``"model.layers.11"``.
         part: parts that are done.
         num_parts: parts of the activity; 0: unknown.
         micro_batch: the current one, from 1; 0: none.
-        num_micro_batches: of a step.
+        num_micro_batches: how many a step has.
         seconds: since the activity began.
         notice: text that stays in view, e.g. that the run is stopping.
-        done_bytes: of an activity that moves bytes, e.g. loading: those that are moved.
+        done_bytes: bytes moved so far by an activity that moves some, e.g. loading.
         num_bytes: that it moves in all; 0: it is not measured in bytes.
-        saved_bytes: of the checkpoint that is being written, beside whatever the run does.
-        checkpoint_bytes: of that checkpoint in all; 0: none is being written.
+        saved_bytes: bytes written so far of a checkpoint, beside whatever the run does.
+        checkpoint_bytes: size of that checkpoint; 0: none is being written.
     """
 
     doing: str = ""

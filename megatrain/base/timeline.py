@@ -173,7 +173,7 @@ class RowSummary:
     """One row of a timeline.
 
     Attributes:
-        name: of the row.
+        name: title of the row.
         num_spans: its spans, all lanes together.
         busy_s: seconds during which at least one span was open.
         nbytes: moved by its spans.
@@ -190,7 +190,7 @@ class TimelineSummary:
     """What a timeline holds.
 
     Attributes:
-        num_spans: of all rows.
+        num_spans: spans in all rows.
         seconds: from the first start to the last end.
         rows: in the order of the file, lanes of a row together.
     """

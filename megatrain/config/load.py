@@ -36,10 +36,10 @@ from megatrain.config.keys import (
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.problems import (
     encoding_problem,
-    explain_error,
     find_bad_combinations,
     find_warnings,
     syntax_problem,
+    validated,
 )
 from megatrain.config.schema import RunConfig
 
@@ -455,15 +455,11 @@ def _rename(tree: Tree, path: KeyPath, key: str, value: Any, warnings: list[str]
 
 def _validate(tree: Tree) -> tuple[RunConfig | None, list[Problem]]:
     """Return the config, or what the schema says against the values."""
-    try:
-        return RunConfig.model_validate(tree.values), []
-    except ValidationError as error:
-        found: dict[str, Problem] = {}
-        for detail in error.errors(include_url=False):
-            problem = explain_error(detail)
-            if problem is not None:
-                found.setdefault(problem.key, problem)
-        return None, _located(tree, found.values())
+    config, problems = validated(tree.values)
+    found: dict[str, Problem] = {}
+    for problem in problems:
+        found.setdefault(problem.key, problem)
+    return config, _located(tree, found.values())
 
 
 def _located(tree: Tree, problems: Iterable[Problem]) -> list[Problem]:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ValidationError
+
 from megatrain.base.errors import Problem
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.toml import format_value
@@ -152,6 +154,15 @@ _KINDS = {
     "dict_type": "a table",
     "model_type": "a table",
 }
+
+
+def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem]]:
+    """Return the config of nested values, or None and what is wrong with single ones; not with combinations."""
+    try:
+        return RunConfig.model_validate(values), []
+    except ValidationError as error:
+        found = (explain_error(detail) for detail in error.errors(include_url=False))
+        return None, [problem for problem in found if problem is not None]
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:

@@ -211,7 +211,7 @@ class MachineFile(_MachineTable):
     Attributes:
         title: what it is, in some words.
         note: what a user should know, or "".
-        unified_memory: of the one memory that GPU and RAM share; their sizes are then its parts.
+        unified_memory: size of the one memory that GPU and RAM share; their sizes are then its parts.
     """
 
     format: Literal["megatrain-tier machine 1"]
@@ -254,7 +254,7 @@ def read_machine(name: str) -> tuple[str, MachineFile]:
     """Return the name and the figures of a machine.
 
     Args:
-        name: of a machine that the package brings, or a path.
+        name: a machine that the package brings, or the path of a file.
 
     Raises:
         MachineFileError: there is none, or the file cannot be used.
@@ -382,7 +382,7 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
 
     Args:
         profile: what doctor found.
-        in_use_bytes: of RAM, by everything else.
+        in_use_bytes: RAM that everything else uses.
         drive_sizes: key of a drive in the profile -> bytes of its file system.
     """
     day = f"{profile.measured_at:%Y-%m-%d}{', quick' if profile.is_quick else ''}"

@@ -55,7 +55,7 @@ class DriveProfile(_Record):
         mixed_bytes_per_s: reads and writes together, at the same time.
         sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
         computing_s_per_byte: seconds that computing loses while a byte moves; None where that was not measured.
-        seconds_per_copy: of the thread that runs the step, for each block that moves; None where not measured.
+        seconds_per_copy: time of the thread that runs the step, for each block that moves; None where not measured.
     """
 
     path: str
@@ -151,7 +151,7 @@ class DriveSpec:
     """A folder on a drive.
 
     Attributes:
-        path: of the folder.
+        path: the folder itself.
         size: that may be used there.
         mount_point: where its drive must be mounted; None: anywhere.
         max_written_bytes: over all runs; None: no limit.
@@ -168,9 +168,9 @@ class PlannedDrive:
     """A drive of a machine that is planned for; its rates are in the machine's profile, under the same key.
 
     Attributes:
-        key: of its rates.
+        key: name of its rates in the profile.
         name: for people.
-        total_bytes: of its file system.
+        total_bytes: size of its file system.
         max_written_bytes: that its maker promises; None: not known.
     """
 
@@ -185,14 +185,14 @@ class PlannedMachine:
     """A machine that runs are planned for from its figures, on another one: nothing is asked of this machine.
 
     Attributes:
-        name: of the file that has the figures.
+        name: file that has the figures, without its ending.
         title: what it is, for people.
         note: what its user should know, or "".
         ram_bytes: all of its RAM.
         free_ram_bytes: what the system leaves of it.
         gpu_bytes: memory of one GPU; None: it has none.
-        num_gpus: of that kind; a process uses one.
-        unified_bytes: of the one memory that GPU and RAM share; None: they have their own.
+        num_gpus: GPUs of that kind; a process uses one.
+        unified_bytes: size of the one memory that GPU and RAM share; None: they have their own.
         drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
         profile: its rates.
         num_published: figures with a source.
@@ -234,7 +234,7 @@ class TierSpecs:
         ram_size: RAM for blocks.
         gpu_size: GPU memory.
         safety_margin: kept free where a size is "auto".
-        drives: of the NVMe tier; none: there is no such tier.
+        drives: folders of the NVMe tier; none: there is no such tier.
         rates: weight of each drive in what is striped, in any unit.
         has_rates: the config gives these.
         emulates_gpu: a part of RAM takes the place of GPU memory.
@@ -368,7 +368,7 @@ def drive_keys(paths: Sequence[Path], planned: PlannedMachine | None) -> list[st
     """Return for each path of the NVMe tier what tells its drive from others, as the profile has it.
 
     Args:
-        paths: of the tier.
+        paths: folders of the NVMe tier, in order.
         planned: the machine; None: this one.
     """
     if planned is None:
@@ -412,7 +412,7 @@ def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: Planned
     """Return the relative weights of NVMe paths: as given, else as known of the machine's drives, else equal.
 
     Args:
-        paths: of the tier.
+        paths: folders of the NVMe tier, in order.
         given: one for each path, or not for all.
         planned: the machine; None: this one, as it was measured.
     """
@@ -722,7 +722,7 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
 
     Args:
         tiers: with at least one drive.
-        output_dir: of the run.
+        output_dir: folder of the run.
     """
     if tiers.machine is not None:
         return _planned_nvme_bytes(tiers, tiers.machine)

@@ -125,7 +125,7 @@ class SquaredNorm:
         """Add a part: as for `squared_norm`, or as for `device_squared_norm`.
 
         Args:
-            number: of the part.
+            number: place of the part in the order of the sum, from 0.
             part: its gradient; but for the last part a multiple of ``kernels.NORM_BLOCK_ELEMENTS`` long.
         """
         if part.is_cuda:

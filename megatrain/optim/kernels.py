@@ -621,7 +621,7 @@ def average(weight: Master, low: Low, ema: Float32, share: np.float32) -> None:
         weight: 1-D.
         low: as long, or None.
         ema: as long; written.
-        share: of the masters in the new average.
+        share: weight of the masters in the new average.
     """
     for i in range(ema.size):
         distance = load_master(weight, low, i) - ema[i]

@@ -9,13 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megatrain.base.other_tools import Tool
 from megatrain.base.toml import format_value
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
-from megatrain.config.problems import explain_error, find_bad_combinations
-from megatrain.config.schema import RunConfig
+from megatrain.config.problems import find_bad_combinations, validated
 from megatrain.translate.draft import (
     Draft,
     ForeignConfig,
@@ -186,12 +183,9 @@ def _settle(draft: Draft) -> None:
 def _problems(draft: Draft) -> list[tuple[str, str]]:
     """Return what makes a draft no valid config: our key, and why."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
-    try:
-        config = RunConfig.model_validate(values)
-    except ValidationError as error:
-        details = error.errors(include_url=False)
-        found = (explain_error(detail) for detail in details)
-        return [(problem.key, str(problem)) for problem in found if problem is not None]
+    config, found = validated(values)
+    if config is None:
+        return [(problem.key, str(problem)) for problem in found]
     bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
     return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]
 
