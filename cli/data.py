@@ -117,8 +117,8 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     # Also on a machine without the GPU that the config is for.
     device = loaded.config.device
     batch = resolve_batch(loaded.config, device if device == "cuda" else resolve_device(device).type)
-    packing, warning = settle_packing_of(model, data.packing, is_default=data.has_default_packing)
-    data = dataclasses.replace(data, packing=packing)
+    packing, warning = settle_packing_of(model, data.table.packing, is_default=data.has_default_packing)
+    data = data.with_keys(packing=packing)
     if warning:
         click.echo(f"warning: {warning}", err=True)
     tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
@@ -128,7 +128,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     if as_json:
         click.echo(json.dumps(stats.to_json()))
         return 0
-    _print_stats(stats, is_packed=bool(packing), max_length=data.max_length)
+    _print_stats(stats, is_packed=bool(packing), max_length=data.table.max_length)
     return 0
 
 

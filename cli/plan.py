@@ -311,7 +311,7 @@ def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     from megatrain.tasks.evaluation import plans_of_evaluations, traffic_of_passes
     from tiered.units import format_size
 
-    sets, val_size = [source.name for source in spec.sources], plan.run.data.val_size
+    sets, val_size = [source.name for source in spec.sources], plan.run.data.table.val_size
     if val_size is not None:
         share = f"{val_size:.4g} of the rows, kept from training"
         sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]

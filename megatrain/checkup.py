@@ -381,7 +381,7 @@ class _Checkup:
             return
         run, size = with_kept_lanes(resolve(self._config)), self._config.distributed.processes
         self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
-        self._config = with_packing(with_lanes(self._config, plan.run.num_lanes), plan.run.data.packing)
+        self._config = with_packing(with_lanes(self._config, plan.run.num_lanes), plan.run.data.table.packing)
         if plan.packing_warning:
             yield CheckResult("plan", "warning", plan.packing_warning)
         sizes = ", ".join(

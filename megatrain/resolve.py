@@ -6,7 +6,7 @@ What is below the trainer takes these records and knows no config. Each record l
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,6 @@ from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.data.dataset import NAME, DataSpec
 from megatrain.data.scores import ScoresError, read_kind
-from megatrain.data.sources import Source
 from megatrain.engine.objective import Distillation, Objective
 from megatrain.engine.preferences import PreferenceLoss
 from megatrain.engine.program import KINDS, Kind
@@ -219,38 +218,22 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         config: the run's, checked.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
-    table, loss = config.data, resolve_preference(config)
-    found = tuple(_source(source) for source in (table.train if sources is None else sources))
+    loss, keys = resolve_preference(config), dict[str, Any]()
+    if sources is not None:
+        keys |= {"train": tuple(sources), "val_size": None}
+    if loss is not None:
+        own = config.data.train if sources is None else sources
+        keys |= {
+            "train": tuple(source.model_copy(update={"format": "preference"}) for source in own),
+            "train_on": "completion",
+        }
     return DataSpec(
-        sources=found if loss is None else tuple(replace(source, format="preference") for source in found),
+        table=config.data.model_copy(update=keys),
         only_text=config.task == "pretrain",
-        max_length=table.max_length,
-        packing=table.packing,
-        has_default_packing="packing" not in table.model_fields_set,
-        train_on=table.train_on if loss is None else "completion",
-        overlong=table.overlong,
-        bad_rows=table.bad_rows,
-        max_dropped=table.max_dropped,
-        cache_dir=table.cache_dir,
-        max_cache_bytes=table.max_cache_size,
-        val_size=table.val_size if sources is None else None,
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_model(config).folder,
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
         preferences="" if loss is None else "pairs" if loss.is_paired else "answers",
-    )
-
-
-def _source(table: DatasetConfig) -> Source:
-    return Source(
-        path=table.path,
-        subset=table.subset,
-        split=table.split,
-        format=table.format,
-        columns={str(ours): theirs for ours, theirs in table.columns.items()},
-        max_samples=table.max_samples,
-        weight=table.weight,
-        json_key=table.json_key,
     )
 
 

@@ -173,11 +173,11 @@ class Scorer:
     def make_loader(self) -> BatchLoader:
         run, tell = self.plan.run, self._observer.on_message
         tokenizer = tokenizer_of(run.model)
-        data = replace(run.data, val_size=None)
+        data = run.data.with_keys(val_size=None)
         dataset = load_dataset(data, tokenizer, tell)
         check_token_ids(run.model, dataset, self.plan.graph)
         tell(str(dataset.report))
-        for text in check_losses(dataset.report, data.source_names, data.max_dropped):
+        for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
             tell(f"warning: {text}")
         self._tokenizer = tokenizer
         return BatchLoader(
@@ -185,7 +185,7 @@ class Scorer:
             micro_batch_size=run.batch.micro_batch_rows,
             num_micro_batches=run.batch.num_micro_batches,
             max_length=run.batch.max_length,
-            packing=bool(run.data.packing),
+            packing=bool(run.data.table.packing),
             data_seed=run.data.seed,
             pad_token_id=pad_token_id(tokenizer),
         )
@@ -202,7 +202,7 @@ class Scorer:
             tokenizer=tokenizer_checksum(self._tokenizer),
             data=loader.dataset.fingerprint(),
             max_length=run.batch.max_length,
-            packing=bool(run.data.packing),
+            packing=bool(run.data.table.packing),
             data_seed=run.data.seed,
             num_rows=loader.num_rows,
             top_k=self._table.top_k,

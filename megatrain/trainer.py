@@ -202,7 +202,7 @@ class Trainer:
         self.group = group or RankGroup.single()
         self.plan = plan or _planned(with_kept_lanes(resolve(config)), self.group)
         self.run = self.plan.run
-        config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.packing)
+        config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.table.packing)
         self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
@@ -402,7 +402,7 @@ class Trainer:
         dataset = load_dataset(data, tokenizer, self.observer.on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
         try:
-            losses = check_losses(dataset.report, data.source_names, data.max_dropped)
+            losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
         except DataError:
             self.observer.on_message(str(dataset.report))  # why rows were dropped
             raise
@@ -1251,7 +1251,7 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         micro_batch_size=plan.micro_batch_size,
         num_micro_batches=plan.num_micro_batches,
         max_length=plan.run.batch.max_length,
-        packing=bool(plan.run.data.packing),
+        packing=bool(plan.run.data.table.packing),
         data_seed=plan.run.data.seed,
         pad_token_id=pad_token_id(tokenizer),
         images=plan.run.data.image_processor(tokenizer),

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megatrain.data.chat import TrainOn
     from megatrain.data.encoding import EncodingOptions
-    from megatrain.data.sources import Source
+    from megatrain.data.table import DatasetConfig
 
 _VERSION = 5
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
@@ -315,7 +315,7 @@ ENCODING = 3
 
 
 def cache_key(
-    sources: Sequence[Source],
+    sources: Sequence[DatasetConfig],
     files: Sequence[Sequence[Path]],
     tokenizer: PreTrainedTokenizerFast,
     train_on: TrainOn,

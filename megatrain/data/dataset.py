@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,14 @@ from megatrain.data.encoding import PLAIN, Encoder, EncodingOptions, Overlong, T
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
 from megatrain.data.rows_report import DataError, DataReport
+from megatrain.data.sources import rows_of, source_files
 from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.data.chat import TrainOn
-    from megatrain.data.sources import Source
+    from megatrain.data.table import DataConfig
+
 
 _WEIGHT = 2  # stream of random numbers, beside those of megatrain.data.loader
 _SECONDS_BETWEEN_MESSAGES = 10.0
@@ -39,57 +40,48 @@ class DataSpec:
     """What is read, and how its rows become documents.
 
     Attributes:
-        sources: of the rows, in order.
+        table: ``[data]``, whose ``train`` are the sources of these rows, in order.
         only_text: rows are plain text.
-        max_length: tokens in a row of a micro-batch.
-        packing: several documents share a row; "concat": texts are joined and cut to full rows.
-        has_default_packing: the config does not ask for it, so that another one may take its place.
-        train_on: which tokens of a conversation.
-        overlong: what happens to conversations longer than ``max_length``.
-        bad_rows: what happens to rows that cannot be trained.
-        max_dropped: largest share of the rows, or tokens, of a source that may be dropped or cut.
-        cache_dir: folder of tokenized data, "auto" or "none".
-        max_cache_bytes: of that folder; None: no limit.
-        val_size: rows kept from training, or their share where it is below 1; None: none are.
-        seed: of the order of the data, and of what ``val_size`` keeps.
-        images_folder: of the processor that prepares images; None: rows have none.
+        seed: decides the order of the data, and what ``val_size`` keeps.
+        images_folder: folder of the processor that prepares images; None: rows have none.
         scores: folder of what a teacher says of the rows; None: there is none.
         preferences: as in ``EncodingOptions``.
     """
 
-    sources: tuple[Source, ...]
+    table: DataConfig
     only_text: bool
-    max_length: int
-    packing: bool | Literal["concat"]
-    has_default_packing: bool
-    train_on: TrainOn
-    overlong: Overlong
-    bad_rows: Literal["drop", "error"]
-    max_dropped: float
-    cache_dir: str
-    max_cache_bytes: int | None
-    val_size: float | None
     seed: int
     images_folder: str | None = None
     scores: Path | None = None
     preferences: Literal["", "pairs", "answers"] = ""
 
+    def with_keys(self, **keys: Any) -> DataSpec:
+        """Return the same with other values of keys of its table."""
+        return replace(self, table=self.table.model_copy(update=keys))
+
     def image_processor(self, tokenizer: PreTrainedTokenizerFast) -> ImageProcessor | None:
         """Return what prepares images, if rows may have any. Raises as :class:`ImageProcessor`."""
         if self.images_folder is None:
             return None
-        return ImageProcessor(self.images_folder, tokenizer, self.max_length)
+        return ImageProcessor(self.images_folder, tokenizer, self.table.max_length)
+
+    @property
+    def has_default_packing(self) -> bool:
+        """Whether the config does not ask for its packing, so that another one may take its place."""
+        return "packing" not in self.table.model_fields_set
 
     @property
     def encoding(self) -> EncodingOptions:
         """How rows become documents, apart from what is trained."""
-        joins = self.packing == "concat"
-        return EncodingOptions(self.max_length, self.overlong, self.bad_rows, self.only_text, joins, self.preferences)
+        table, joins = self.table, self.table.packing == "concat"
+        return EncodingOptions(
+            table.max_length, table.overlong, table.bad_rows, self.only_text, joins, self.preferences
+        )
 
     @property
     def source_names(self) -> list[str]:
         """What messages call each source."""
-        return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.sources)]
+        return [f"data.train.{number} ({source.path})" for number, source in enumerate(self.table.train)]
 
 
 @dataclass(frozen=True)
@@ -237,24 +229,24 @@ def load_dataset(
             ``data.cache_dir`` cannot be written.
         RowError: a row cannot be trained and ``data.bad_rows`` is "error".
     """
-    files = [source.files() for source in data.sources]
+    files = [source_files(source.path, source.subset, source.split) for source in data.table.train]
 
     def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
         return _encode_sources(data, tokenizer, files, writer, on_message)
 
-    weights = tuple(source.weight for source in data.sources)
-    folder = cache_folder(data.cache_dir, on_message)
+    weights = tuple(source.weight for source in data.table.train)
+    folder = cache_folder(data.table.cache_dir, on_message)
     if folder is None:
         dataset = _in_memory(encode)
     else:
-        cache = TokenCache(folder, max_nbytes=data.max_cache_bytes, on_message=on_message)
+        cache = TokenCache(folder, max_nbytes=data.table.max_cache_size, on_message=on_message)
         processor = data.image_processor(tokenizer)
         described = "" if processor is None else processor.describe()
-        key = cache_key(data.sources, files, tokenizer, data.train_on, data.encoding, cache, described)
+        key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
         dataset = _opened(cache.get(key, encode))
     dataset = replace(dataset, weights=weights)
-    if data.val_size is not None:
-        dataset = hold_out(dataset, data.val_size, data.seed)
+    if data.table.val_size is not None:
+        dataset = hold_out(dataset, data.table.val_size, data.seed)
     if not len(dataset.epoch_documents(data.seed)):
         raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
     return dataset
@@ -268,11 +260,11 @@ def _encode_sources(
     on_message: OnMessage,
 ) -> tuple[DataReport, tuple[int, ...]]:
     """Tokenize every source; return the report and where each source begins."""
-    rows = RowEncoder(tokenizer, train_on=data.train_on, images=data.image_processor(tokenizer))
+    rows = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     encoder = Encoder(rows, writer, data.encoding, _progress(on_message))
     source_starts = [0]
-    for source, paths in zip(data.sources, files, strict=True):
-        encoder.add_rows(source.rows(paths))
+    for source, paths in zip(data.table.train, files, strict=True):
+        encoder.add_rows(rows_of(source, paths))
         encoder.end_source()
         source_starts.append(writer.num_documents)
     return _finish(encoder, writer), tuple(source_starts)

@@ -17,6 +17,7 @@ from megatrain.data.formats import Conversation, Document, PlainRow, Preference,
 from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
+from megatrain.data.sources import rows_of, source_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -80,7 +81,7 @@ def preview_rows(
     Raises:
         DataError: as ``load_dataset``; or there is no such row.
     """
-    encoder = RowEncoder(tokenizer, train_on=data.train_on, images=data.image_processor(tokenizer))
+    encoder = RowEncoder(tokenizer, train_on=data.table.train_on, images=data.image_processor(tokenizer))
     first = 1 if row is None else row
     last = n if row is None else row
     if first < 1:
@@ -99,8 +100,8 @@ def preview_rows(
 
 def _rows(data: DataSpec) -> Iterator[Row | RowError]:
     """Yield the rows of all sources, those that cannot be trained included."""
-    for source in data.sources:
-        rows = source.rows(source.files())
+    for source in data.table.train:
+        rows = rows_of(source, source_files(source.path, source.subset, source.split))
         for row in rows:
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
                 yield row  # of a long text its start
@@ -130,10 +131,10 @@ def _preview(
     kind = "row" if isinstance(item, RowError) else _kind(item)
     if isinstance(coded, RowError):
         return RowPreview(number, coded.where, kind, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
-    tokens, trained = coded.tokens[: data.max_length], coded.trained[: data.max_length]
+    tokens, trained = coded.tokens[: data.table.max_length], coded.trained[: data.table.max_length]
     num_pieces = 1
     if coded.is_text:
-        pieces = _pieces(coded, data.max_length, encoder)
+        pieces = _pieces(coded, data.table.max_length, encoder)
         tokens = [token for each in pieces for token in each.tokens]
         trained = [flag for each in pieces for flag in each.trained]
         num_pieces = len(pieces)
@@ -160,10 +161,10 @@ def _pieces(coded: Encoded, max_length: int, encoder: RowEncoder) -> list[CutDoc
 
 
 def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
-    if not coded.is_text and len(coded.tokens) > data.max_length and data.overlong != "truncate":
-        return f"{len(coded.tokens)} tokens are more than data.max_length = {data.max_length}"
-    if any(place.start < data.max_length < place.stop for place in coded.image_tokens):
-        return f"data.max_length = {data.max_length} would cut it within an image"
+    if not coded.is_text and len(coded.tokens) > data.table.max_length and data.table.overlong != "truncate":
+        return f"{len(coded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
+    if any(place.start < data.table.max_length < place.stop for place in coded.image_tokens):
+        return f"data.max_length = {data.table.max_length} would cut it within an image"
     return "" if any(trained) else "no token of it would be trained"
 
 
@@ -270,14 +271,14 @@ def dataset_stats(
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
     used = all_lengths[documents]
     trained = _trained_of_documents(dataset)
-    max_length = data.max_length
+    max_length = data.table.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
     together = 2 if dataset.is_preferences else 1
     longest = used.reshape(-1, together).max(axis=1)[order_of_epoch(data.seed, 0, len(used) // together)]
     examples = rows_per_step // together, max(1, micro_batch_rows // together)
     padded = 1.0 - int(used.sum()) / (together * _padded_tokens(longest, *examples))
-    packing = data.packing
+    packing = data.table.packing
     num_rows = num_packed if packing else len(documents)
     return DataStats(
         dataset.report,
@@ -301,7 +302,7 @@ def _trained_of_documents(dataset: TokenDataset) -> npt.NDArray[np.int64]:
 
 
 def _sources(data: DataSpec, dataset: TokenDataset, trained: npt.NDArray[np.int64]) -> Iterator[SourceStats]:
-    for number, source in enumerate(data.sources):
+    for number, source in enumerate(data.table.train):
         documents = np.arange(dataset.source_starts[number], dataset.source_starts[number + 1])
         if dataset.in_use is not None:
             documents = np.intersect1d(documents, dataset.in_use, assume_unique=True)

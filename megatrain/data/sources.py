@@ -24,45 +24,18 @@ from megatrain.data.formats import (
     with_columns,
 )
 from megatrain.data.rows_report import DataError, EmptyFileError, RowError
+from megatrain.data.table import DatasetConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
-    """Rows of one table of the config.
-
-    Attributes:
-        path: file, glob or folder, or the name of a hub dataset.
-        subset: configuration of a hub dataset.
-        split: which split of a folder or hub dataset.
-        format: what a row holds; "auto": seen from its fields, row by row.
-        columns: our field name -> theirs.
-        max_samples: rows that are used, from the start; None: all.
-        weight: how often its documents are used in an epoch.
-        json_key: where the list of rows is in a .json file that is one object; None: where there is a single one.
-    """
-
-    path: str
-    subset: str | None = None
-    split: str | None = None
-    format: Format = "auto"
-    columns: Mapping[str, str] = field(default_factory=dict)
-    max_samples: int | None = None
-    weight: float = 1.0
-    json_key: str | None = None
-
-    def files(self) -> list[Path]:
-        """Return its files, as :func:`source_files`."""
-        return source_files(self.path, self.subset, self.split)
-
-    def rows(self, files: Sequence[Path]) -> Iterator[Row | RowError]:
-        """Yield the rows of its files, as :func:`rows_of_files`."""
-        return rows_of_files(
-            files,
-            format=self.format,
-            columns=self.columns,
-            max_samples=self.max_samples,
-            json_key=self.json_key,
-        )
+def rows_of(source: DatasetConfig, files: Sequence[Path]) -> Iterator[Row | RowError]:
+    """Yield the rows of a table's files, as :func:`rows_of_files`."""
+    return rows_of_files(
+        files,
+        format=source.format,
+        columns={str(ours): theirs for ours, theirs in source.columns.items()},
+        max_samples=source.max_samples,
+        json_key=source.json_key,
+    )
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:

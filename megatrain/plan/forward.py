@@ -119,7 +119,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     assert not run.model.is_trained, run.model
     graph = make_graph(run)
     run, warning = settle_rows(run, graph)
-    padded = bool(run.data.packing) or run.batch.micro_batch_rows > 1
+    padded = bool(run.data.table.packing) or run.batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded, top_k=top_k)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     in_place, packed = find_frozen(run, graph)

@@ -190,7 +190,7 @@ def same_ticks(one: Plan, other: Plan) -> bool:
 def _computed(run: RunSpec) -> tuple[object, ...]:
     """Return what decides about the arithmetic of a step."""
     kernels = (run.device, run.model, run.dtype, run.grad_dtype, run.objective)
-    return *kernels, run.optimizer, run.data.only_text, run.data.packing
+    return *kernels, run.optimizer, run.data.only_text, run.data.table.packing
 
 
 def measure_ticks(
@@ -368,7 +368,7 @@ def made_up_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     for _ in range(plan.num_micro_batches):
         ids = torch.randint(num_words, shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
-        if not plan.run.data.packing:
+        if not plan.run.data.table.packing:
             batch["attention_mask"] = torch.ones_like(ids)
         else:
             positions = torch.arange(shape[1])

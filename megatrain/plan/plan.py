@@ -241,7 +241,7 @@ class RunSpec:
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)
-        data, batch = replace(self.data, packing=packing), replace(self.batch, single_rows=single_rows)
+        data, batch = self.data.with_keys(packing=packing), replace(self.batch, single_rows=single_rows)
         return replace(self, data=data, batch=batch)
 
 
@@ -387,7 +387,7 @@ class Plan:
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
-        packing_warning: why ``run.data.packing`` is not the default; "": it is, or is what the config says.
+        packing_warning: why the packing of ``run.data`` is not the default; "": it is, or is what the config says.
     """
 
     run: RunSpec

@@ -376,7 +376,7 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
     graph = make_graph(run) if like is None else like.graph
     run, packing_warning = settle_rows(run, graph)
-    packing = run.data.packing
+    packing = run.data.table.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     batch, device = run.batch, run.device
     if padded is None:
@@ -393,7 +393,7 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
 
 def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
     """Return the run with the packing that suits its model, and why it is not the default, or ""."""
-    packing, warning = settle_packing(run.model, graph, run.data.packing, is_default=run.data.has_default_packing)
+    packing, warning = settle_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
     return run.with_packing(packing), warning
 
 

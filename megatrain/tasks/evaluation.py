@@ -182,7 +182,7 @@ def load_evaluation_sets(
             micro_batch_size=rows,
             num_micro_batches=num_micro_batches,
             max_length=run.batch.max_length,
-            packing=bool(run.data.packing),
+            packing=bool(run.data.table.packing),
             data_seed=run.data.seed,
             pad_token_id=pad_token_id(tokenizer),
             images=run.data.image_processor(tokenizer),
@@ -213,7 +213,7 @@ def _datasets(
     on_warning: Callable[[str], None],
 ) -> Iterator[tuple[str, TokenDataset]]:
     """Yield the sets by name: rows kept from training, or each ``[[data.eval]]``."""
-    if data.val_size is not None:
+    if data.table.val_size is not None:
         whole = load_dataset(data, tokenizer, on_message) if training is None else training
         dataset = held_out_part(whole, spec.max_samples)
         on_message(f"{NAME}: {describe(dataset)}")
@@ -224,7 +224,7 @@ def _datasets(
         except DataError as error:
             raise DataError(f"data.eval.{number}", str(error).removeprefix("data.train: ")) from error
         on_message(f"{source.name}: {dataset.report}")
-        for text in check_losses(dataset.report, [source.label], data.max_dropped):
+        for text in check_losses(dataset.report, [source.label], data.table.max_dropped):
             on_warning(text)
         yield source.name, dataset
 

@@ -93,7 +93,7 @@ class Reference:
         self._folders = [self._own]
         if resume_from not in ("auto", "no"):
             self._folders.append(Path(resume_from) / FOLDER_NAME)
-        self._cache = cache_folder(plan.run.data.cache_dir, lambda text: None)
+        self._cache = cache_folder(plan.run.data.table.cache_dir, lambda text: None)
         self._digest: str | None = None
         self.record: dict[str, str] = dict(known or {})
 

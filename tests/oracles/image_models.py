@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer, TokenizersBackend
 
 from megatrain.data.dataset import DataSpec
-from megatrain.data.sources import Source
+from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
 
 TOKENIZER = Path(__file__).parents[2] / "examples/quickstart/model"
@@ -295,20 +295,14 @@ def write_rows(folder: Path, sizes: Sequence[Sequence[tuple[int, int]]]) -> Path
 
 def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> DataSpec:
     """Return what a run says of rows with images."""
-    data = DataSpec(
-        sources=(Source(str(rows)),),
-        only_text=False,
+    table = DataConfig(
+        train=[DatasetConfig(path=str(rows))],
         max_length=max_length,
         packing=False,
-        has_default_packing=False,
-        train_on="assistant",
         overlong="error",
         bad_rows="error",
         max_dropped=0.0,
         cache_dir="none",
-        max_cache_bytes=None,
-        val_size=None,
-        seed=1,
-        images_folder=str(model),
     )
-    return replace(data, **changes)
+    folder = changes.pop("images_folder", str(model))
+    return DataSpec(table, only_text=False, seed=1, images_folder=folder).with_keys(**changes)

@@ -142,7 +142,7 @@ def test_a_run_tells_what_it_prefers(in_ram: Run) -> None:
     assert 0.0 <= last.preferences["rewards/accuracies"] <= 1.0
     assert [step for step, _, _ in in_ram.evaluated] == [3, 4]
     assert set(in_ram.evaluated[0][2]) == set(last.preferences)
-    assert in_ram.asked and in_ram.plan.micro_batch_size == 4 and in_ram.plan.run.data.packing is False
+    assert in_ram.asked and in_ram.plan.micro_batch_size == 4 and in_ram.plan.run.data.table.packing is False
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def batch_of(data: DataSpec, model: Path) -> dict[str, torch.Tensor]:
         load_dataset(data, tokenizer),
         micro_batch_size=1,
         num_micro_batches=1,
-        max_length=data.max_length,
+        max_length=data.table.max_length,
         packing=False,
         data_seed=1,
         images=data.image_processor(tokenizer),
@@ -165,7 +164,7 @@ def test_the_cache_knows_the_images_and_a_changed_image_is_told(model: Path, tmp
     (tmp_path / "rows/a.png").write_bytes(png(40, 60, 2))
     with pytest.raises(DataError, match=r"a\.png: the image is another one than when the data was tokenized"):
         batch_of(data, model)
-    assert not torch.equal(batch_of(replace(data, cache_dir="none"), model)["pixel_values"], batch["pixel_values"])
+    assert not torch.equal(batch_of(data.with_keys(cache_dir="none"), model)["pixel_values"], batch["pixel_values"])
 
 
 def test_preview_shows_what_stands_for_an_image_untrained(model: Path, tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ def test_images_for_a_run_of_text_are_told(model: Path, tmp_path: Path) -> None:
     ):
         load_dataset(data, load_tokenizer(str(model)))
     with pytest.raises(DataError, match="no token would be trained") as caught:
-        load_dataset(replace(data, bad_rows="drop"), load_tokenizer(str(model)))
+        load_dataset(data.with_keys(bad_rows="drop"), load_tokenizer(str(model)))
     assert 'model.images = "off"' in str(caught.value)
 
 

@@ -145,7 +145,7 @@ def test_the_list_of_rows_of_an_object(tmp_path: Path, content: Any, json_key: s
     config = make_config(path)
     table = config.data.train[0].model_copy(update={"json_key": json_key})
     config = config.model_copy(update={"data": config.data.model_copy(update={"train": [table]})})
-    assert resolve_data(config).sources[0].json_key == json_key
+    assert resolve_data(config).table.train[0].json_key == json_key
 
 
 @pytest.mark.parametrize(
