@@ -39,8 +39,10 @@ from bench.nvme_step import ON_NVME, Drive
 from bench.sides import MicroBatches, Ours, batches, run_config
 from megatrain.base.layout import UnitLayout
 from megatrain.config.schema import RunConfig
-from megatrain.models.export import ReadMaster, export_model
-from megatrain.models.graph import ModelGraph, Unit, build_graph
+from megatrain.converters.spec import build_graph
+from megatrain.models.converter import ReadMaster
+from megatrain.models.export import export_model
+from megatrain.models.graph import ModelGraph, Unit
 from megatrain.models.load import WeightLoader
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError

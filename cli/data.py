@@ -107,10 +107,10 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     """
     loaded = load(config, extra_files, overrides)
 
+    from megatrain.converters.packed_rows import settle_packing_of
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
     from megatrain.machine.machine import resolve_device
-    from megatrain.models.packed_rows import settle_packing_of
     from megatrain.resolve import resolve_batch, resolve_data, resolve_model
 
     model, data = resolve_model(loaded.config), resolve_data(loaded.config)

@@ -40,7 +40,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.base.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
-    ("megatrain.models.adapters", "AdapterError", EXIT_CONFIG),
+    ("megatrain.converters.adapters", "AdapterError", EXIT_CONFIG),
     ("megatrain.models.checkpoint_names", "ConversionError", EXIT_CONFIG),
     ("megatrain.models.initialize", "InitializationError", EXIT_CONFIG),
     ("megatrain.optim.plugins", "OptimizerError", EXIT_CONFIG),

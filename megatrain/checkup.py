@@ -27,12 +27,12 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import ConfigError, load_config
 from megatrain.config.load import salvage
 from megatrain.config.resolved import changes_from, config_from_toml, with_commit, with_lanes, with_packing
+from megatrain.converters.adapters import AdapterError
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.machine import machine
-from megatrain.models.adapters import AdapterError
 from megatrain.models.checkpoint_names import ConversionError
 from megatrain.models.export import ExportError, check_target
 from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, some

@@ -19,11 +19,14 @@ from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.scan import is_there
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config.resolved import config_from_toml
+from megatrain.converters.adapters import adapters_of, export_adapter
+from megatrain.converters.spec import ModelSpec
 from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import ReadMaster, check_target, export_adapter, export_dtype, export_model
+from megatrain.models.converter import ReadMaster
+from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.folder import BASE_CHECKSUM
-from megatrain.models.graph import ModelGraph, ModelSpec
+from megatrain.models.graph import ModelGraph
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.average import EMA
 from megatrain.resolve import resolve_model
@@ -88,7 +91,7 @@ def export_checkpoint(
     # Where the model's folder was given anew, so is that of its tokenizer.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
     copy_from = companions if companions.is_dir() else folder
-    if graph.adapters is not None and not (table.merge if merge is None else merge):
+    if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
         return export_adapter(
             graph,
             source.weights,

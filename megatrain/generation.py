@@ -18,8 +18,9 @@ from megatrain.base.observer import RunObserver
 from megatrain.config.problems import find_ungenerable
 from megatrain.config.resolved import load_run, with_packing
 from megatrain.config.schema import RunConfig
+from megatrain.converters.adapters import base_of_adapter
 from megatrain.engine.table import TrainingConfig
-from megatrain.models.adapters import ADAPTER_CONFIG, base_of_adapter
+from megatrain.models.folder import ADAPTER_CONFIG
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse

@@ -15,6 +15,8 @@ from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.converters.adapters import LoraSpec
+from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME, DataSpec
 from megatrain.data.scores import ScoresError, read_kind
 from megatrain.engine.objective import Distillation, Objective
@@ -23,8 +25,6 @@ from megatrain.engine.program import KINDS, Kind
 from megatrain.machine import machine
 from megatrain.machine.machine import DriveSpec, TierSpecs
 from megatrain.machine.table import TiersConfig
-from megatrain.models.adapters import LoraSpec
-from megatrain.models.graph import ModelSpec
 from megatrain.models.hub import locate
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec

@@ -48,6 +48,8 @@ from megatrain.config.resolved import (
     with_packing,
     write_resolved,
 )
+from megatrain.converters.adapters import adapters_of, export_adapter
+from megatrain.converters.liger import apply_liger_kernels
 from megatrain.data.dataset import TokenDataset, check_ids, load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader, StepBatch
@@ -63,10 +65,9 @@ from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.trace import step_flops
 from megatrain.export import export_checkpoint
 from megatrain.models.carried import CARRIED_CHECKSUM
-from megatrain.models.export import check_merge, check_target, export_adapter, export_dtype, export_model
+from megatrain.models.export import check_target, export_dtype, export_model
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.models.hub import fetch_weights
-from megatrain.models.liger import apply_liger_kernels
 from megatrain.models.load import WeightLoader, open_loader
 from megatrain.optim.base import decays
 from megatrain.optim.lr import make_schedule
@@ -112,8 +113,8 @@ if TYPE_CHECKING:
 
     from megatrain.checkpoint.best import BestSpec
     from megatrain.config.schema import RunConfig
-    from megatrain.models.export import WeightSource as ExportSource
-    from megatrain.models.graph import ModelSpec
+    from megatrain.converters.spec import ModelSpec
+    from megatrain.models.converter import WeightSource as ExportSource
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.tasks.evaluation import EvaluationSet
     from tiered import StoreStats, TieredStore
@@ -329,8 +330,8 @@ class Trainer:
             check_loggers(self._logging)
             check_writable(self.config)
             check_target(self.run.output_dir / FINAL_NAME)
-        if self.run.export.merge:
-            check_merge(self.plan.graph)
+        if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
+            adapters.check_merge(self.plan.graph)
 
     def _check_ranks(self) -> None:
         """Make sure that all ranks have the same config, model and program.
@@ -565,7 +566,7 @@ class Trainer:
             return RandomWeights(graph.model, self.run.seed)
         if loader.origin.carried.names:
             self.observer.on_message(str(loader.origin.carried))
-        if graph.adapters is None:
+        if adapters_of(graph) is None:
             return loader
         source = AdaptedWeights(graph, loader, self.run.seed, None if spec.lora is None else spec.lora.folder)
         self.observer.on_message(str(source))
@@ -1135,7 +1136,7 @@ class Trainer:
 
     def _export(self, exported: ExportSource) -> Path:
         run = self.run
-        if self.plan.graph.adapters is not None and not run.export.merge:
+        if adapters_of(self.plan.graph) is not None and not run.export.merge:
             return export_adapter(
                 self.plan.graph,
                 exported,

@@ -16,9 +16,9 @@ from megatrain.base.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
+from megatrain.converters.adapters import AdapterWeights, adapters_of
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.updates import weight_is_split
-from megatrain.models.adapters import AdapterWeights
 from megatrain.models.carried import CARRIED_CHECKSUM
 from megatrain.models.folder import BASE_CHECKSUM
 from megatrain.models.graph import cut_otherwise
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from megatrain.checkpoint.document import Checkpoint
-    from megatrain.models.export import ReadMaster
+    from megatrain.models.converter import ReadMaster
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FrozenBlock
     from megatrain.models.load import Origin, WeightLoader
@@ -114,12 +114,13 @@ class AdaptedWeights:
     """
 
     def __init__(self, graph: ModelGraph, loader: WeightLoader, seed: int, folder: str | None) -> None:
-        assert graph.adapters is not None
-        self._graph, self._adapters, self._loader, self._seed = graph, graph.adapters, loader, seed
+        adapters = adapters_of(graph)
+        assert adapters is not None
+        self._graph, self._adapters, self._loader, self._seed = graph, adapters, loader, seed
         self._entries = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
-        shapes = {name: self._entries[name].shape for name in graph.adapters.names}
+        shapes = {name: self._entries[name].shape for name in adapters.names}
         self._folder = folder
-        self._given = None if folder is None else AdapterWeights(folder, graph.adapters, shapes)
+        self._given = None if folder is None else AdapterWeights(folder, adapters, shapes)
         self._plain: dict[str, UnitLayout] = {}  # layouts without adapters
         self._last: tuple[str, Tensor] | None = None
 

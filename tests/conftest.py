@@ -47,7 +47,7 @@ LONG_MATRICES = (
     "tests/gpu/",
     "tests/megatrain/engine/",
     "tests/megatrain/embed/",
-    "tests/megatrain/models/test_liger_interpreted.py",
+    "tests/megatrain/converters/test_liger_interpreted.py",
     "tests/megatrain/models/test_quantized.py",
     "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted",
     "tests/megatrain/ranks/test_failures.py",

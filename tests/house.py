@@ -37,17 +37,12 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "optim": ("megatrain.optim",),
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
+    # `engine.attention` is none of them: it knows the sizes of torch's kernels, as `engine.work` does, and no model.
+    # Nor is `models.carried`, by which a folder is accounted for: each of its tensors is loaded, carried or refused.
     "converters": (
-        "megatrain.engine.attention",
-        "megatrain.engine.documents",
-        "megatrain.engine.tiled",
-        "megatrain.models.adapters",
-        "megatrain.models.carried",
-        "megatrain.models.experts",
+        "megatrain.converters",
         "megatrain.models.in_place",
-        "megatrain.models.liger",
         "megatrain.models.packed",
-        "megatrain.models.packed_rows",
         "megatrain.models.quantized",
     ),
     "data": ("megatrain.data",),

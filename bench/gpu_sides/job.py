@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu_sides.cases import Part, merged, write_shape
-from megatrain.models.graph import build_graph
+from megatrain.converters.spec import build_graph
 from megatrain.optim.threads import default_num_threads
 
 SEED = 42

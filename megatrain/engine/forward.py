@@ -31,7 +31,6 @@ from torch import Tensor
 from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
-from megatrain.engine.documents import attention_by_documents
 from megatrain.engine.head import (
     ChunkedHead,
     HeadPlan,
@@ -152,9 +151,7 @@ class LayerRunner:
             must stay unchanged and in place from forward to backward.
         compiler: Of layers; None: they run eagerly.
         activity: Progress within the step, for status.
-        by_documents: Compute attention document by document where a model's mask allows it (`documents.py`); not done
-            in compiled layers.
-        on_dense_mask: Called with what needs it when a mask of [S, S] is made all the same.
+        context: Makes the context that forward and backward of a pass run in; None: that of the graph's converters.
 
     Attributes:
         bounds: Every unit's module with slots for its weights, by index.
@@ -179,8 +176,7 @@ class LayerRunner:
         saved_attention: Container[int] = (),
         compiler: LayerCompiler | None = None,
         activity: Activity | None = None,
-        by_documents: bool = True,
-        on_dense_mask: Callable[[str], None] = lambda where: None,
+        context: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
@@ -228,7 +224,7 @@ class LayerRunner:
             kept,
             saved_attention,
             self._activity,
-            partial(attention_by_documents, on_dense_mask, enabled=by_documents and compiler is None),
+            context or partial(graph.computing, is_compiled=compiler is not None),
         )
 
     def _make_stand_in(self) -> PartWeight | None:
@@ -676,7 +672,7 @@ class Trunk:
         kept: Visits whose graphs are kept for the backward.
         saved_attention: Visits that save attention's results for their recompute.
         activity: Progress within the step, for status.
-        attention: Makes the context that forward and backward run in: how attention is computed.
+        context: Makes the context that forward and backward run in.
 
     Attributes:
         visits: Those of the running pass.
@@ -695,10 +691,10 @@ class Trunk:
         kept: Container[int] = (),
         saved_attention: Container[int] = (),
         activity: Activity | None = None,
-        attention: Callable[[], AbstractContextManager[None]] = nullcontext,
+        context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._activity = activity or Activity()
-        self._attention = attention
+        self._context = context
         self._mirror = mirror
         self._graph, self._access, self._bounds = graph, access, bounds
         self._random, self._device = random, device
@@ -714,7 +710,7 @@ class Trunk:
             for bound in self._bounds:
                 stack.enter_context(bound.with_placeholders())
             stack.enter_context(self._stubbed())
-            stack.enter_context(self._attention())
+            stack.enter_context(self._context())
             yield
 
     def run(
@@ -769,10 +765,10 @@ class Trunk:
     def _next_visit(
         self, forwards: Sequence[SuspendedForward], anchor: Tensor
     ) -> tuple[UnitVisit, list[SuspendedForward]]:
-        """Return the next visit, and the forwards that wait at it: all of them, unless only images reach the unit."""
+        """Return the next visit, and the forwards that wait at it: all of them, unless some may leave the unit out."""
         number = len(self.visits)
         units = self._graph.units
-        waiting = self._at_image_unit(number, forwards)
+        waiting = self._at_optional_unit(number, forwards)
         if waiting is not None:
             unit, present = waiting
             absent = [forward.micro_batch for forward in forwards if forward not in present]
@@ -793,21 +789,21 @@ class Trunk:
                 raise VisitOrderError(f"visit {number} is {units[index].name}, planned was {planned}")
         return self._visit(number, index, anchor, ()), list(forwards)
 
-    def _at_image_unit(
+    def _at_optional_unit(
         self, number: int, forwards: Sequence[SuspendedForward]
     ) -> tuple[int, list[SuspendedForward]] | None:
-        """Return the unit of a visit that only images reach, with the forwards that wait at it; None: it is no such.
+        """Return the unit of a visit that forwards may leave out, with those that wait at it; None: it is no such.
 
         A planned visit takes place for none as well, so that what moves in a step does not depend on the data.
         """
-        image_units = self._graph.image_units
+        optional = self._graph.optional_units
         unit: int | None = None
         if self._trace is None:
             reached = (forward.call.unit_index for forward in forwards if forward.call is not None)
-            unit = next((index for index in reached if index in image_units), None)
+            unit = next((index for index in reached if index in optional), None)
         elif number < len(self._trace.visits):
             unit = self._trace.visits[number].unit
-        if unit is None or unit not in image_units:
+        if unit is None or unit not in optional:
             return None
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 

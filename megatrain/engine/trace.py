@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
@@ -33,9 +33,7 @@ from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
-from megatrain.models.carried import reads_more_than_text
-from megatrain.models.experts import ExpertsPart
-from megatrain.models.skeleton import rows_are_documents
+from megatrain.models.skeleton import reads_more_than_text, rows_are_documents
 from tiered.units import round_up
 
 if TYPE_CHECKING:
@@ -45,6 +43,7 @@ if TYPE_CHECKING:
 
     from megatrain.engine.objective import Objective
     from megatrain.engine.visit import BoundUnit
+    from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
 
 __all__ = [
@@ -79,7 +78,7 @@ def trace_visits(
     head_columns: int | None = None,
     objective: Objective | None = None,
     padded: bool = True,
-    by_documents: bool = True,
+    is_compiled: bool = False,
     example: Mapping[str, Tensor] | None = None,
     top_k: int | None = None,
 ) -> VisitTrace:
@@ -95,7 +94,8 @@ def trace_visits(
         head_columns: As for the runner.
         objective: As for the runner.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
-        by_documents: As for the runner; the memory of rows of several documents is that of rows of one then.
+        is_compiled: Whether layers are compiled, as `ModelGraph.computing` is told. If not, the memory of rows of
+            several documents may be that of rows of one.
         example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
             and sizes of images, is known to the trace. None: all is text.
         top_k: Trace a forward alone that scores so many likeliest words of each token. None: forward and backward.
@@ -109,7 +109,7 @@ def trace_visits(
     num_tokens = batch_size * seq_len
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
-        tracer = _Tracer(graph, compute_dtype, device, head_rows, head_columns, objective, by_documents)
+        tracer = _Tracer(graph, compute_dtype, device, head_rows, head_columns, objective, is_compiled)
         with fake, tracer.counts:
             with tracer.counts.paused():
                 ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
@@ -307,7 +307,7 @@ class _Tracer:
         head_rows: int | None,
         head_columns: int | None,
         objective: Objective | None,
-        by_documents: bool,
+        is_compiled: bool,
     ) -> None:
         self.counts = CountingMode()
         self._dense_masks: dict[str, None] = {}  # in the order in which they are met
@@ -315,9 +315,9 @@ class _Tracer:
         self._graph, self._dtype, self._device = graph, dtype, device
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
-        self._counted: dict[Any, int] = {}  # kind of experts -> the visit that is counted
-        self._alike: dict[int, int] = {}  # visit of experts -> that one
-        self._misses: dict[int, float] = {}  # visit of experts -> chance that a token goes to none of them
+        self._counted: dict[Any, int] = {}  # kind of part -> the visit that is counted
+        self._alike: dict[int, int] = {}  # visit of a part -> that one
+        self._misses: dict[int, float] = {}  # visit of a part -> chance that a token is not routed to it
         self._reused: dict[int, dict[int, tuple[int, int]]] = {}
         self._units: list[int] = []
         self._with_backward: set[int] = set()
@@ -336,19 +336,18 @@ class _Tracer:
             head_columns=head_columns,
             objective=objective,
             random_enabled=False,
-            by_documents=by_documents,
-            on_dense_mask=lambda what: self._dense_masks.setdefault(what),
+            context=partial(graph.computing, self._dense_masks.setdefault, is_compiled=is_compiled),
         )
         for bound in self.runner.bounds:
-            if isinstance(bound.unit.module, ExpertsPart):
-                bound.forward = self._once(bound.unit.module, bound.forward)
+            if bound.unit.part is not None:
+                bound.forward = self._once(bound.unit.part, bound.forward)
             bound.forward = self._measured(self._guessing(bound))
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
-        raise AssertionError("which experts are chosen is not known in a trace")
+        raise AssertionError("where tokens are routed to is not known in a trace")
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        raise AssertionError("which experts are chosen is not known in a trace")
+        raise AssertionError("where tokens are routed to is not known in a trace")
 
     def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
         self.close()
@@ -442,14 +441,14 @@ class _Tracer:
     def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
         """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
         uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
-        with nullcontext() if bound.unit.is_layer or isinstance(bound.unit.module, ExpertsPart) else uses:
+        with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
             yield
         found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
         visit = self._phases[-1].visit
         self._looked_up[visit] = self._looked_up.get(visit, found) & found
 
-    def _once(self, part: ExpertsPart, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the forward of some experts, of which one among all that are alike runs and is counted.
+    def _once(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a part, of which one among all that are alike runs and is counted.
 
         A large model has a thousand such visits.
         """
@@ -457,12 +456,10 @@ class _Tracer:
         def once(*args: Tensor) -> Tensor:
             visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
             self._alike[visit] = self._counted.setdefault(kind, visit)
-            self._misses[visit] = part.chance_of_no_token(args[1].shape[-1])
+            self._misses[visit] = part.chance_of_no_token(args)
             if self._alike[visit] == visit:
                 return cast("Tensor", forward(*args))
-            # The weights' gradients are in the counts of the other visit.
-            weights = () if any(tensor.requires_grad for tensor in args) else tuple(part.parameters())
-            return cast("Tensor", _Uncounted.apply(*args, *weights))  # type: ignore[no-untyped-call]
+            return part.uncomputed(args)  # the gradients of its weights are in the counts of the other visit
 
         return once
 
@@ -526,7 +523,7 @@ class _Tracer:
             has_backward = number in self._with_backward
             held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
-            # Some of a layer's experts were counted with all tokens, which bounds the memory.
+            # A part was counted with all tokens, which bounds the memory.
             share = self._graph.units[unit].share
             work = (NO_WORK, NO_WORK) if is_head else (forward.work.of_share(share), backward.work.of_share(share))
             graph_nbytes = self._graph_nbytes.get(counted, 0)
@@ -595,20 +592,6 @@ class _GenerationTracer(_Tracer):
         with self.counts.paused():
             room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
         yield room
-
-
-class _Uncounted(torch.autograd.Function):
-    """What some experts take and give: a sum in fp32, and gradients of all that need one."""
-
-    @staticmethod
-    def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
-        ctx.save_for_backward(stream, *others)
-        return torch.empty_like(stream, dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
 
 
 class _Uses(TorchFunctionMode):

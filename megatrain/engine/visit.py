@@ -39,7 +39,6 @@ from megatrain.engine.weight_gradients import (
     looked_up,
     weight_leaf,
 )
-from megatrain.models.experts import ExpertsPart
 
 if TYPE_CHECKING:
     from torch import nn
@@ -613,22 +612,22 @@ class BoundUnit:
         return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
 
     def note_idle(self, calls: Sequence[UnitCall], visit: int, access: RoutedAccess) -> bool:
-        """Return whether the unit is of experts to which no token goes; at the first of a layer's, tell of all others.
+        """Return whether no token was routed to the unit; at the first part of a module, tell of all others.
 
         Args:
-            calls: of all micro-batches.
-            visit: ordinal of this visit; those of the layer's other experts follow it.
-            access: is told.
+            calls: The calls of all micro-batches.
+            visit: Ordinal of this visit; those of the module's other parts follow it.
+            access: Is told which visits are idle.
         """
-        module = self.unit.module
-        if not isinstance(module, ExpertsPart) or not calls:
+        own = self.unit.part
+        if own is None or not calls:
             return False
-        chosen = [call.args[1] for call in calls]
-        if module.siblings[0] is module and module.is_known(chosen):
-            visits = range(visit, visit + len(module.siblings))
-            parts = zip(visits, module.siblings, strict=True)
-            access.note_idle(visits, {number for number, part in parts if part.is_idle(chosen)})
-        return module.is_idle(chosen)
+        if own.siblings[0] is own and all(own.is_routed(call.args) for call in calls):
+            visits = range(visit, visit + len(own.siblings))
+            parts = zip(visits, own.siblings, strict=True)
+            idle = {number for number, part in parts if all(part.is_idle(call.args) for call in calls)}
+            access.note_idle(visits, idle)
+        return all(own.is_idle(call.args) for call in calls)
 
     def zeros(self) -> dict[str, Tensor]:
         """Return what is bound in place of weights that nothing is multiplied with: zeros, in the memory of one."""

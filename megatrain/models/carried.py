@@ -1,16 +1,17 @@
 """Carried tensors: those of a model's folder that are not trained, but copied into an export as they are.
 
-A model that reads images has a vision tower that text never reaches. Its weights are not loaded: they take no memory,
-stay in the folder, and an export copies them from there. (Messages and checkpoints say that they are "kept as is".)
+They take no memory and stay in the folder, and an export copies them from there: buffers, what transformers ignores,
+and the modules that a converter takes out of the skeleton, as a vision tower that text never reaches. So every tensor
+of a folder is loaded, carried or refused. (Messages and checkpoints say that they are "kept as is".)
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import xxhash
@@ -28,17 +29,10 @@ __all__ = [
     "CARRIED_COUNT",
     "CarriedModules",
     "CarriedTensors",
-    "detach_non_text_modules",
-    "Images",
+    "TensorPlace",
     "carried_modules",
-    "freeze_beyond_text",
-    "modules_beyond_text",
-    "reads_more_than_text",
-    "text_modules",
+    "carry",
 ]
-
-#: What becomes of what reads images: carried as it is, streamed but not trained, or trained with the rest.
-Images = Literal["off", "frozen", "trained"]
 
 #: Keys of ``CarriedTensors.record``.
 CARRIED_COUNT, CARRIED_CHECKSUM = "num_kept_tensors", "kept_xxh3_64"
@@ -67,8 +61,13 @@ class _CarriedWeight(Tensor):
 
 
 @dataclass(frozen=True, slots=True)
-class _Registration:
-    """Where a carried parameter or buffer was registered."""
+class TensorPlace:
+    """Where a carried parameter or buffer was registered.
+
+    Attributes:
+        name: In the model.
+        value: On the meta device.
+    """
 
     name: str
     module: nn.Module
@@ -83,7 +82,7 @@ class _Registration:
 
 @dataclass(frozen=True)
 class CarriedModules:
-    """The modules of a skeleton that text never reaches.
+    """The modules that were taken out of a skeleton.
 
     Attributes:
         paths: The outermost of them, and owners of single parameters.
@@ -92,149 +91,48 @@ class CarriedModules:
 
     paths: tuple[str, ...]
     names: frozenset[str]
-    _slots: tuple[_Registration, ...] = field(repr=False)
+    _places: tuple[TensorPlace, ...] = field(repr=False)
 
     @contextmanager
     def registered(self) -> Iterator[None]:
         """Register these parameters and buffers (on the meta device) again, so that the model lists their names."""
-        for slot in self._slots:
-            slot.registry[slot.leaf] = slot.value
+        for place in self._places:
+            place.registry[place.leaf] = place.value
         try:
             yield
         finally:
-            for slot in self._slots:
-                del slot.registry[slot.leaf]
-
-
-def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
-    """Return whether a model, or a class of models, takes images or sounds as well."""
-    modalities = model.input_modalities
-    return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
+            for place in self._places:
+                del place.registry[place.leaf]
 
 
 def carried_modules(model: PreTrainedModel) -> CarriedModules | None:
-    """Return what `detach_non_text_modules` took out of the model; None: nothing."""
+    """Return what `carry` took out of the model; None: nothing."""
     found: CarriedModules | None = getattr(model, _ATTRIBUTE, None)
     return found
 
 
-def detach_non_text_modules(model: PreTrainedModel) -> None:
-    """Take the parameters and buffers out of a skeleton that only other inputs than text use.
-
-    The language model is what transformers calls the decoder, with the embedding and the head. All else that owns
-    parameters is carried; its placeholders refuse to be computed with, so a wrong guess here fails instead of training.
-
-    Raises:
-        UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and something else.
-    """
-    if model.config.get_text_config() is model.config:
-        return
-    text = _language_model(model)
-    inside = {id(module) for part in text for module in part.modules()}
-    shared = {id(parameter) for part in text for parameter in part.parameters()}
-    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
-    persistent = set(model.state_dict(keep_vars=True))
-    paths: list[str] = []
-    names: list[str] = []
-    slots: dict[tuple[int, str], _Registration] = {}  # a module may be there under several names
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) in inside:
-            continue
-        is_first = id(module) in above or not any(path.startswith(f"{other}.") for other in paths)
-        own = [(leaf, p, True) for leaf, p in module._parameters.items() if p is not None]
-        own += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None and id(module) not in above]
-        if is_first and (own or (id(module) not in above and next(module.parameters(), None) is not None)):
-            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in own] if id(module) in above else [path]
-        for leaf, value, is_parameter in own:
-            name = f"{path}.{leaf}".lstrip(".")
-            if id(value) in shared:
-                raise UnsupportedModelError(
-                    type(model).__name__, f"it shares {name} with its language model, so it cannot be kept as it is"
-                )
-            if name in persistent:
-                names.append(name)
-            slot = _Registration(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
-            slots.setdefault((id(module), leaf), slot)
-    for slot in slots.values():
-        _stand_in(model, slot)
-    if slots:
-        carried = CarriedModules(tuple(paths), frozenset(names), tuple(slots.values()))
-        cast("Any", model).__dict__[_ATTRIBUTE] = carried
-
-
-def freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
-    """Freeze what of an image-text model is not trained: all but the language model, or, where images are, sounds.
+def carry(model: PreTrainedModel, paths: Sequence[str], names: Iterable[str], places: Sequence[TensorPlace]) -> None:
+    """Take tensors out of a skeleton: nothing that walks over it finds them, and its code cannot compute with them.
 
     Args:
-        model: A skeleton with all of its modules.
-        images: "frozen" or "trained".
-
-    Raises:
-        UnsupportedModelError: the model has no decoder, or does not read images.
+        paths: The outermost modules of them, and names of single parameters.
+        names: Those that the model's files have.
+        places: All of them, each once.
     """
-    modalities = model.input_modalities
-    if "image" not in ((modalities,) if isinstance(modalities, str) else modalities):
-        raise UnsupportedModelError(
-            type(model).__name__,
-            f'it does not read images, and the config says model.images = "{images}". Leave that out, or take an '
-            "image-text model",
-        )
-    text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
-    sounds = {id(p) for module in _sound_modules(model) for p in module.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) in sounds or (images == "frozen" and id(parameter) not in text):
-            parameter.requires_grad_(False)
+    for place in places:
+        _stand_in(model, place)
+    carried = CarriedModules(tuple(paths), frozenset(names), tuple(places))
+    cast("Any", model).__dict__[_ATTRIBUTE] = carried
 
 
-def text_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """Return all modules of a model's language model, with the embedding and the head."""
-    return [module for part in _language_model(model) for module in part.modules()]
-
-
-def modules_beyond_text(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
-    """Return paths of the outermost modules with weights that are no part of a model's language model.
-
-    Args:
-        sounds: those that read sounds, too.
-    """
-    inside = {id(module) for module in text_modules(model)}
-    left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
-    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
-    paths: list[str] = []
-    for path, module in model.named_modules():
-        is_outermost = id(module) not in above and not any(path.startswith(f"{other}.") for other in paths)
-        if is_outermost and id(module) not in left_out and next(module.parameters(), None) is not None:
-            paths.append(path)
-    return paths
-
-
-def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
-    encoder = model.get_encoder("audio")
-    if encoder not in (None, model, model.base_model):
-        yield encoder
-
-
-def _language_model(model: PreTrainedModel) -> list[nn.Module]:
-    try:
-        decoder = model.get_decoder()
-        parts = [decoder, model.get_input_embeddings(), model.get_output_embeddings()]
-    except (AttributeError, NotImplementedError):  # some classes have no text of their own
-        decoder = None
-    if decoder in (None, model, model.base_model):
-        raise UnsupportedModelError(
-            type(model).__name__, "transformers does not tell its language model from the rest. Take a text model"
-        )
-    return [part for part in parts if isinstance(part, nn.Module)]
-
-
-def _stand_in(model: PreTrainedModel, slot: _Registration) -> None:
-    """Put a plain attribute in the place of a registered tensor: nothing that walks over the model finds it."""
-    del slot.registry[slot.leaf]
-    standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(slot.value, device="meta"))
+def _stand_in(model: PreTrainedModel, place: TensorPlace) -> None:
+    """Put a plain attribute in the place of a registered tensor."""
+    del place.registry[place.leaf]
+    standing_in = Tensor._make_subclass(_CarriedWeight, torch.empty_like(place.value, device="meta"))
     assert isinstance(standing_in, _CarriedWeight)
-    standing_in.carried_name, standing_in.carried_model = slot.name, type(model).__name__
+    standing_in.carried_name, standing_in.carried_model = place.name, type(model).__name__
     cast("Any", standing_in)._is_hf_initialized = True  # transformers' rules are to leave it alone
-    slot.module.__dict__[slot.leaf] = standing_in
+    place.module.__dict__[place.leaf] = standing_in
 
 
 @dataclass(frozen=True)

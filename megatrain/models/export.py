@@ -8,32 +8,29 @@ conversion, where it does more than stack, join, cut and turn them.
 from __future__ import annotations
 
 import copy
-import functools
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 from torch import Tensor
 
-from megatrain.base.layout import entries_within
-from megatrain.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, FILE_PREFIX
 from megatrain.models.checkpoint_names import Conversion, plan_export, tied_groups
 from megatrain.models.folder import (
+    ADAPTER_CONFIG,
     INDEX_FILE,
     PIECE_BYTES,
     SINGLE_FILE,
     ModelFolder,
     ModelFolderError,
-    TensorFile,
     Tensors,
     dtype_name,
     read_config_json,
@@ -50,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from megatrain.base.layout import TensorEntry, UnitLayout
-    from megatrain.models.adapters import Adapters
+    from megatrain.models.converter import ConvertedGraph, ReadMaster, WeightSource
     from megatrain.models.load import Origin
     from megatrain.models.table import ExportConfig
 
@@ -58,18 +55,18 @@ __all__ = [
     "RECORD_FILE",
     "DamagedShardError",
     "ExportError",
-    "ExportedGraph",
-    "ReadMaster",
+    "ExportTargetError",
     "ShardPlan",
     "ShardWriter",
-    "WeightSource",
-    "check_merge",
     "check_target",
-    "export_adapter",
+    "copy_tokenizer",
     "export_model",
     "export_dtype",
     "exported_step",
+    "finished_folder",
+    "plan_file",
     "plan_shards",
+    "write_record",
 ]
 
 
@@ -111,12 +108,13 @@ def plan_shards(tensors: Mapping[str, Tensor], max_shard_nbytes: int) -> list[Sh
         groups[-1].append(name)
         filled += tensor.nbytes
     if len(groups) == 1:
-        return [_plan_file(SINGLE_FILE, groups[0], tensors)]
+        return [plan_file(SINGLE_FILE, groups[0], tensors)]
     names = [f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    return [_plan_file(name, group, tensors) for name, group in zip(names, groups, strict=True)]
+    return [plan_file(name, group, tensors) for name, group in zip(names, groups, strict=True)]
 
 
-def _plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
+def plan_file(file_name: str, names: list[str], tensors: Mapping[str, Tensor]) -> ShardPlan:
+    """Return the layout of one file, given the names in it and all tensors, on meta."""
     # Wide numbers first: then every tensor is aligned to its own element, whatever the mix of dtypes.
     ordered = sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -261,14 +259,8 @@ _OTHER_FILES = (
     "NOTICE*",
 )
 
-ReadMaster = Callable[[int, int], Tensor]
-"""Returns elements of a layout's block from the first number to the second: 1-D fp32, valid until the next call."""
-
 OnBytes = Callable[[int, int], None]
 """Told the bytes that are done, and how many there are."""
-
-WeightSource = Callable[["UnitLayout"], AbstractContextManager[ReadMaster]]
-"""Gives the fp32 master weights of one layout for as long as the context is open."""
 
 
 class ExportError(Exception):
@@ -279,21 +271,8 @@ class ExportTargetError(ExportError):
     """The target folder holds files that this program did not write."""
 
 
-class ExportedGraph(Protocol):
-    """What the export needs to know of a model graph."""
-
-    @property
-    def model(self) -> PreTrainedModel: ...
-
-    @property
-    def layouts(self) -> Mapping[str, UnitLayout]: ...
-
-    @property
-    def adapters(self) -> Adapters | None: ...
-
-
 def export_model(
-    graph: ExportedGraph,
+    graph: ConvertedGraph,
     source: WeightSource,
     out_dir: Path | str,
     *,
@@ -306,7 +285,7 @@ def export_model(
     carried_checksum: str | None = None,
     on_bytes: OnBytes = lambda done, total: None,
 ) -> Path:
-    """Write the model as a Hugging Face folder that ``from_pretrained`` opens; adapters are merged into its weights.
+    """Write the model as a Hugging Face folder that ``from_pretrained`` opens, its weights as the converters have them.
 
     With an ``origin`` it has all tensors of that folder under their names, its config and its class: what is trained in
     ``dtype``, the rest byte by byte as it is there.
@@ -335,10 +314,8 @@ def export_model(
     """
     out = Path(out_dir).absolute()
     check_target(out)
-    if graph.adapters is not None:
-        check_merge(graph)
-        source = _merging(graph, graph.adapters, source)
-    with nullcontext() if graph.adapters is None else graph.adapters.detached():
+    source = graph.exported(source)
+    with graph.plain_model():
         return _export_model(
             graph,
             source,
@@ -355,7 +332,7 @@ def export_model(
 
 
 def _export_model(
-    graph: ExportedGraph,
+    graph: ConvertedGraph,
     source: WeightSource,
     out: Path,
     dtype: torch.dtype,
@@ -378,149 +355,43 @@ def _export_model(
         records = [origin.folder.records[name] for name in origin.carried.names]
         tensors.update((r.name, torch.empty(r.shape, dtype=r.dtype, device="meta")) for r in records)
     shards = plan_shards(tensors, max_shard_nbytes)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(out, sum(shard.nbytes for shard in shards))
-    partial = _fresh_sibling(out, "partial")
-    try:
-        writer = ShardWriter(partial, shards, tensors, on_bytes)
+    with finished_folder(out, shards) as folder:
+        writer = ShardWriter(folder, shards, tensors, on_bytes)
         layouts = list(graph.layouts.values())
         for numbers, group in groupby(steps, key=lambda step: needed[id(step)]):
             _write_group([layouts[number] for number in numbers], list(group), source, writer, model, inputs)
         if origin is not None:
             _copy_carried(origin, writer, carried_checksum)
-        _write_config(partial, model, dtype, origin)
+        _write_config(folder, model, dtype, origin)
         folders = [origin.folder.path] if origin is not None else []
-        _write_companions(partial, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
+        _write_companions(folder, model, tokenizer, folders + ([] if copy_from is None else [Path(copy_from)]))
         writer.finish()
         writer.verify()
-        _write_record(partial, dtype, writer.checksums, record or {})
-        _put_in_place(partial, out)
-    except (OSError, DamagedShardError) as error:
-        raise ExportError(f"{out} was not written: {error}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already if all went well
+        write_record(folder, dtype, writer.checksums, record or {})
     return out
 
 
-def export_adapter(
-    graph: ExportedGraph,
-    source: WeightSource,
-    out_dir: Path | str,
-    *,
-    base_model: str,
-    dtype: torch.dtype = torch.bfloat16,
-    copy_from: Path | str | None = None,
-    record: Mapping[str, int] | None = None,
-) -> Path:
-    """Write the adapters of a graph as a folder that peft opens, with the tokenizer's files beside them.
+@contextmanager
+def finished_folder(out: Path, shards: Sequence[ShardPlan]) -> Iterator[Path]:
+    """Yield a hidden folder to write into, which gets the name of the export where nothing failed.
 
     Args:
-        graph: has adapters.
-        source: gives the master weights of one layout at a time.
-        out_dir: as in `export_model`.
-        base_model: folder or hub name of the model that the adapters belong to, for ``adapter_config.json``.
-        dtype: of the adapters.
-        copy_from: the folder of the tokenizer.
-        record: more keys for ``export.json``.
-
-    Returns:
-        The absolute path of the finished folder.
+        out: Where the export goes, `check_target` having passed.
+        shards: The files of its weights, for the room on the drive.
 
     Raises:
-        ExportError: as `export_model`.
+        ExportError: the drive has too little room, or writing or checking failed; what was at ``out`` is untouched.
     """
-    adapters = graph.adapters
-    assert adapters is not None
-    out = Path(out_dir).absolute()
-    check_target(out)
-    layouts = [layout for layout in graph.layouts.values() if layout.trainable]
-    shapes = {entry.name: entry.shape for layout in layouts for entry in layout.entries}
-    tensors = {f"{FILE_PREFIX}{name}": torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    shards = [_plan_file(ADAPTER_WEIGHTS, list(tensors), tensors)]
     out.parent.mkdir(parents=True, exist_ok=True)
-    _check_room(out, shards[0].nbytes)
-    partial = _fresh_sibling(out, "partial")
+    _check_room(out, sum(shard.nbytes for shard in shards))
+    folder = _fresh_sibling(out, "partial")
     try:
-        writer = ShardWriter(partial, shards, tensors)
-        for layout in layouts:
-            with source(layout) as read:
-                for entry in layout.entries:
-                    writer.write(f"{FILE_PREFIX}{entry.name}", functools.partial(_moved, read, entry.offset))
-        settings = json.dumps(adapters.settings(base_model), indent=2, sort_keys=True)
-        (partial / ADAPTER_CONFIG).write_text(settings + "\n", encoding="utf-8")
-        _copy_files([] if copy_from is None else [Path(copy_from)], _TOKENIZER_FILES, partial)
-        writer.finish()
-        writer.verify(TensorFile(partial / ADAPTER_WEIGHTS))
-        _write_record(partial, dtype, writer.checksums, record or {})
-        _put_in_place(partial, out)
+        yield folder
+        _put_in_place(folder, out)
     except (OSError, DamagedShardError) as error:
         raise ExportError(f"{out} was not written: {error}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return out
-
-
-def _moved(read: ReadMaster, offset: int, start: int, stop: int) -> Tensor:
-    return read(offset + start, offset + stop)
-
-
-def check_merge(graph: ExportedGraph) -> None:
-    """Refuse adapters that cannot be merged into the model's weights. Writes nothing.
-
-    Raises:
-        ExportTargetError: a module with an adapter shares its weight with another module.
-    """
-    adapters = graph.adapters
-    if adapters is None:
-        return
-    with adapters.detached():
-        shared = {name: names for names in tied_groups(graph.model) for name in names}
-    for weight in adapters.weights:
-        others = [name for name in shared.get(weight, ()) if name != weight]
-        if others:
-            raise ExportTargetError(
-                f"the adapter of {weight} cannot be merged: {others[0]} is the same tensor, and would change with it. "
-                "Export the adapter alone (export.merge = false), or leave that module out"
-            )
-
-
-def _merging(graph: ExportedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
-    """Return a source of weights with the adapters added; it needs the RAM of one weight more."""
-    layout_of = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
-    entry_of = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
-
-    @contextmanager
-    def merged(layout: UnitLayout) -> Iterator[ReadMaster]:
-        adapted = {entry.name: adapters.of_weight(entry.name) for entry in layout.entries}
-        others = {layout_of[name].name: layout_of[name] for names in adapted.values() for name in names}
-        with ExitStack() as stack:
-            read = stack.enter_context(source(layout))
-            readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
-            last: dict[str, Tensor] = {}  # one weight at a time
-
-            def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
-                return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
-
-            def weight(entry: TensorEntry) -> Tensor:
-                if entry.name not in last:
-                    last.clear()
-                    tensors = {
-                        name: whole(entry_of[name], readers[layout_of[name].name]) for name in adapted[entry.name]
-                    }
-                    last[entry.name] = adapters.merged(entry.name, whole(entry, read), tensors).view(-1)
-                return last[entry.name]
-
-            def read_merged(start: int, stop: int) -> Tensor:
-                out = read(start, stop)
-                for entry, first, end in entries_within(layout, start, stop):
-                    if adapted[entry.name]:
-                        out = out.clone()  # it may be the block itself
-                        out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
-                return out
-
-            yield read_merged
-
-    return merged
+        shutil.rmtree(folder, ignore_errors=True)  # gone already if all went well
 
 
 def _plan(
@@ -550,7 +421,7 @@ def _plan(
     return plan_export(model, inputs, None if origin is None else origin.plan), inputs
 
 
-def _layouts_by_name(graph: ExportedGraph) -> dict[str, list[str]]:
+def _layouts_by_name(graph: ConvertedGraph) -> dict[str, list[str]]:
     """Return parameter name -> layouts that have it or its parts, for every name that a parameter has."""
     found: dict[str, list[str]] = {}
     for layout in graph.layouts.values():
@@ -704,10 +575,15 @@ def _write_companions(
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
     else:
-        _copy_files(copy_from[-1:], _TOKENIZER_FILES, folder)
+        copy_tokenizer(copy_from[-1:], folder)
     _copy_files(copy_from[:1], _OTHER_FILES, folder)
     if not (folder / "generation_config.json").exists() and model.can_generate():
         model.generation_config.save_pretrained(folder)
+
+
+def copy_tokenizer(sources: list[Path], folder: Path) -> None:
+    """Copy the tokenizer's files of some folders into one; those that are there already stay."""
+    _copy_files(sources, _TOKENIZER_FILES, folder)
 
 
 def _copy_files(sources: list[Path], patterns: Iterable[str], folder: Path) -> None:
@@ -790,7 +666,15 @@ def _fresh_sibling(out: Path, word: str) -> Path:
     return sibling
 
 
-def _write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
+def write_record(folder: Path, dtype: torch.dtype, checksums: Mapping[str, str], more: Mapping[str, int]) -> None:
+    """Write ``export.json``, the last file of an export: by it a later one knows the folder.
+
+    Args:
+        folder: Holds all other files.
+        dtype: What the weights were written in.
+        checksums: xxh3-64 of each tensor's bytes, hexadecimal.
+        more: Keys beside those of every export, as the step.
+    """
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
     record = {
         **more,

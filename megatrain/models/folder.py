@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # what tells a folder of peft's from a model's
 PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
 #: Key of ``RunState.model``: ``ModelFolder.fingerprint`` of weights that no checkpoint holds.
@@ -157,7 +158,7 @@ def _refuse_adapter(folder: Path) -> None:
     if not any(file.name.startswith("adapter_") for file in folder.iterdir()):
         return
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         base = None
     which = f"its base model ({base})" if isinstance(base, str) and base else "its base model"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,94 +15,42 @@ from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.layout import UnitLayout, build_layouts, in_parts
-from megatrain.models.adapters import Adapters, LoraSpec, add_adapters
-from megatrain.models.carried import Images, carried_modules, text_modules
-from megatrain.models.experts import ExpertsPart, around, cut_experts, drop_attention_weights, part_name
+from megatrain.models.carried import carried_modules
 from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from megatrain.models.hub import HubModel
+    from megatrain.models.converter import InnerUnit, LayerPart, ModelConverter, WeightSource
 
 __all__ = [
     "FreezeError",
     "ModelGraph",
-    "ModelSpec",
     "Unit",
     "UnitKind",
     "UnsupportedModelError",
-    "build_graph",
+    "converted_graph",
+    "cut_otherwise",
     "find_layers",
     "find_modules",
-    "cut_otherwise",
+    "graph_of",
 ]
 
 UnitKind = Literal["layer", "resident", "container"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """Which model is trained, and with which kernels.
-
-    Attributes:
-        folder: Hugging Face folder with config.json and safetensors.
-        tokenizer_folder: that of the tokenizer.
-        hub: the model on the hub that the folder is the cache of; None: the folder is the user's.
-        chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
-        attn_implementation: "auto", or a name that transformers knows.
-        freeze: globs of parameter names that stay as they are.
-        from_scratch: start from random weights; only config.json is read.
-        compile_backend: of torch.compile for the layers; None: they are not compiled.
-        use_liger_kernel: norms and gated MLPs by liger-kernel.
-        mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
-        lora: adapters that are trained in place of the model; None: there are none.
-        images: whether rows may have images, and what reads them is trained.
-        is_trained: False: it is only run, with all of it frozen.
-        cuts_experts: fused experts that are larger than a part are several units, of some experts each.
-    """
-
-    folder: str
-    tokenizer_folder: str
-    chat_template: str = "auto"
-    attn_implementation: str = "auto"
-    freeze: tuple[str, ...] = ()
-    from_scratch: bool = False
-    compile_backend: str | None = None
-    use_liger_kernel: bool = False
-    mlp_rows: int = 0
-    hub: HubModel | None = None
-    lora: LoraSpec | None = None
-    images: Images = "off"
-    is_trained: bool = True
-    cuts_experts: bool = False
-
-    @property
-    def name(self) -> str:
-        """The id on the hub, or the folder."""
-        return self.folder if self.hub is None else self.hub.id
-
-    def build(self, dtype: torch.dtype) -> ModelGraph:
-        """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""
-        return build_graph(
-            self.folder,
-            attn_implementation=self.attn_implementation,
-            freeze=self.freeze,
-            dtype=dtype,
-            text_only=self.from_scratch,
-            lora=self.lora,
-            images=self.images,
-            is_trained=self.is_trained,
-            cuts_experts=self.cuts_experts,
-        )
-
-
-def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]]:
+def find_modules(
+    model: PreTrainedModel, is_unit: Callable[[nn.Module], bool] = lambda module: False
+) -> list[tuple[str, nn.Module, UnitKind]]:
     """Return `(path, module, kind)` of every unit in definition order; together they own all parameters.
 
     Layers first decide; what owns parameters outside of them is taken as the outermost module that owns some
     directly: an embedding, a norm, a projection. A module that owns some and also contains layers is a unit of those
     parameters alone.
+
+    Args:
+        model: A skeleton, or a model with weights.
+        is_unit: Tells of a module without parameters of its own whether it is a unit all the same.
 
     Raises:
         UnsupportedModelError: no layers.
@@ -119,7 +67,7 @@ def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]
         if id(module) in layer_ids:
             found.append((path, module, "layer"))
             return
-        if any(parameter is not None for parameter in module._parameters.values()) or _has_adapter(module):
+        if any(parameter is not None for parameter in module._parameters.values()) or is_unit(module):
             if layer_ids.isdisjoint(map(id, module.modules())):
                 found.append((path, module, "resident"))
                 return
@@ -129,11 +77,6 @@ def find_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module, UnitKind]
 
     visit("", model)
     return found
-
-
-def _has_adapter(module: nn.Module) -> bool:
-    """Return whether a module is a layer of peft's around one of the model's: its parameters are used together."""
-    return isinstance(module._modules.get("base_layer"), nn.Module)
 
 
 def find_layers(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -214,8 +157,8 @@ class Unit:
             tied parameter appears in every unit that uses it, with the same owner.
         is_container: The unit is only the parameters that `module` owns directly, as it contains layers. They are
             visited at the very beginning of a forward.
-        share: The part of its tokens that it is expected to compute with: some of a layer's experts get so many.
         shares_inputs: Its inputs may be those of units before it, in the same layer: they are saved once.
+        part: The part of a larger module that it is, to which some tokens are routed; None: it is a module.
     """
 
     index: int
@@ -225,8 +168,13 @@ class Unit:
     params: tuple[tuple[str, str, str], ...]
     is_container: bool = False
     layer: str = ""
-    share: float = 1.0
     shares_inputs: bool = False
+    part: LayerPart | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of its tokens that it is expected to compute with; 1 unless tokens are routed to it."""
+        return 1.0 if self.part is None else len(self.part.rows) / self.part.num_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -240,8 +188,8 @@ class ModelGraph:
         layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
         owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
         dtype: What the skeleton computes in.
-        adapters: LoRA layers of the skeleton, or None. Names of layouts are those of the model without them.
-        image_units: Indexes of the units that only images reach: a micro-batch without any leaves them out.
+        converters: What changed the skeleton, and changes passes and exports of it.
+        optional_units: Indexes of the units that a micro-batch may leave out, as one without images does.
     """
 
     config: PretrainedConfig
@@ -250,12 +198,24 @@ class ModelGraph:
     layouts: Mapping[str, UnitLayout]
     owner_of: Mapping[str, str]
     dtype: torch.dtype
-    adapters: Adapters | None = None
-    image_units: frozenset[int] = frozenset()
+    converters: tuple[ModelConverter, ...] = ()
+    optional_units: frozenset[int] = frozenset()
 
     def plain_model(self) -> AbstractContextManager[None]:
-        """Return a context in which the model is as in its folder: no adapters in it, and none in its names."""
-        return nullcontext() if self.adapters is None else self.adapters.detached()
+        """Return a context in which modules and names are those of the model's folder."""
+        return _all_of([converter.plain_model() for converter in self.converters])
+
+    def computing(
+        self, on_dense_mask: Callable[[str], None] = lambda what: None, *, is_compiled: bool
+    ) -> AbstractContextManager[None]:
+        """Return the context that forward and backward of a pass run in; see `ModelConverter.computing`."""
+        return _all_of([converter.computing(on_dense_mask, is_compiled=is_compiled) for converter in self.converters])
+
+    def exported(self, source: WeightSource) -> WeightSource:
+        """Return the weights that an export of the whole model writes, given those that the blocks have."""
+        for converter in self.converters:
+            source = converter.exported(self, source)
+        return source
 
     @property
     def num_parameters(self) -> int:
@@ -274,40 +234,44 @@ class ModelGraph:
         return tuple(name for name, _ in self.model.named_buffers() if name in in_checkpoint)
 
 
-def build_graph(
+@contextmanager
+def _all_of(contexts: Sequence[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+def converted_graph(
     config_or_folder: PretrainedConfig | Path | str,
+    converters: Sequence[ModelConverter] = (),
     *,
     attn_implementation: str = "auto",
     freeze: Sequence[str] = (),
     trust_remote_code: bool = False,
     dtype: torch.dtype = torch.float32,
     text_only: bool = False,
-    lora: LoraSpec | None = None,
-    images: Images = "off",
     is_trained: bool = True,
-    cuts_experts: bool = False,
 ) -> ModelGraph:
     """Build a model's skeleton and find its units; no weight is read and no parameter takes memory.
 
     Args:
         config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
+        converters: Change the model, in this order; made for this graph alone.
         attn_implementation: As in transformers; "auto" leaves the choice to it.
         freeze: Globs over full parameter names (any name of a tied one): no gradient, no optimizer state.
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the model computes in; a `LayerRunner` of the graph uses the same.
         text_only: Take the causal language model where the folder is of a class that reads images as well.
-        lora: Adapters, to train or only to run; the model's own weights are frozen then.
-        images: As in `build_skeleton`.
         is_trained: False: it is only run; its own weights are frozen.
-        cuts_experts: As in `ModelSpec`.
 
     Raises:
-        UnsupportedModelError: no language model, no layers, or quantized weights.
+        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
         FreezeError: a pattern matches nothing, or everything is frozen.
-        AdapterError: the model has no place for such adapters.
     """
+    freezes = any(converter.freezes_weights for converter in converters)
     config = resolve_config(
-        config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=lora is not None or not is_trained
+        config_or_folder, trust_remote_code=trust_remote_code, takes_quantized=freezes or not is_trained
     )
     model = build_skeleton(
         resolve_config(config, trust_remote_code=trust_remote_code),
@@ -315,28 +279,19 @@ def build_graph(
         trust_remote_code=trust_remote_code,
         dtype=dtype,
         text_only=text_only,
-        images=images,
+        converters=converters,
     )
-    adapters = None if lora is None else add_adapters(model, lora, images)
-    if not is_trained and adapters is None:  # beside adapters they are frozen as it is, in layouts of their own
+    if not is_trained and not freezes:  # else they are, beside what is trained, which has layouts of its own
         model.requires_grad_(False)
-    return graph_of(
-        model,
-        config,
-        freeze=freeze if is_trained else None,
-        dtype=dtype,
-        adapters=adapters,
-        reads_images=images != "off",
-        cuts_experts=cuts_experts,
-    )
+    return graph_of(model, config, converters, freeze=freeze if is_trained else None, dtype=dtype)
 
 
 def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
     """Return a layer whose experts stored blocks have in parts and the graph has not, or the other way; "": none.
 
     Args:
-        graph: of the model.
-        stored: keys of blocks.
+        graph: The model.
+        stored: Keys of the blocks of a checkpoint.
     """
     names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
     for layer in dict.fromkeys(unit.layer for unit in graph.units if unit.layer):
@@ -363,92 +318,120 @@ def num_learned_positions(graph: ModelGraph) -> int | None:
 def graph_of(
     model: PreTrainedModel,
     config: PretrainedConfig,
+    converters: Sequence[ModelConverter] = (),
     *,
     freeze: Sequence[str] | None,
     dtype: torch.dtype,
-    adapters: Adapters | None = None,
-    reads_images: bool = False,
-    cuts_experts: bool = False,
 ) -> ModelGraph:
     """Find the units and layouts of a skeleton; its parameters' `requires_grad` is set by `freeze`, None: as it is."""
-    names = _names_by_parameter(model)
-    if adapters is not None:
-        names = [(parameter, [adapters.plain_name(name) for name in aliases]) for parameter, aliases in names]
+    names = _names_by_parameter(model, converters)
     if freeze is not None:
         _freeze(model, names, freeze)
-    owner = {id(parameter): aliases[0] for parameter, aliases in names}
-    num_elements = sum(parameter.numel() for parameter, _ in names)
-    units: list[Unit] = []
-    layouts: dict[str, UnitLayout] = {}
-    layout_of: dict[str, str] = {}
-    covered: set[str] = set()
+    units = _Units(names)
 
-    def add(path: str, module: nn.Module, kind: UnitKind, *, of_layer: str = "") -> None:
+    def is_unit(module: nn.Module) -> bool:
+        return any(converter.is_unit(module) for converter in converters)
+
+    for path, module, kind in find_modules(model, is_unit):
+        is_optional = any(converter.is_optional(module) for converter in converters)
+        inner: Sequence[InnerUnit] = ()
+        if kind == "layer" and not is_optional:
+            inner = next((found for converter in converters if (found := converter.cut(model, module))), ())
+        if not inner:
+            units.add(path, module, kind, is_optional=is_optional and kind != "container")
+        for each in inner:
+            if each.part is None:
+                units.add(f"{path}.{each.path}", each.module, "resident", inside=path)
+            else:
+                units.add_part(f"{path}.{each.path}", each.module, each.part, inside=path)
+    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
+    assert len(units.covered) == len(names), (len(units.covered), len(names), type(model).__name__)
+    layouts = {layout.name: layout for layout in in_parts(units.layouts.values())}
+    return ModelGraph(
+        config, model, tuple(units.found), layouts, owner_of, dtype, tuple(converters), frozenset(units.optional)
+    )
+
+
+class _Units:
+    """The units of a model in the order in which they are found, and the layouts of the parameters that they own.
+
+    Args:
+        names: Every parameter with all its names, the owner's name first.
+
+    Attributes:
+        found: The units.
+        layouts: Block groups by name, each of the unit that was found first with its parameters.
+        covered: Owner's names of the parameters that are in a layout.
+        optional: Indexes of the units that a micro-batch may leave out.
+    """
+
+    def __init__(self, names: Sequence[tuple[nn.Parameter, list[str]]]) -> None:
+        self._owner = {id(parameter): aliases[0] for parameter, aliases in names}
+        self._layout_of: dict[str, str] = {}
+        self.found: list[Unit] = []
+        self.layouts: dict[str, UnitLayout] = {}
+        self.covered: set[str] = set()
+        self.optional: set[int] = set()
+
+    def add(self, path: str, module: nn.Module, kind: UnitKind, *, inside: str = "", is_optional: bool = False) -> None:
+        """Add a module of the model.
+
+        Args:
+            path: In the model.
+            module: Runs as one unit.
+            kind: A layer, or what is none.
+            inside: Path of the layer that it is a module of; empty: of none.
+            is_optional: Whether a micro-batch may leave it out.
+        """
         parameters = list(module.named_parameters(recurse=kind != "container", remove_duplicate=False))
         own: dict[str, nn.Parameter] = {}
         for _, parameter in parameters:
-            if owner[id(parameter)] not in layout_of:
-                own[owner[id(parameter)]] = parameter
+            if self._owner[id(parameter)] not in self._layout_of:
+                own[self._owner[id(parameter)]] = parameter
         for layout in build_layouts(path, own):
-            layouts[layout.name] = layout
-            layout_of.update((entry.name, layout.name) for entry in layout.entries)
-        covered.update(own)
-        params = tuple(
-            (local, owner[id(parameter)], layout_of[owner[id(parameter)]]) for local, parameter in parameters
-        )
+            self.layouts[layout.name] = layout
+            self._layout_of.update((entry.name, layout.name) for entry in layout.entries)
+        self.covered.update(own)
+        owned = ((local, self._owner[id(parameter)]) for local, parameter in parameters)
+        params = tuple((local, owner, self._layout_of[owner]) for local, owner in owned)
+        if is_optional:
+            self.optional.add(len(self.found))
         is_layer = kind == "layer"
-        layer = path if is_layer else of_layer
-        unit = Unit(
-            len(units), path, module, is_layer, params, kind == "container", layer, shares_inputs=bool(of_layer)
+        layer = path if is_layer else inside
+        self.found.append(
+            Unit(len(self.found), path, module, is_layer, params, kind == "container", layer, bool(inside))
         )
-        units.append(unit)
 
-    def add_part(path: str, whole: nn.Module, part: ExpertsPart, layer: str) -> None:
-        inside = {name: owner[id(parameter)] for name, parameter in whole.named_parameters(recurse=False)}
-        rows = f"[{part.experts.start}:{part.experts.stop}]"
-        own = {f"{inside[name]}{rows}": parameter for name, parameter in part.named_parameters()}
+    def add_part(self, path: str, module: nn.Module, part: LayerPart, *, inside: str) -> None:
+        """Add some rows of all parameters of a module.
+
+        Args:
+            path: Of the part, which the model has no module at.
+            module: Runs as one unit, with parameters of its own.
+            part: The rows.
+            inside: Path of the layer.
+        """
+        names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}
+        rows = f"[{part.rows.start}:{part.rows.stop}]"
+        own = {f"{names[name]}{rows}": parameter for name, parameter in module.named_parameters()}
         (layout,) = build_layouts(path, own)
         entries = tuple(
-            replace(entry, part_of=name, first=part.experts.start * (entry.numel // len(part.experts)))
-            for entry, name in zip(layout.entries, inside.values(), strict=True)
+            replace(entry, part_of=name, first=part.rows.start * (entry.numel // len(part.rows)))
+            for entry, name in zip(layout.entries, names.values(), strict=True)
         )
-        layouts[path] = replace(layout, entries=entries)
-        layout_of.update((name, path) for name in own)
-        covered.update(inside.values())
-        params = tuple((local, name, path) for local, name in zip(inside, own, strict=True))
-        share = len(part.experts) / part.num_all
-        units.append(Unit(len(units), path, part, False, params, layer=layer, share=share, shares_inputs=True))
-
-    text = {id(module) for module in text_modules(model)} if reads_images else set()
-    for path, module, kind in find_modules(model):
-        may_cut = cuts_experts and kind == "layer" and (not reads_images or id(module) in text)
-        cut = cut_experts(module, num_elements) if may_cut else []
-        if not cut:
-            add(path, module, kind)
-            continue
-        drop_attention_weights(model, module)
-        parts_of = {id(each.module): each.parts for each in cut}
-        for local, child in around(module, [each.module for each in cut]):
-            for number, part in enumerate(parts_of.get(id(child), ())):
-                add_part(part_name(f"{path}.{local}", number), child, part, path)
-            if id(child) not in parts_of:
-                add(f"{path}.{local}", child, "resident", of_layer=path)
-    owner_of = {alias: aliases[0] for _, aliases in names for alias in aliases[1:]}
-    assert len(covered) == len(names), (len(covered), len(names), type(model).__name__)
-    layouts = {layout.name: layout for layout in in_parts(layouts.values())}
-    image_units = frozenset(
-        unit.index
-        for unit in units
-        if reads_images
-        and not unit.is_container
-        and not isinstance(unit.module, ExpertsPart)  # only text's are cut
-        and id(unit.module) not in text
-    )
-    return ModelGraph(config, model, tuple(units), layouts, owner_of, dtype, adapters, image_units)
+        self.layouts[path] = replace(layout, entries=entries)
+        self._layout_of.update((name, path) for name in own)
+        self.covered.update(names.values())
+        params = tuple((local, name, path) for local, name in zip(names, own, strict=True))
+        self.found.append(
+            Unit(len(self.found), path, module, False, params, layer=inside, shares_inputs=True, part=part)
+        )
 
 
-def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list[str]]]:
-    """Return every parameter with all its names, the owner's name first: the first in definition order."""
+def _names_by_parameter(
+    model: PreTrainedModel, converters: Sequence[ModelConverter]
+) -> list[tuple[nn.Parameter, list[str]]]:
+    """Return every parameter with all its plain names, the owner's name first: the first in definition order."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), (parameter, []))[1].append(name)
@@ -457,7 +440,13 @@ def _names_by_parameter(model: PreTrainedModel) -> list[tuple[nn.Parameter, list
         raise UnsupportedModelError(
             type(model).__name__, f"parameters that are not floating-point numbers: {', '.join(integer[:4])}"
         )
-    return list(names.values())
+    return [(parameter, [_plain_name(name, converters) for name in aliases]) for parameter, aliases in names.values()]
+
+
+def _plain_name(name: str, converters: Sequence[ModelConverter]) -> str:
+    for converter in reversed(converters):  # the last one changed it last
+        name = converter.plain_name(name)
+    return name
 
 
 def _freeze(model: PreTrainedModel, names: list[tuple[nn.Parameter, list[str]]], patterns: Sequence[str]) -> None:

@@ -11,16 +11,24 @@ import torch
 from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.models.carried import Images, detach_non_text_modules, freeze_beyond_text, reads_more_than_text
 from megatrain.models.folder import PLAIN_ADVICE
 from megatrain.models.internals import check_internals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["build_skeleton", "dtypes_when_loaded", "resolve_config", "rows_are_documents"]
+    from megatrain.models.converter import ModelConverter
+
+__all__ = [
+    "build_skeleton",
+    "class_beyond_text",
+    "dtypes_when_loaded",
+    "reads_more_than_text",
+    "resolve_config",
+    "rows_are_documents",
+]
 
 
 def resolve_config(
@@ -84,12 +92,11 @@ def build_skeleton(
     trust_remote_code: bool,
     dtype: torch.dtype,
     text_only: bool = False,
-    images: Images = "off",
+    converters: Sequence[ModelConverter] = (),
 ) -> PreTrainedModel:
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
-    It is the causal language model, or the class that `config.json` names if that one takes images or sounds as well:
-    what of it a text never reaches is then kept out of the model (`carried_modules`).
+    It is the causal language model, or the class that `config.json` names if that one takes images or sounds as well.
 
     Args:
         config: Used by the model as it is, and changed by it: give a copy.
@@ -97,7 +104,7 @@ def build_skeleton(
         trust_remote_code: Allow model code that comes with the model.
         dtype: What the parameters and the buffers are declared as; tables that transformers keeps in fp32 stay so.
         text_only: Take the causal language model in any case: nothing can be kept where no folder has weights for it.
-        images: Whether what reads images is in the model, and trained; else it is kept out, as the rest is.
+        converters: Are called with the model: before its buffers are made, and when it is complete.
 
     Raises:
         UnsupportedModelError: transformers has no class for the configuration whose language model can be trained, or a
@@ -111,7 +118,7 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation != "auto":
         options["attn_implementation"] = attn_implementation
-    beyond_text = None if text_only else _class_beyond_text(config)
+    beyond_text = None if text_only else class_beyond_text(config)
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = (
@@ -123,18 +130,23 @@ def build_skeleton(
         raise UnsupportedModelError(_name(config), _why_not_built(error, text_only)) from error
     with torch.device("meta"):
         model.tie_weights()
-    if images != "off":
-        check_internals(with_images=True)
-        freeze_beyond_text(model, images)
-    elif type(model) is beyond_text:
-        detach_non_text_modules(model)
+    for converter in converters:
+        converter.take_out(model)
     _keep_fp32(model, dtype)
     _make_buffers(model)
     model.train()
+    for converter in converters:
+        converter.convert(model)
     return model
 
 
-def _class_beyond_text(config: PretrainedConfig) -> Any:
+def reads_more_than_text(model: PreTrainedModel | type[PreTrainedModel]) -> bool:
+    """Return whether a model, or a class of models, takes images or sounds as well."""
+    modalities = model.input_modalities
+    return (modalities if isinstance(modalities, str) else "".join(modalities)) != "text"
+
+
+def class_beyond_text(config: PretrainedConfig) -> Any:
     """Return the class that transformers has for the configuration besides a causal language model, or None.
 
     Without a part of the configuration for the text alone there is no telling what belongs to the language model.

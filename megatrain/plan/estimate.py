@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program import DURABLE_KINDS
 from megatrain.engine.trace import is_counted
 from megatrain.engine.work import NO_WORK, Work
@@ -128,7 +129,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read when it is used
     folder_bytes = 0 if run.model.from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
-    is_adapter = plan.graph.adapters is not None and not run.export.merge
+    is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
     num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)
     exported = num_exported * export_dtype(run.export, run.dtype).itemsize
 

@@ -25,8 +25,9 @@ from megatrain.models.load import open_loader
 from tiered.units import GiB
 
 if TYPE_CHECKING:
+    from megatrain.converters.spec import ModelSpec
     from megatrain.machine.machine import FileSystem, TierSpecs
-    from megatrain.models.graph import ModelGraph, ModelSpec
+    from megatrain.models.graph import ModelGraph
 
 __all__ = [
     "carried_tensors",

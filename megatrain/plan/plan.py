@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from megatrain.checkpoint.table import CheckpointSpec
+    from megatrain.converters.spec import ModelSpec
     from megatrain.data.dataset import DataSpec
     from megatrain.engine.objective import Objective
     from megatrain.machine.machine import TierSpecs
-    from megatrain.models.graph import ModelSpec
     from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.placement import PlacementSpec

@@ -14,6 +14,10 @@ from torch import nn
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.precision import MASTER_ELEMENTS
+from megatrain.converters.experts import has_experts_to_cut
+from megatrain.converters.liger import check_liger_kernels
+from megatrain.converters.packed_rows import settle_packing
+from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
@@ -29,17 +33,13 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
-from megatrain.engine.tiled import tile_mlps
 from megatrain.engine.trace import trace_visits
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
-from megatrain.models.experts import has_experts_to_cut
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
-from megatrain.models.liger import check_liger_kernels
 from megatrain.models.load import open_loader
 from megatrain.models.packed import decoding_bytes
-from megatrain.models.packed_rows import settle_packing
 from megatrain.optim.average import EMA
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
@@ -537,7 +537,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
             device=run.traced_on,
             objective=run.objective,
             padded=padded,
-            by_documents=run.model.compile_backend is None,
+            is_compiled=run.model.compile_backend is not None,
             example=_example(run),
             top_k=top_k,
         )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.models.graph import ModelGraph, ModelSpec
+    from megatrain.converters.spec import ModelSpec
+    from megatrain.models.graph import ModelGraph
     from megatrain.optim.table import OptimizerConfig
 
 __all__ = ["model_warnings", "schedule_warnings"]

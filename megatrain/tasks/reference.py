@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.converters.adapters import ADAPTER_WEIGHTS
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
 from megatrain.engine.step import EvaluationEngine
-from megatrain.models.adapters import ADAPTER_WEIGHTS
 from megatrain.ranks.group import RankGroup
 from megatrain.tiers import set_schedule
 from tiered import checksum

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from megatrain.plan.planner import workspace_bytes
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model

@@ -10,8 +10,8 @@ import torch
 
 from fakes.gpu_run import deterministic, gpu_config_text
 from fakes.virtual_cuda import VirtualCuda
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
-from megatrain.models.graph import build_graph
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess

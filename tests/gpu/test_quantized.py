@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from fakes.gpu_run import gpu_config_text, no_waits_allowed
-from megatrain.models.adapters import LoraSpec
-from megatrain.models.graph import build_graph
+from megatrain.converters.adapters import LoraSpec
+from megatrain.converters.spec import build_graph
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.load import open_loader
 from oracles.quantize import METHODS, quantized_pair

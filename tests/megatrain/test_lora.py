@@ -20,9 +20,9 @@ from megatrain.base.observer import RunObserver, RunSummary, StepMetrics
 from megatrain.base.precision import high_half
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.converters.adapters import AdapterError, adapters_of
 from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
-from megatrain.models.adapters import AdapterError
 from megatrain.models.export import ExportTargetError
 from megatrain.tasks.chat import ChatSettings
 from megatrain.trainer import Trainer
@@ -211,7 +211,7 @@ def test_training_goes_on_from_an_adapter(model: Path, tmp_path: Path) -> None:
     run = run_config(lora_text(tmp_path / "b", model, again), tmp_path / "b", num_steps=1)
     given = load_file(first / "adapter_model.safetensors")
     assert {name.removeprefix("base_model.model.") for name in given} <= set(run.weights)
-    assert run.plan.graph.adapters is not None and run.plan.graph.adapters.config.use_dora
+    assert (adapters := adapters_of(run.plan.graph)) is not None and adapters.config.use_dora
 
 
 def adapter_of(model: Path, folder: Path) -> Path:

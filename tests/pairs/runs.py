@@ -28,7 +28,7 @@ from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.config import RunConfig, load_config
-from megatrain.models import experts as model_experts
+from megatrain.converters import experts as model_experts
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.ranks.group import RankGroup
 from megatrain.scoring import Scorer

@@ -18,13 +18,13 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
+from megatrain.converters.spec import build_graph
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Distillation, Objective, TeacherRows
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
 from megatrain.machine.machine import LoadedProfile
-from megatrain.models.graph import build_graph
 from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.planner import plan_run, teacher_bytes

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
+from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.export import export_checkpoint
-from megatrain.models.graph import build_graph
 from megatrain.plan.forward import plan_averages
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan

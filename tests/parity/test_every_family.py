@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
-from megatrain.models.graph import build_graph
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess

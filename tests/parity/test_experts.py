@@ -22,13 +22,14 @@ from megatrain.base.layout import views
 from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
+from megatrain.converters import experts
+from megatrain.converters.experts import ExpertsPart
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import plan_head
 from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
-from megatrain.models import experts
-from megatrain.models.experts import ExpertsPart
-from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.graph import ModelGraph
 from megatrain.models.initialize import initialize_tensors
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner, StepLoss
-from megatrain.models.graph import build_graph
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.models.carried import carried_modules, reads_more_than_text
-from megatrain.models.graph import build_graph
+from megatrain.models.carried import carried_modules
+from megatrain.models.skeleton import reads_more_than_text
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.memory_access import MemoryAccess

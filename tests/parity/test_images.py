@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from megatrain.config import load_config
+from megatrain.converters.adapters import LoraSpec
+from megatrain.converters.spec import build_graph
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.images import ImageProcessor
@@ -23,8 +25,6 @@ from megatrain.data.loader import BatchLoader
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.export import export_checkpoint
-from megatrain.models.adapters import LoraSpec
-from megatrain.models.graph import build_graph
 from megatrain.ranks.world import World
 from megatrain.trainer import Trainer
 from oracles.huggingface import assert_same_gradients, train_step
@@ -101,7 +101,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
         for name, buffer in graph.model.named_buffers():
             if name in graph.persistent_buffers():
                 buffer.copy_(buffers[name])
-        tower = {entry.name for unit in graph.image_units for entry in _entries(graph, unit)}
+        tower = {entry.name for unit in graph.optional_units for entry in _entries(graph, unit)}
         assert tower and bool(tower & set(expected.gradients)) == (images == "trained")
         tokenizer = load_tokenizer(str(folder))
         example = ImageProcessor(str(folder), tokenizer, MAX_LENGTH).example(batch_rows)
@@ -229,7 +229,7 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         run.assert_same(runs[0])
     assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
     program, graph = runs[2].plan.program, runs[2].plan.graph
-    saves = {runs[2].plan.trace.visits[visit].unit in graph.image_units for visit in program.saved_attention}
+    saves = {runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.saved_attention}
     assert saves == ({False, True} if images == "trained" else {False})
 
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from megatrain.converters.adapters import LoraSpec, adapters_of
+from megatrain.converters.spec import build_graph
+from megatrain.converters.tiled import tile_mlps
 from megatrain.engine.forward import LayerRunner, StepLoss
-from megatrain.engine.tiled import tile_mlps
-from megatrain.models.adapters import LoraSpec
-from megatrain.models.graph import build_graph
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
@@ -123,7 +123,7 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
     expected = {
         plain_name(name): weight for name, weight in model.named_parameters() if "lora_magnitude_vector" in name
     }
-    adapters = build_graph(config, lora=LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True)).adapters
+    adapters = adapters_of(build_graph(config, lora=LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True)))
     assert adapters is not None and expected
     found = {name: torch.full_like(weight, torch.nan) for name, weight in expected.items()}
     adapters.initialize(found, {path: base[path] for path in adapters.dora_modules(list(found))}, 7)

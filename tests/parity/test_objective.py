@@ -12,11 +12,11 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess

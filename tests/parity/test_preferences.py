@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.converters import experts
+from megatrain.converters.spec import build_graph
 from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import encode_rows
 from megatrain.data.encoding import load_tokenizer
@@ -21,8 +23,6 @@ from megatrain.engine.head import shifted_labels
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.objective import Objective
 from megatrain.engine.preferences import CollectedExamples, PreferenceLoss, mean_figures
-from megatrain.models import experts
-from megatrain.models.graph import build_graph
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined

@@ -21,11 +21,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from megatrain.base.errors import ConfigError
 from megatrain.base.observer import RunObserver
 from megatrain.config import load_config
+from megatrain.converters.spec import build_graph
 from megatrain.data import scores as scores_module
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.scores import ScoresError
 from megatrain.engine.forward import LayerRunner
-from megatrain.models.graph import build_graph
 from megatrain.scoring import Scorer, ScoreSummary
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.beyond_text import Images
+from megatrain.converters.spec import build_graph
+from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
 from megatrain.engine.trace import trace_visits
-from megatrain.models.carried import Images
-from megatrain.models.graph import build_graph
 from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, run_config
@@ -62,7 +62,7 @@ def test_mlps_are_found_by_what_they_do(family: str, path: str) -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_of_a_model_that_reads_images_those_of_its_text_are_found(family: str, images: Images) -> None:
     graph = build_graph(tiny_image_text_config(family), images=images)
-    text = [unit.name for unit in graph.units if unit.is_layer and unit.index not in graph.image_units]
+    text = [unit.name for unit in graph.units if unit.is_layer and unit.index not in graph.optional_units]
     assert text and find_position_wise(graph) == tuple(f"{layer}.mlp" for layer in text)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine import forward
 from megatrain.engine.access import rows_of_parts
 from megatrain.engine.forward import LayerRunner
@@ -22,7 +23,7 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
-from megatrain.models.graph import ModelGraph, Unit, build_graph
+from megatrain.models.graph import ModelGraph, Unit
 from megatrain.plan.planner import parts_without_room, workspace_bytes
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from megatrain.optim.elementwise import AdamW
 from oracles.families import tiny_config
 

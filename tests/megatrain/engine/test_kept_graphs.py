@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
@@ -24,7 +25,7 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
-from megatrain.models.graph import ModelGraph, Unit, build_graph
+from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
 from megatrain.plan.planner import workspace_bytes
 from oracles.families import FAMILIES, padded_batches, tiny_config

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.spec import build_graph
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
 from megatrain.engine.head import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.graph import ModelGraph
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

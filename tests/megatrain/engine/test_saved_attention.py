@@ -10,11 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.models.graph import ModelGraph
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

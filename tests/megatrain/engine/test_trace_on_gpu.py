@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from torch.utils import flop_counter
 
 from fakes.fake_cuda import fake_cuda
+from megatrain.converters.spec import build_graph
 from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
@@ -26,7 +27,6 @@ from megatrain.engine.trace import (
     trace_generation,
     trace_visits,
 )
-from megatrain.models.graph import build_graph
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model

@@ -11,9 +11,9 @@ import torch
 
 from fakes.waits import counted_waits
 from megatrain.config import load_config
+from megatrain.converters.spec import build_graph
 from megatrain.engine import host_io, step, weight_gradients
 from megatrain.engine.forward import LayerRunner
-from megatrain.models.graph import build_graph
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve

@@ -11,10 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.spec import build_graph
 from megatrain.engine import visit
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.work import Work, moved_nbytes
-from megatrain.models.graph import build_graph
 from oracles.families import tiny_config
 
 ROWS, LENGTH = 2, 16

@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters import spec
 from megatrain.models import folder as folder_module
-from megatrain.models import graph as graph_module
 from megatrain.models.carried import carried_modules
 from megatrain.models.export import ExportError, export_model
 from megatrain.models.folder import read_config
+from megatrain.models.graph import FreezeError
 from megatrain.models.load import WeightLoader
 from oracles.families import image_text_class, shrunk_config, tiny_image_text_config
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
@@ -104,7 +105,7 @@ def test_names_without_the_prefix_stay_without_it(family: str, folder: Path) -> 
 def test_carried_modules_take_no_memory_and_refuse_to_be_used(folder: Path) -> None:
     config = tiny_image_text_config("qwen3_vl")
     image_text_class("qwen3_vl")._from_config(config, dtype=torch.float32).save_pretrained(folder)
-    graph = graph_module.build_graph(read_config(folder))
+    graph = spec.build_graph(read_config(folder))
     carried = carried_modules(graph.model)
     assert carried is not None and carried.paths == ("model.visual",)
     assert not [name for name, _ in graph.model.named_parameters() if "visual" in name]
@@ -134,10 +135,10 @@ def test_a_folder_that_says_it_is_a_text_model_keeps_its_vision_tower(folder: Pa
 
 def test_freezing_what_is_kept_is_no_mistake() -> None:
     config = tiny_image_text_config("llava")
-    graph = graph_module.build_graph(config, freeze=["*vision_tower*", "*.embed_tokens.weight"])
+    graph = spec.build_graph(config, freeze=["*vision_tower*", "*.embed_tokens.weight"])
     assert "model.language_model.embed_tokens.weight" not in graph.trainable_parameters
-    with pytest.raises(graph_module.FreezeError, match="matches no parameter"):
-        graph_module.build_graph(config, freeze=["*vision_towel*"])
+    with pytest.raises(FreezeError, match="matches no parameter"):
+        spec.build_graph(config, freeze=["*vision_towel*"])
 
 
 def test_a_vision_tower_that_lacks_a_tensor_is_refused_by_name(folder: Path) -> None:
@@ -196,7 +197,7 @@ def test_weights_are_in_the_dtypes_of_from_pretrained(model_type: str, dtype: to
     model.save_pretrained(folder)
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     expected = {name: parameter.dtype for name, parameter in theirs.named_parameters()}
-    graph = graph_module.build_graph(read_config(folder), dtype=dtype)
+    graph = spec.build_graph(read_config(folder), dtype=dtype)
     assert {name: parameter.dtype for name, parameter in graph.model.named_parameters()} == expected
     if model_type != "gpt_oss" or dtype == torch.float16:
         assert torch.float32 in expected.values()

@@ -21,7 +21,8 @@ from megatrain.base.layout import UnitLayout
 from megatrain.models import export as export_module
 from megatrain.models import export as shards_module
 from megatrain.models import folder as folder_module
-from megatrain.models.export import RECORD_FILE, ExportError, ReadMaster, ShardWriter, export_model, plan_shards
+from megatrain.models.converter import ReadMaster
+from megatrain.models.export import RECORD_FILE, ExportError, ShardWriter, export_model, plan_shards
 from megatrain.models.folder import ModelFolder, read_config
 from megatrain.models.load import WeightLoader
 from oracles.families import shrunk_config

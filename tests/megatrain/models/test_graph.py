@@ -12,7 +12,8 @@ from torch import nn
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.layout import ALIGNMENT_ELEMENTS, build_layout, build_layouts, views
-from megatrain.models.graph import FreezeError, build_graph, graph_of
+from megatrain.converters.spec import build_graph
+from megatrain.models.graph import FreezeError, graph_of
 from oracles.families import FAMILIES, tiny_config
 
 

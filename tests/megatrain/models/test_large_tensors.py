@@ -28,7 +28,7 @@ import torch
 from transformers import AutoConfig
 from megatrain.models import export, folder
 from megatrain.models.export import export_model
-from megatrain.models.graph import build_graph
+from megatrain.converters.spec import build_graph
 from megatrain.models.load import WeightLoader
 from megatrain.weights import RandomWeights
 

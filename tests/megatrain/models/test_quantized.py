@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.layout import views
-from megatrain.models import experts
-from megatrain.models.adapters import LoraSpec
+from megatrain.converters import experts
+from megatrain.converters.adapters import LoraSpec
+from megatrain.converters.spec import build_graph
 from megatrain.models.folder import ModelFolder, ModelFolderError
-from megatrain.models.graph import build_graph
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.load import open_loader
 from megatrain.models.quantized import decode, find_decoders

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from megatrain.base.layout import UnitLayout, views
-from megatrain.models import graph as graph_module
+from megatrain.converters import spec
+from megatrain.models.converter import WeightSource
 
 BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -79,7 +80,12 @@ class Graph:
 
     model: PreTrainedModel
     layouts: dict[str, UnitLayout]
-    adapters: None = None
+
+    def plain_model(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def exported(self, source: WeightSource) -> WeightSource:
+        return source
 
 
 def build_model(family: str, seed: int = 0) -> PreTrainedModel:
@@ -104,7 +110,7 @@ def build_model_of(config: Any, seed: int = 0) -> PreTrainedModel:
 
 def build_graph(config: Any) -> Graph:
     """Return the skeleton for ``config``; no parameter of it has memory."""
-    graph = graph_module.build_graph(config)
+    graph = spec.build_graph(config)
     return Graph(graph.model, dict(graph.layouts))
 
 

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
 from megatrain.plan.planner import filling_bytes, workspace_bytes
 from oracles.families import tiny_config

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatrain.config import RunConfig, load_config
-from megatrain.models.graph import ModelGraph, build_graph
+from megatrain.converters.spec import build_graph
+from megatrain.models.graph import ModelGraph
 from megatrain.resolve import resolve
 from megatrain.tasks.advice import model_warnings, schedule_warnings
 

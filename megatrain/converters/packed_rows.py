@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from megatrain.models.graph import ModelGraph, ModelSpec
+    from megatrain.converters.spec import ModelSpec
+    from megatrain.models.graph import ModelGraph
 
 __all__ = ["settle_packing", "settle_packing_of", "why_documents_mix"]
 

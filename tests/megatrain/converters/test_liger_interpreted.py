@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fakes.liger_packages import complete_interpreter
 from megatrain.config import problems
+from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
+from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
-from megatrain.models.graph import build_graph
-from megatrain.models.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model

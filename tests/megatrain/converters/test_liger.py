@@ -15,10 +15,10 @@ from transformers.models.llama import modeling_llama
 from fakes.liger_packages import stand_in_liger
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.config import problems
+from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
+from megatrain.converters.spec import build_graph
+from megatrain.converters.tiled import TiledForward, tile_mlps
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.tiled import TiledForward, tile_mlps
-from megatrain.models.graph import build_graph
-from megatrain.models.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.plan import planner
 from oracles.families import tiny_config
 from oracles.memory_access import MemoryAccess

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -28,17 +28,26 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.engine.attention import FLASH_ROWS
 from megatrain.engine.visit import METADATA_QUERIES
+from megatrain.models.converter import ModelConverter
 
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-__all__ = ["DocumentMask", "Documents", "attention_by_documents"]
+__all__ = ["AttentionByDocuments", "DocumentMask", "Documents", "attention_by_documents"]
 
 #: Tokens that are computed at a time where a document is longer than a window, at least. Each piece takes a mask.
 _FEWEST_WINDOW_TOKENS = 512
 #: What that kernel can do: dtypes, head dimensions up to this and a multiple of that, from compute capability 8.
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 _WIDEST_HEAD, _HEAD_MULTIPLE, _OLDEST_CAPABILITY = 256, 8, 8
+
+
+class AttentionByDocuments(ModelConverter):
+    """Computes attention document by document in each pass, where a model's mask allows it."""
+
+    def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
+        """Return the context of a pass. Compiled layers take masks of [S, S], of which alone it tells then."""
+        return attention_by_documents(on_dense_mask, enabled=not is_compiled)
 
 
 @dataclass(frozen=True)

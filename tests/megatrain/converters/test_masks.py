@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatrain.config import load_config
+from megatrain.converters.spec import build_graph
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
 from megatrain.resolve import resolve
@@ -35,7 +35,7 @@ def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> N
 @pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
 def test_it_is_quadratic_where_a_mask_is_needed(attention: str, by_documents: bool) -> None:
     """Eager attention computes with masks, and compiled layers are made for one shape of them."""
-    options = {} if by_documents else {"padded": True, "by_documents": False}
+    options = {} if by_documents else {"padded": True, "is_compiled": True}
     assert most_held("llama", 8192, attention, **options) > 3.5 * most_held("llama", 4096, attention, **options)
 
 

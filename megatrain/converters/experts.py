@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.base.layout import PART_ELEMENTS
+from megatrain.models.converter import InnerUnit, ModelConverter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ExpertsPart", "cut_experts", "drop_attention_weights", "has_experts_to_cut", "part_name"]
+__all__ = ["ExpertsInParts", "ExpertsPart", "has_experts_to_cut"]
 
 #: Elements of a part in a model that has not too many of them: 64 MiB in fp32, as of other parts (``base/layout.py``).
 EXPERTS_ELEMENTS = PART_ELEMENTS
@@ -52,22 +53,44 @@ def _most_places(chosen: Tensor, first: int, stop: int) -> Tensor:
     return chosen.new_empty(chosen.numel())
 
 
+class ExpertsInParts(ModelConverter):
+    """Cuts each layer with large fused experts into units: parts of its experts, and the modules around them."""
+
+    def convert(self, model: PreTrainedModel) -> None:
+        """Note the size of the model: the larger it is, the larger are parts."""
+        self._num_elements = sum(parameter.numel() for parameter in model.parameters())
+
+    def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
+        """Return the units of a layer whose experts are larger than a part; empty: it has none such."""
+        cut = {id(each.module): each.parts for each in _cut_experts(layer, self._num_elements)}
+        if not cut:
+            return ()
+        _drop_attention_weights(model, layer)
+        found: list[InnerUnit] = []
+        for path, module in _around(layer, cut):
+            if id(module) not in cut:
+                found.append(InnerUnit(path, module))
+            for number, part in enumerate(cut.get(id(module), ())):
+                found.append(InnerUnit(f"{path}.part{number}", part, part))
+        return found
+
+
 class ExpertsPart(nn.Module):
-    """Some of the experts of a layer.
+    """Some of the experts of a layer, a `LayerPart`.
 
     Args:
-        experts: the module with all of them.
-        first: the first of the part's.
-        stop: end of them.
+        experts: The module with all of them.
+        first: Number of its first expert.
+        stop: Number behind its last one.
 
     Attributes:
-        experts: range of them.
-        num_all: experts of the layer.
+        rows: Numbers of its experts.
+        num_all: Number of experts of the layer.
     """
 
     def __init__(self, experts: nn.Module, first: int, stop: int) -> None:
         super().__init__()
-        self.experts = range(first, stop)
+        self.rows = range(first, stop)
         self.num_all = int(experts.num_experts)  # type: ignore[arg-type]
         self._siblings: tuple[ExpertsPart, ...] = (self,)
         # Not a module of this one: its parameters are those of all experts.
@@ -76,6 +99,13 @@ class ExpertsPart(nn.Module):
             shape = (stop - first, *parameter.shape[1:])
             values = torch.empty(shape, dtype=parameter.dtype, device="meta")
             self.register_parameter(name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+
+    @property
+    def whole(self) -> nn.Module:
+        """The module with all experts of the layer."""
+        (whole,) = self._whole
+        found: nn.Module = whole
+        return found
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -88,47 +118,43 @@ class ExpertsPart(nn.Module):
         """All parts of the layer, in the order in which they are called, one right after the other."""
         return self._siblings
 
-    @staticmethod
-    def is_known(chosen: Iterable[Tensor]) -> bool:
-        """Return whether tensors of chosen experts have values."""
-        return all(_hit_experts(each) is not None for each in chosen)
+    # Calls have the arguments of ``forward``; the second says which experts each token goes to.
 
-    def is_idle(self, chosen: Iterable[Tensor]) -> bool:
-        """Return whether no token goes to any of them. The host waits for the first look at what was chosen.
+    def is_routed(self, arguments: Sequence[Any]) -> bool:
+        """Return whether the experts that were chosen in a call have values."""
+        return _hit_experts(arguments[1]) is not None
 
-        Args:
-            chosen: experts of each token, of some calls. Of tensors without values it is not known: False.
-        """
-        return all(self._is_idle(each) for each in chosen)
+    def is_idle(self, arguments: Sequence[Any]) -> bool:
+        """Return whether no token of a call goes to any of them. The host waits for the first look at a choice."""
+        hit = _hit_experts(arguments[1])
+        return hit is not None and hit.isdisjoint(self.rows)
 
-    def _is_idle(self, chosen: Tensor) -> bool:
-        hit = _hit_experts(chosen)
-        return hit is not None and hit.isdisjoint(self.experts)
-
-    def chance_of_no_token(self, num_chosen: int) -> float:
-        """Return how likely a token goes to none of them, if it goes to each of the layer's as likely.
-
-        Args:
-            num_chosen: experts of a token.
-        """
-        others = self.num_all - len(self.experts)
+    def chance_of_no_token(self, arguments: Sequence[Any]) -> float:
+        """Return how likely a token goes to none of them, if it goes to each of the layer's as likely."""
+        others, num_chosen = self.num_all - len(self.rows), arguments[1].shape[-1]
         return math.comb(others, num_chosen) / math.comb(self.num_all, num_chosen)
+
+    def uncomputed(self, arguments: Sequence[Tensor]) -> Tensor:
+        """Return an uncomputed result; the gradients of the weights are left out where others lead to the backward."""
+        weights = () if any(tensor.requires_grad for tensor in arguments) else tuple(self.parameters())
+        made: Tensor = _Uncomputed.apply(*arguments, *weights)  # type: ignore[no-untyped-call]
+        return made
 
     def forward(self, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return what the part's experts add to each token, in fp32.
 
         Args:
             hidden_states: [tokens, width].
-            chosen: experts of each token, [tokens, experts per token].
-            weights: of these, likewise.
+            chosen: Experts that each token goes to, [tokens, experts per token].
+            weights: What their results are multiplied with, [tokens, experts per token].
         """
         from transformers.integrations.moe import _grouped_linear
 
         (whole,) = self._whole
-        places = torch.ops.megatrain.places_of_experts(chosen, self.experts.start, self.experts.stop)
+        places = torch.ops.megatrain.places_of_experts(chosen, self.rows.start, self.rows.stop)
         tokens = places // chosen.shape[-1]
-        experts = chosen.reshape(-1)[places] - self.experts.start
-        ends = torch.arange(1, len(self.experts) + 1, device=experts.device)
+        experts = chosen.reshape(-1)[places] - self.rows.start
+        ends = torch.arange(1, len(self.rows) + 1, device=experts.device)
         offsets = torch.searchsorted(experts, ends).to(torch.int32)
 
         def linear(rows: Tensor, name: str) -> Tensor:
@@ -149,6 +175,20 @@ class ExpertsPart(nn.Module):
         return total.index_add(0, tokens, rows.float())
 
 
+class _Uncomputed(torch.autograd.Function):
+    """What some experts take and give: a sum in fp32, and gradients of all that need one."""
+
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, *others: Tensor) -> Tensor:
+        ctx.save_for_backward(stream, *others)
+        return torch.empty_like(stream, dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty_like(tensor) if needed else None for tensor, needed in pairs)
+
+
 #: Attribute of a tensor of chosen experts: which these are, on the host.
 _HIT = "_megatrain_hit_experts"
 
@@ -165,38 +205,33 @@ def _hit_experts(chosen: Tensor) -> frozenset[int] | None:
 
 
 @dataclass(frozen=True)
-class CutExperts:
+class _CutExperts:
     """The parts of one module of experts."""
 
     module: nn.Module
     parts: tuple[ExpertsPart, ...]
 
 
-def part_name(path: str, number: int) -> str:
-    """Return the name of the unit of a part."""
-    return f"{path}.part{number}"
-
-
-def cut_experts(layer: nn.Module, model_elements: int) -> list[CutExperts]:
+def _cut_experts(layer: nn.Module, model_elements: int) -> list[_CutExperts]:
     """Return the experts of a layer that are larger than a part, cut; their forwards become sums over the parts.
 
     Args:
-        layer: is called once a forward, and looks at parameters in modules of its own only.
-        model_elements: of all parameters of the model: larger parts, rather than too many.
+        layer: Is called once a forward, and looks at parameters in modules of its own only.
+        model_elements: Number of elements of all parameters of the model: larger parts, rather than too many.
     """
-    found: list[CutExperts] = []
+    found: list[_CutExperts] = []
     for module, step in list(_to_cut(layer, model_elements)):
         count = int(module.num_experts)  # type: ignore[arg-type]
         parts = tuple(ExpertsPart(module, first, min(first + step, count)) for first in range(0, count, step))
         for part in parts:
             part._siblings = parts
         module.__dict__["forward"] = _sum_of(module, parts)
-        found.append(CutExperts(module, parts))
+        found.append(_CutExperts(module, parts))
     return found
 
 
 def has_experts_to_cut(layers: Iterable[nn.Module], model_elements: int) -> bool:
-    """Return whether ``cut_experts`` would cut any, without cutting them."""
+    """Return whether `ExpertsInParts` would cut any of some layers, without cutting them."""
     return any(True for layer in layers for _ in _to_cut(layer, model_elements))
 
 
@@ -247,19 +282,22 @@ def _sum_of(module: nn.Module, parts: Sequence[ExpertsPart]) -> Callable[..., Te
     return forward
 
 
-def around(layer: nn.Module, experts: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a layer that together have all of its parameters but those of some experts, by local path.
+def _around(layer: nn.Module, experts: Container[int]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a layer that together have all of its parameters, by local path, in the order of the model.
+
+    Args:
+        layer: Has several units.
+        experts: Ids of the modules of experts.
 
     Raises:
         ValueError: a module around experts has parameters of its own.
     """
-    inside = {id(module) for module in experts}
 
     def visit(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in inside:
+        if id(module) in experts:
             yield path, module
             return
-        if not inside.intersection(map(id, module.modules())):
+        if not any(id(each) in experts for each in module.modules()):
             if next(module.parameters(), None) is not None:
                 yield path, module
             return
@@ -271,7 +309,7 @@ def around(layer: nn.Module, experts: Sequence[nn.Module]) -> Iterator[tuple[str
     yield from visit("", layer)
 
 
-def drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
+def _drop_attention_weights(model: PreTrainedModel, layer: nn.Module) -> None:
     """Let the attention of a layer give None for its weights, [rows, heads, S, S], as fused kernels do.
 
     A layer that is one unit is done with them within its forward. As a unit of its own, attention would give them to

@@ -217,7 +217,7 @@ def find_position_wise(graph: ModelGraph) -> tuple[str, ...]:
     # Adapters add what computes each token by itself, and with them no layer would look like one of the copy.
     with graph.plain_model():
         for unit in graph.units:
-            if not unit.is_layer or unit.index in graph.image_units:
+            if not unit.is_layer or unit.index in graph.optional_units:
                 continue
             paths = proven.get(_signature(unit.module))
             if paths is None:

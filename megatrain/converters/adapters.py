@@ -13,7 +13,7 @@ import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,29 +22,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatrain.models.carried import carried_modules, modules_beyond_text
-from megatrain.models.folder import ModelFolderError, TensorFile, some
+from megatrain.base.layout import entries_within
+from megatrain.converters.beyond_text import modules_beyond_text
+from megatrain.models.carried import carried_modules
+from megatrain.models.checkpoint_names import tied_groups
+from megatrain.models.converter import ConvertedGraph, ModelConverter, ReadMaster, WeightSource
+from megatrain.models.export import (
+    ExportTargetError,
+    ShardWriter,
+    check_target,
+    copy_tokenizer,
+    finished_folder,
+    plan_file,
+    write_record,
+)
+from megatrain.models.folder import ADAPTER_CONFIG, ModelFolderError, TensorFile, some
 from megatrain.models.initialize import name_seed
 from megatrain.models.internals import is_conv1d
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from megatrain.models.carried import Images
+    from megatrain.base.layout import TensorEntry, UnitLayout
+    from megatrain.converters.beyond_text import Images
+    from megatrain.models.graph import ModelGraph
 
 __all__ = [
-    "ADAPTER_CONFIG",
     "ADAPTER_WEIGHTS",
     "AdapterError",
     "AdapterWeights",
     "Adapters",
     "LoraSpec",
-    "add_adapters",
+    "adapters_of",
     "base_of_adapter",
+    "export_adapter",
     "read_adapter_settings",
 ]
 
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: What peft puts before the model's names in the file of an adapter.
 FILE_PREFIX = "base_model.model."
@@ -151,19 +165,58 @@ class _PeftLayer:
     base: nn.Module
 
 
-class Adapters:
-    """The LoRA layers of one skeleton, and the names of all its tensors.
+class Adapters(ModelConverter):
+    """The LoRA layers of one graph, and the names of all its tensors.
+
+    Args:
+        spec: Which layers get adapters.
+        images: What becomes of what reads images.
 
     Attributes:
-        config: peft's ``LoraConfig``, with the modules that it chose.
-        names: of the trained tensors, as the graph's layouts have them: adapters, and modules that are saved whole.
-        num_layers: modules that have adapters.
+        config: peft's ``LoraConfig``, with the modules that it chose; known once the skeleton is converted, as all is.
+        names: Names of the trained tensors in the graph's layouts: adapters, and modules that are saved whole.
+        adapter_names: Those of the adapters.
+        num_layers: Number of modules that have adapters.
     """
 
-    def __init__(self, model: PreTrainedModel, config: Any) -> None:
+    freezes_weights = True
+
+    def __init__(self, spec: LoraSpec, images: Images = "off") -> None:
+        self._spec, self._images = spec, images
+
+    def convert(self, model: PreTrainedModel) -> None:
+        """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
+
+        Of a model that reads images its language model gets them, and what reads images, where that is trained, is
+        saved whole. An adapter's folder says itself which modules do.
+
+        Raises:
+            AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
+        """
+        beyond_text = _beyond_text(model, self._images)
+        self.config = _add_adapters(model, self._spec, self._images, beyond_text)
+        self._find_layers(model)
+        where = _where(self._spec)
+        for path, layer in self._layers.items():
+            _check_layer(where, path, layer)
+            if hasattr(layer, "parameter_name"):
+                layer.__dict__["forward"] = partial(_with_adapted_parameter, layer)
+            for name, parameter in layer.named_parameters():
+                if not name.startswith("base_layer."):
+                    parameter.data = parameter.data.to(model.dtype)
+        _train_whole(model, list(self.config.modules_to_save or ()), self)
+        self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
+        self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
+        trained = tuple(f"{path}." for path in beyond_text)
+        if self._images == "trained" and not any(name.startswith(trained) for name in self.names):
+            raise AdapterError(
+                f'{where} has no weights of what reads images, and model.images = "trained" is to train them on. Write '
+                'model.images = "frozen"'
+            )
+
+    def _find_layers(self, model: PreTrainedModel) -> None:
         from peft.tuners.lora import LoraLayer
 
-        self.config = config
         self._places: list[_PeftLayer] = []
         self._layers: dict[str, Any] = {}  # all of them, by path
         self._by_weight: dict[str, str] = {}  # the model's weight -> path of the layer that adapts it
@@ -178,8 +231,10 @@ class Adapters:
             self._by_weight[f"{self._places[-1].path}.{getattr(module, 'parameter_name', 'weight')}"] = path
         self.num_layers = len(self._layers)
         self._paths = {place.path for place in self._places}
-        self.names = tuple(self.plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
-        self.adapter_names = frozenset(name for name in self.names if self.layer_of(name) is not None)
+
+    def is_unit(self, module: nn.Module) -> bool:
+        """Return whether a module is a layer of peft's around one of the model's: both parameters are used together."""
+        return isinstance(module._modules.get("base_layer"), nn.Module)
 
     def plain_name(self, name: str) -> str:
         """Return the name of a tensor in the model without adapters, or in an adapter's file (without its prefix)."""
@@ -202,7 +257,7 @@ class Adapters:
         return self._layers.get(path) if rest else None
 
     @contextmanager
-    def detached(self) -> Iterator[None]:
+    def plain_model(self) -> Iterator[None]:
         """Take the adapters out of the model: names and modules are those of the model as it is in its folder."""
         for place in self._places:
             place.parent._modules[place.leaf] = place.base
@@ -248,11 +303,6 @@ class Adapters:
 
     # -- merging -----------------------------------------------------------------------------------------------------
 
-    @property
-    def weights(self) -> tuple[str, ...]:
-        """Names of the model's weights that have adapters."""
-        return tuple(self._by_weight)
-
     def of_weight(self, name: str) -> tuple[str, ...]:
         """Return the names of the tensors that adapt a weight; none: it has no adapter."""
         path = self._by_weight.get(name)
@@ -265,9 +315,9 @@ class Adapters:
         """Return a weight with its adapter added, as peft's ``merge_and_unload`` computes it, in fp32.
 
         Args:
-            name: of a weight that has an adapter.
-            weight: the model's own.
-            tensors: those of ``of_weight``, by name.
+            name: Name of a weight that has an adapter.
+            weight: Its values without the adapter.
+            tensors: The adapter's tensors by name, those of ``of_weight``.
         """
         path = self._by_weight[name]
         layer = self._layers[path]
@@ -294,6 +344,31 @@ class Adapters:
             layer._caches.clear()
         return merged
 
+    def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
+        """Return a source of weights with the adapters added; it needs the RAM of one weight more.
+
+        Raises:
+            ExportTargetError: as `check_merge`.
+        """
+        self.check_merge(graph)
+        return _merging(graph, self, source)
+
+    def check_merge(self, graph: ConvertedGraph) -> None:
+        """Refuse adapters that cannot be merged into the model's weights. Writes nothing.
+
+        Raises:
+            ExportTargetError: a module with an adapter shares its weight with another module.
+        """
+        with self.plain_model():
+            shared = {name: names for names in tied_groups(graph.model) for name in names}
+        for weight in self._by_weight:
+            others = [name for name in shared.get(weight, ()) if name != weight]
+            if others:
+                raise ExportTargetError(
+                    f"the adapter of {weight} cannot be merged: {others[0]} is the same tensor, and would change with "
+                    "it. Export the adapter alone (export.merge = false), or leave that module out"
+                )
+
     def settings(self, base_model: str) -> dict[str, Any]:
         """Return the contents of ``adapter_config.json``.
 
@@ -310,65 +385,55 @@ class Adapters:
         return tuple(place.path for place in self._places)
 
 
-def add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images = "off") -> Adapters:
-    """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
+def adapters_of(graph: ModelGraph) -> Adapters | None:
+    """Return the adapters of a graph; None: it has none."""
+    return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
-    Of a model that reads images its language model gets them. An adapter's folder says itself which modules do.
 
-    Args:
-        model: the skeleton.
-        spec: of the adapters.
-        images: what becomes of what reads images; where it is trained, as modules that are saved whole.
+def _where(spec: LoraSpec) -> str:
+    """Return the config's key that says which modules get adapters."""
+    return f"lora.adapter_name_or_path ({spec.folder})" if spec.folder else "lora.target_modules"
 
-    Raises:
-        AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
-    """
+
+def _beyond_text(model: PreTrainedModel, images: Images) -> list[str]:
+    """Return the paths of the modules that get no adapters: they read other inputs than text."""
+    carried = carried_modules(model)
+    return list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
+
+
+def _add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images, beyond_text: Sequence[str]) -> Any:
+    """Have peft put its layers into a skeleton; return its config, with the modules that it chose."""
     peft = _peft()
     config = spec.peft_config()
     _check_supported(config, model)
-    carried = carried_modules(model)
-    beyond_text = list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
-    if beyond_text and (spec.folder is None or carried is not None):
+    if beyond_text and (spec.folder is None or carried_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
     if images == "trained" and spec.folder is None:
         config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
-    saved_modules = list(config.modules_to_save or ())
-    config.modules_to_save = None  # done below, without a second copy of the module
-    where = f"lora.adapter_name_or_path ({spec.folder})" if spec.folder else "lora.target_modules"
+    saved_modules = config.modules_to_save
+    config.modules_to_save = None  # they are trained without a second copy of the module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peft, about tied weights and its own use of transformers
         try:
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise AdapterError(
-                f"{where}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
+                f"{_where(spec)}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
             ) from error
     vars(model).pop("peft_config", None)  # transformers would take it for a model that peft looks after
-    config.modules_to_save = saved_modules or None
-    adapters = Adapters(model, config)
-    for path, layer in adapters._layers.items():
-        base, adapts_parameter = layer.get_base_layer(), hasattr(layer, "parameter_name")
-        if not (adapts_parameter or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
-            raise AdapterError(
-                f"{where}: {path} is a {type(base).__name__}; adapters are for linear layers and embeddings. Leave it "
-                "out"
-            )
-        if layer.lora_variant and isinstance(base, nn.Embedding):
-            raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
-        if adapts_parameter:
-            layer.__dict__["forward"] = partial(_with_adapted_parameter, layer)
-        for name, parameter in layer.named_parameters():
-            if not name.startswith("base_layer."):
-                parameter.data = parameter.data.to(model.dtype)
-    _train_whole(model, saved_modules, adapters)
-    adapters = Adapters(model, config)
-    trained = tuple(f"{path}." for path in beyond_text)
-    if images == "trained" and not any(name.startswith(trained) for name in adapters.names):
+    config.modules_to_save = list(saved_modules or ()) or None
+    return config
+
+
+def _check_layer(where: str, path: str, layer: Any) -> None:
+    """Refuse an adapter of a module that this program cannot adapt."""
+    base = layer.get_base_layer()
+    if not (hasattr(layer, "parameter_name") or isinstance(base, nn.Linear | nn.Embedding) or is_conv1d(base)):
         raise AdapterError(
-            f'{where} has no weights of what reads images, and model.images = "trained" is to train them on. Write '
-            'model.images = "frozen"'
+            f"{where}: {path} is a {type(base).__name__}; adapters are for linear layers and embeddings. Leave it out"
         )
-    return adapters
+    if layer.lora_variant and isinstance(base, nn.Embedding):
+        raise AdapterError(f"lora.use_dora: {path} is an embedding. Leave it out of target_modules")
 
 
 def _also_without(excluded: Any, paths: Sequence[str]) -> str:
@@ -447,6 +512,44 @@ def _train_whole(model: PreTrainedModel, wanted: Sequence[str], adapters: Adapte
                         "it and not be saved. Leave it out, or give it adapters: lora.target_modules"
                     )
                 parameter.requires_grad_(True)
+
+
+def _merging(graph: ConvertedGraph, adapters: Adapters, source: WeightSource) -> WeightSource:
+    layout_of = {entry.name: layout for layout in graph.layouts.values() for entry in layout.entries}
+    entry_of = {entry.name: entry for layout in graph.layouts.values() for entry in layout.entries}
+
+    @contextmanager
+    def merged(layout: UnitLayout) -> Iterator[ReadMaster]:
+        adapted = {entry.name: adapters.of_weight(entry.name) for entry in layout.entries}
+        others = {layout_of[name].name: layout_of[name] for names in adapted.values() for name in names}
+        with ExitStack() as stack:
+            read = stack.enter_context(source(layout))
+            readers = {name: stack.enter_context(source(other)) for name, other in others.items()}
+            last: dict[str, Tensor] = {}  # one weight at a time
+
+            def whole(entry: TensorEntry, read: ReadMaster) -> Tensor:
+                return read(entry.offset, entry.offset + entry.numel).view(entry.shape)
+
+            def weight(entry: TensorEntry) -> Tensor:
+                if entry.name not in last:
+                    last.clear()
+                    tensors = {
+                        name: whole(entry_of[name], readers[layout_of[name].name]) for name in adapted[entry.name]
+                    }
+                    last[entry.name] = adapters.merged(entry.name, whole(entry, read), tensors).view(-1)
+                return last[entry.name]
+
+            def read_merged(start: int, stop: int) -> Tensor:
+                out = read(start, stop)
+                for entry, first, end in entries_within(layout, start, stop):
+                    if adapted[entry.name]:
+                        out = out.clone()  # it may be the block itself
+                        out[entry.offset + first - start : entry.offset + end - start] = weight(entry)[first:end]
+                return out
+
+            yield read_merged
+
+    return merged
 
 
 # -- folders of adapters -----------------------------------------------------------------------------------------------
@@ -543,3 +646,57 @@ class AdapterWeights:
             view.copy_(self._file.read(self._name_in_file[name]))
             if not bool(torch.isfinite(view).all()):
                 raise AdapterError(f"lora.adapter_name_or_path: {name} holds infinite values or NaN")
+
+
+def export_adapter(
+    graph: ModelGraph,
+    source: WeightSource,
+    out_dir: Path | str,
+    *,
+    base_model: str,
+    dtype: torch.dtype = torch.bfloat16,
+    copy_from: Path | str | None = None,
+    record: Mapping[str, int] | None = None,
+) -> Path:
+    """Write the adapters of a graph as a folder that peft opens, with the tokenizer's files beside them.
+
+    Args:
+        graph: Has adapters.
+        source: Gives the master weights of one layout at a time.
+        out_dir: As in `export_model`.
+        base_model: Folder or hub name of the model that the adapters belong to, for ``adapter_config.json``.
+        dtype: What the adapters are written in.
+        copy_from: Folder with the tokenizer's files.
+        record: More keys for ``export.json``.
+
+    Returns:
+        The absolute path of the finished folder.
+
+    Raises:
+        ExportError: as `export_model`.
+    """
+    adapters = adapters_of(graph)
+    assert adapters is not None
+    out = Path(out_dir).absolute()
+    check_target(out)
+    layouts = [layout for layout in graph.layouts.values() if layout.trainable]
+    shapes = {entry.name: entry.shape for layout in layouts for entry in layout.entries}
+    tensors = {f"{FILE_PREFIX}{name}": torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    shards = [plan_file(ADAPTER_WEIGHTS, list(tensors), tensors)]
+    with finished_folder(out, shards) as partial_folder:
+        writer = ShardWriter(partial_folder, shards, tensors)
+        for layout in layouts:
+            with source(layout) as read:
+                for entry in layout.entries:
+                    writer.write(f"{FILE_PREFIX}{entry.name}", partial(_moved, read, entry.offset))
+        settings = json.dumps(adapters.settings(base_model), indent=2, sort_keys=True)
+        (partial_folder / ADAPTER_CONFIG).write_text(settings + "\n", encoding="utf-8")
+        copy_tokenizer([] if copy_from is None else [Path(copy_from)], partial_folder)
+        writer.finish()
+        writer.verify(TensorFile(partial_folder / ADAPTER_WEIGHTS))
+        write_record(partial_folder, dtype, writer.checksums, record or {})
+    return out
+
+
+def _moved(read: ReadMaster, offset: int, start: int, stop: int) -> Tensor:
+    return read(offset + start, offset + stop)

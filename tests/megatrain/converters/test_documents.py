@@ -14,11 +14,12 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fakes.fake_cuda import fake_cuda
-from megatrain.engine import attention, documents
-from megatrain.engine.documents import DocumentMask, Documents, attention_by_documents
+from megatrain.converters import documents
+from megatrain.converters.documents import DocumentMask, Documents, attention_by_documents
+from megatrain.converters.spec import build_graph
+from megatrain.engine import attention
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
-from megatrain.models.graph import build_graph
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
@@ -185,7 +186,7 @@ def test_a_release_with_other_names_makes_masks(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delattr(masking_utils, "sliding_window_overlay")
     config, noted = tiny_config("llama"), list[str]()
     expected = train_step(build_model(config), one_by_one(packed_rows()), 3)
-    loss, _ = engine_step(config, [packed_rows()], on_dense_mask=noted.append)
+    loss, _ = engine_step(config, [packed_rows()], context=lambda: attention_by_documents(noted.append))
     assert loss == pytest.approx(expected.loss, rel=1e-6)
     assert noted == ["a mask of its own kind"]
 

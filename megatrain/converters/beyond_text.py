@@ -1,0 +1,169 @@
+"""What of a model is beyond text: a vision tower and its projection, an encoder of sounds.
+
+Where rows have no images it is not loaded, but carried into an export as it is (``models/carried.py``). Where they have
+some it is streamed like all else, frozen or trained, and a micro-batch without images leaves its units out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from torch import nn
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.models.carried import TensorPlace, carry
+from megatrain.models.converter import ModelConverter
+from megatrain.models.internals import check_internals
+from megatrain.models.skeleton import class_beyond_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
+
+__all__ = ["BeyondText", "Images", "modules_beyond_text", "text_modules"]
+
+#: What becomes of what reads images: carried as it is, streamed but not trained, or trained with the rest.
+Images = Literal["off", "frozen", "trained"]
+
+
+class BeyondText(ModelConverter):
+    """Carries, freezes or trains what of a model reads other inputs than text.
+
+    Args:
+        images: What becomes of what reads images; what reads sounds is never trained.
+    """
+
+    def __init__(self, images: Images) -> None:
+        self._images = images
+        self._text: frozenset[int] | None = None  # ids of the language model's modules, once all are there
+
+    def take_out(self, model: PreTrainedModel) -> None:
+        """Carry or freeze what is not trained.
+
+        Raises:
+            UnsupportedModelError: transformers does not tell its language model from the rest, or it reads no images.
+        """
+        if self._images != "off":
+            check_internals(with_images=True)
+            _freeze_beyond_text(model, self._images)
+        elif type(model) is class_beyond_text(model.config):
+            _carry_beyond_text(model)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        """Note the model, of whose modules others may be made before its units are found."""
+        self._model = model
+
+    def is_optional(self, module: nn.Module) -> bool:
+        """Return whether only images reach a unit."""
+        if self._images == "off":
+            return False
+        if self._text is None:
+            self._text = frozenset(map(id, text_modules(self._model)))
+        return id(module) not in self._text
+
+
+def _carry_beyond_text(model: PreTrainedModel) -> None:
+    """Take the parameters and buffers out of a skeleton that only other inputs than text reach.
+
+    The language model is what transformers calls the decoder, with the embedding and the head. All else that owns
+    parameters is carried; its placeholders refuse to be computed with, so a wrong guess here fails instead of training.
+
+    Raises:
+        UnsupportedModelError: the model has no decoder, or shares a weight between the decoder and something else.
+    """
+    if model.config.get_text_config() is model.config:
+        return
+    text = _language_model(model)
+    inside = {id(module) for part in text for module in part.modules()}
+    shared = {id(parameter) for part in text for parameter in part.parameters()}
+    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
+    persistent = set(model.state_dict(keep_vars=True))
+    paths: list[str] = []
+    names: list[str] = []
+    places: dict[tuple[int, str], TensorPlace] = {}  # a module may be there under several names
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) in inside:
+            continue
+        is_first = id(module) in above or not any(path.startswith(f"{other}.") for other in paths)
+        own = [(leaf, p, True) for leaf, p in module._parameters.items() if p is not None]
+        own += [(leaf, b, False) for leaf, b in module._buffers.items() if b is not None and id(module) not in above]
+        if is_first and (own or (id(module) not in above and next(module.parameters(), None) is not None)):
+            paths += [f"{path}.{leaf}".lstrip(".") for leaf, _, _ in own] if id(module) in above else [path]
+        for leaf, value, is_parameter in own:
+            name = f"{path}.{leaf}".lstrip(".")
+            if id(value) in shared:
+                raise UnsupportedModelError(
+                    type(model).__name__, f"it shares {name} with its language model, so it cannot be kept as it is"
+                )
+            if name in persistent:
+                names.append(name)
+            place = TensorPlace(name, module, leaf, value if is_parameter else value.to("meta"), is_parameter)
+            places.setdefault((id(module), leaf), place)
+    if places:
+        carry(model, paths, names, tuple(places.values()))
+
+
+def _freeze_beyond_text(model: PreTrainedModel, images: Images) -> None:
+    """Freeze what of an image-text model is not trained: all but the language model, or, where images are, sounds.
+
+    Args:
+        model: A skeleton with all of its modules.
+        images: "frozen" or "trained".
+
+    Raises:
+        UnsupportedModelError: the model has no decoder, or does not read images.
+    """
+    modalities = model.input_modalities
+    if "image" not in ((modalities,) if isinstance(modalities, str) else modalities):
+        raise UnsupportedModelError(
+            type(model).__name__,
+            f'it does not read images, and the config says model.images = "{images}". Leave that out, or take an '
+            "image-text model",
+        )
+    text = {id(parameter) for part in _language_model(model) for parameter in part.parameters()}
+    sounds = {id(p) for module in _sound_modules(model) for p in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) in sounds or (images == "frozen" and id(parameter) not in text):
+            parameter.requires_grad_(False)
+
+
+def text_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Return all modules of a model's language model, with the embedding and the head."""
+    return [module for part in _language_model(model) for module in part.modules()]
+
+
+def modules_beyond_text(model: PreTrainedModel, *, sounds: bool = True) -> list[str]:
+    """Return paths of the outermost modules with weights that are no part of a model's language model.
+
+    Args:
+        sounds: Whether those that read sounds are among them.
+    """
+    inside = {id(module) for module in text_modules(model)}
+    left_out = set() if sounds else {id(m) for sound in _sound_modules(model) for m in sound.modules()}
+    above = {id(module) for module in model.modules() if any(id(child) in inside for child in module.modules())}
+    paths: list[str] = []
+    for path, module in model.named_modules():
+        is_outermost = id(module) not in above and not any(path.startswith(f"{other}.") for other in paths)
+        if is_outermost and id(module) not in left_out and next(module.parameters(), None) is not None:
+            paths.append(path)
+    return paths
+
+
+def _sound_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    encoder = model.get_encoder("audio")
+    if encoder not in (None, model, model.base_model):
+        yield encoder
+
+
+def _language_model(model: PreTrainedModel) -> list[nn.Module]:
+    try:
+        decoder = model.get_decoder()
+        parts = [decoder, model.get_input_embeddings(), model.get_output_embeddings()]
+    except (AttributeError, NotImplementedError):  # some classes have no text of their own
+        decoder = None
+    if decoder in (None, model, model.base_model):
+        raise UnsupportedModelError(
+            type(model).__name__, "transformers does not tell its language model from the rest. Take a text model"
+        )
+    return [part for part in parts if isinstance(part, nn.Module)]

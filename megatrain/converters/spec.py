@@ -1,0 +1,131 @@
+"""Which model a run trains, and the converters that it is built with: the one file that knows all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.converters.adapters import Adapters, LoraSpec
+from megatrain.converters.beyond_text import BeyondText, Images
+from megatrain.converters.documents import AttentionByDocuments
+from megatrain.converters.experts import ExpertsInParts
+from megatrain.models.graph import converted_graph
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig
+
+    from megatrain.models.converter import ModelConverter
+    from megatrain.models.graph import ModelGraph
+    from megatrain.models.hub import HubModel
+
+__all__ = ["ModelSpec", "build_graph", "converters_for"]
+
+
+def converters_for(
+    *, images: Images = "off", lora: LoraSpec | None = None, cuts_experts: bool = False, text_only: bool = False
+) -> tuple[ModelConverter, ...]:
+    """Return new converters for one graph, in the order in which they change it.
+
+    Args:
+        images: Whether what reads images is in the model, and trained; else it is carried.
+        lora: Adapters, to train or only to run; the model's own weights are frozen then.
+        cuts_experts: Whether fused experts that are larger than a part are several units, of some experts each.
+        text_only: No folder has weights of the model, so nothing of it can be carried.
+    """
+    found: list[ModelConverter] = []
+    if images != "off" or not text_only:
+        found.append(BeyondText(images))
+    if lora is not None:
+        found.append(Adapters(lora, images))
+    if cuts_experts:
+        found.append(ExpertsInParts())
+    found.append(AttentionByDocuments())
+    return tuple(found)
+
+
+def build_graph(
+    config_or_folder: PretrainedConfig | Path | str,
+    *,
+    images: Images = "off",
+    lora: LoraSpec | None = None,
+    cuts_experts: bool = False,
+    text_only: bool = False,
+    **options: Any,
+) -> ModelGraph:
+    """Build the graph of a model with the converters that it needs.
+
+    Args:
+        config_or_folder: A Hugging Face configuration, or a folder with `config.json`.
+        images: As in `converters_for`.
+        lora: As in `converters_for`.
+        cuts_experts: As in `converters_for`.
+        text_only: As in `converters_for`, and in `converted_graph`.
+        options: Those of `converted_graph`.
+
+    Raises:
+        UnsupportedModelError: no language model, no layers, or quantized weights that would be trained.
+        FreezeError: a pattern matches nothing, or everything is frozen.
+        AdapterError: the model has no place for such adapters.
+    """
+    converters = converters_for(images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only)
+    return converted_graph(config_or_folder, converters, text_only=text_only, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Which model is trained, and with which kernels.
+
+    Attributes:
+        folder: Hugging Face folder with config.json and safetensors.
+        tokenizer_folder: folder with the tokenizer's files.
+        hub: the model on the hub that the folder is the cache of; None: the folder is the user's.
+        chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
+        attn_implementation: "auto", or a name that transformers knows.
+        freeze: globs of parameter names that stay as they are.
+        from_scratch: start from random weights; only config.json is read.
+        compile_backend: backend of torch.compile for the layers; None: they are not compiled.
+        use_liger_kernel: norms and gated MLPs by liger-kernel.
+        mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
+        lora: adapters that are trained in place of the model; None: there are none.
+        images: whether rows may have images, and what reads them is trained.
+        is_trained: False: it is only run, with all of it frozen.
+        cuts_experts: fused experts that are larger than a part are several units, of some experts each.
+    """
+
+    folder: str
+    tokenizer_folder: str
+    chat_template: str = "auto"
+    attn_implementation: str = "auto"
+    freeze: tuple[str, ...] = ()
+    from_scratch: bool = False
+    compile_backend: str | None = None
+    use_liger_kernel: bool = False
+    mlp_rows: int = 0
+    hub: HubModel | None = None
+    lora: LoraSpec | None = None
+    images: Images = "off"
+    is_trained: bool = True
+    cuts_experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """The id on the hub, or the folder."""
+        return self.folder if self.hub is None else self.hub.id
+
+    def build(self, dtype: torch.dtype) -> ModelGraph:
+        """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""
+        return build_graph(
+            self.folder,
+            images=self.images,
+            lora=self.lora,
+            cuts_experts=self.cuts_experts,
+            text_only=self.from_scratch,
+            attn_implementation=self.attn_implementation,
+            freeze=self.freeze,
+            dtype=dtype,
+            is_trained=self.is_trained,
+        )
