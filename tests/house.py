@@ -38,12 +38,12 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
     # `engine.attention` is none of them: it knows the sizes of torch's kernels, as `engine.work` does, and no model.
-    # Nor is `models.carried`, by which a folder is accounted for: each of its tensors is loaded, carried or refused.
+    # Nor are `models.carried`, by which a folder is accounted for (each of its tensors is loaded, carried or refused),
+    # and `models.quantized`, by which a folder's bytes are numbers: formats of tensors in files, as dtypes are.
     "converters": (
         "megatrain.converters",
         "megatrain.models.in_place",
         "megatrain.models.packed",
-        "megatrain.models.quantized",
     ),
     "data": ("megatrain.data",),
     "plan": ("megatrain.plan", "megatrain.tiers"),

@@ -163,7 +163,6 @@ UPWARD = {
         "megatrain.engine.objective -> megatrain.engine.preferences",
         "megatrain.engine.program -> megatrain.models.packed",
         "megatrain.engine.step -> megatrain.engine.preferences",
-        "megatrain.models.folder -> megatrain.models.quantized",
     },
 }
 
