@@ -55,11 +55,11 @@ class Documents:
     """The documents of a micro-batch, and how far their tokens see. A token attends to tokens of its document only.
 
     Attributes:
-        num_rows: of the micro-batch.
-        row_tokens: of each row.
+        num_rows: rows of the micro-batch.
+        row_tokens: tokens of each row, padding included.
         lengths: tokens of each document, row after row; none crosses the end of a row.
         window: tokens that each token sees, itself included; None: all before it.
-        device: of the model's tensors.
+        device: where the model's tensors are.
     """
 
     num_rows: int

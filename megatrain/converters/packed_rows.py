@@ -50,8 +50,8 @@ def settle_packing(
     "concat" promises no border between texts, so that it suits every model of text.
 
     Args:
-        model: that is trained.
-        graph: of the model.
+        model: the model that is trained.
+        graph: its graph.
         packing: as the config has it.
         is_default: the config does not ask for it.
 
@@ -96,7 +96,7 @@ def why_documents_mix(graph: ModelGraph, attn_implementation: str) -> str | None
     Kernels of a GPU are judged by the same model on the CPU: what separates documents only there counts as mixing.
 
     Args:
-        graph: of the model.
+        graph: the model, without weights.
         attn_implementation: as in transformers, or "auto".
     """
     if carried_modules(graph.model) is not None:

@@ -64,9 +64,9 @@ class TiledForward:
     """The forward of one position-wise module.
 
     Args:
-        name: of the module, for messages.
+        name: path of the module, for messages.
         module: takes and returns hidden states [..., H].
-        rows: of a piece.
+        rows: hidden states that a piece has at most.
     """
 
     def __init__(self, name: str, module: nn.Module, rows: int) -> None:

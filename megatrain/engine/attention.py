@@ -54,16 +54,16 @@ class AttentionCall:
         backend: family of kernels.
         is_backward: whether it computes gradients.
         num_rows: sequences.
-        num_heads: of queries.
-        num_key_heads: of keys and values.
+        num_heads: heads of queries.
+        num_key_heads: heads of keys and values.
         num_queries: query tokens of all sequences.
         num_keys: key tokens of all sequences.
         longest_keys: key tokens of the longest sequence.
-        width: of a head of queries and keys.
-        value_width: of a head of values.
+        width: numbers of one head of queries or keys.
+        value_width: numbers of one head of values.
         itemsize: bytes per element of the queries.
         is_ragged: whether sequences of several lengths are concatenated into one.
-        num_copied_bytes: of inputs that the kernel first copies into another layout.
+        num_copied_bytes: bytes of the inputs that the kernel first copies into another layout.
         is_causal: whether the kernel leaves out the keys after each query.
         has_dropout: whether it draws which scores to leave out.
     """
@@ -167,7 +167,7 @@ class AttentionCall:
         the engine has them in one call (`Documents.groups`).
 
         Args:
-            num_multiprocessors: of the device, if the kernel is deterministic: it splits keys among them; else 0.
+            num_multiprocessors: multiprocessors that a deterministic kernel splits keys among; 0: it is none.
         """
         splits = max(1, -(-num_multiprocessors // (self.num_rows * self.num_heads)))
         rows = self.num_rows * round_up(self.num_queries // self.num_rows, FLASH_ROWS)

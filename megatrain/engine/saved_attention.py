@@ -119,8 +119,8 @@ class AttentionSizes:
     """Measures what a run of a unit would save, for a trace.
 
     Attributes:
-        nbytes: of all results, each where it would lie.
-        work: of the calls.
+        nbytes: bytes of all results, each where it would lie.
+        work: work of all calls.
     """
 
     def __init__(self) -> None:

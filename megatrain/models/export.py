@@ -161,7 +161,7 @@ class ShardWriter:
         """Write one tensor, a small piece at a time.
 
         Args:
-            name: of the tensor.
+            name: name of the tensor in the files.
             read: returns elements from the first number to the second: 1-D, any floating dtype; cast on the way.
         """
         expected = self._tensors[name]
@@ -294,14 +294,14 @@ def export_model(
         graph: the model's skeleton and layouts. Persistent buffers are taken from the skeleton if there is no origin.
         source: gives the master weights of one layout at a time, in ranges.
         out_dir: the folder to make. It may exist if it is empty or an earlier export of this program.
-        dtype: of the weights; those that the model's class wants in fp32 stay fp32, buffers keep their own dtype.
+        dtype: what weights are written in, but those that the model's class wants in fp32; buffers keep their own.
         max_shard_nbytes: weight bytes in one file.
         tokenizer: saved into the folder; otherwise the tokenizer files of ``copy_from`` are copied.
         copy_from: the folder of the tokenizer. Generation config, processors and licence are those of the origin, or
             copied from here if there is none.
         record: more keys for ``export.json``, e.g. the step.
         origin: the folder that the weights were loaded from; None: there is none.
-        carried_checksum: of what is carried over from the origin (``CarriedTensors.checksum``), when training began.
+        carried_checksum: ``CarriedTensors.checksum`` of the origin when training began; None: it is not compared.
         on_bytes: called with the bytes that were written and read back so far, and with all of both.
 
     Returns:

@@ -245,7 +245,7 @@ class Tensors:
         """Return which of some tensors hold NaN or infinite values. Reads them whole, a piece at a time.
 
         Args:
-            names: of the tensors; others than floating-point ones are passed over.
+            names: names of the tensors; others than floating-point ones are passed over.
             on_progress: told the bytes that were read, and those of all.
         """
         wanted = [self.records[name] for name in names if self.records[name].dtype.is_floating_point]

@@ -44,7 +44,7 @@ class HubModel:
     Attributes:
         id: as on the hub.
         commit: whole hash.
-        folder: of this commit in the cache; weights are in it once they were fetched.
+        folder: folder of this commit in the cache; weights are in it once they were fetched.
     """
 
     id: str
@@ -165,9 +165,9 @@ def push(folder: Path, name: str, *, is_private: bool = False) -> str:
     """Send a folder to the hub, as one commit, and return its address. The repository is made if there is none.
 
     Args:
-        folder: of an export.
+        folder: folder of an export.
         name: id of the repository.
-        is_private: of a new repository.
+        is_private: whether a new repository is private.
 
     Raises:
         HubError: no token, no right to write there, or the hub cannot be reached. The folder stays as it is.

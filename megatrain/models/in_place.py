@@ -65,10 +65,10 @@ class FrozenBlock:
     """What a block of frozen weights is read from.
 
     Attributes:
-        layout: of the weights.
-        ranges: of the files that fill it; empty where nobody has looked into the folder.
+        layout: layout of the weights.
+        ranges: ranges of the files that fill it; empty where nobody has looked into the folder.
         gaps: bytes that no range fills, and that are zeroed.
-        nbytes: of the block.
+        nbytes: bytes of the block.
         packing: makes the weights from the block, which holds packed bytes; None: it holds the weights.
     """
 
@@ -85,8 +85,8 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
     Left out are those with a weight that the files have in another form than the model, or do not have.
 
     Args:
-        loader: of the folder.
-        layouts: of the model.
+        loader: what knows the folder.
+        layouts: layouts of the model; those that are trained are passed over.
         dtype: that layers compute in.
     """
     found = {}
@@ -165,7 +165,7 @@ class FolderSource:
 
     Args:
         blocks: by key.
-        dtype: of weights that are not packed.
+        dtype: what weights that are not packed have in a block.
 
     Raises:
         ModelFolderError: a file is gone.

@@ -119,7 +119,7 @@ class Initializer:
 
         Args:
             name: one of ``names``.
-            start: of the range.
+            start: index of the first element.
             out: 1-D CPU tensor, as long as the range; fp32 numbers, rounded to its dtype.
 
         Raises:
@@ -145,16 +145,16 @@ class _Operation:
     """One operation of a rule on a parameter.
 
     Attributes:
-        name: of the parameter.
-        function: of torch, in place.
-        arguments: behind the tensor.
+        name: name of the parameter.
+        function: function of torch that changes its first argument in place.
+        arguments: arguments behind the tensor.
         before: the draw before it that continues the same numbers; None: it begins with the seed.
-        seed: of the numbers, of a draw.
-        num_elements: of the parameter.
+        seed: seed of a draw; of other operations without meaning.
+        num_elements: elements of the parameter.
         box: what of the parameter it fills; None: all.
         position: the next element to be drawn.
-        state: of the generator, there.
-        end: of the generator, behind the last element; None: not reached yet.
+        state: the generator's state before it; None: nothing was drawn yet.
+        end: the generator's state behind the last element; None: that was not reached yet.
         left: elements drawn already: the last ones, fewer than a group.
     """
 

@@ -52,7 +52,7 @@ class Decoder(Protocol):
     Attributes:
         parts: names of the tensors in the files that it is made of.
         packed: those of them that its numbers are computed from; the rest was read when the decoder was made.
-        shape: of the numbers as they are decoded, in rows.
+        shape: dimensions of the numbers as they are decoded, in rows.
         is_transposed: the model has the last two dimensions the other way round.
     """
 
@@ -75,8 +75,8 @@ class Decoder(Protocol):
         """Return ``count`` numbers of the flattened weight from ``first`` on, fp32, where the bytes are.
 
         Args:
-            first: of the numbers.
-            count: of the numbers.
+            first: index of the first number in the flattened weight.
+            count: how many numbers are wanted.
             packed: the bytes of ``spans``: 1-D uint8, of any device, each on a multiple of four bytes. Nothing waits
                 for them.
         """
@@ -108,7 +108,7 @@ def find_decoders(
     """Return the quantized weights of a folder: name that the model's checkpoints have -> its decoder.
 
     Args:
-        shapes: of all tensors in the files, with their dtypes as safetensors calls them.
+        shapes: name of each tensor in the files -> its shape, and its dtype as safetensors calls it.
         table: ``quantization_config`` of the config.
         read: for small tables that a decoder keeps.
 

@@ -39,7 +39,7 @@ class Region:
 
     Attributes:
         source: name of the tensor that it comes from.
-        shape: of both boxes.
+        shape: dimensions of both boxes.
         source_strides: in elements, as of a tensor.
         target_strides: in elements, as of a tensor.
         source_start: first element in the source, which is contiguous.

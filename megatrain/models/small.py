@@ -71,9 +71,9 @@ def small_model(
     """Return a scaled-down copy of the model of ``config``, in fp32 on the CPU, with random weights.
 
     Args:
-        config: of the whole model.
+        config: configuration of the whole model.
         attn_implementation: as in transformers, or "auto".
-        seed: of the weights.
+        seed: seed that the weights are drawn with.
         num_layers: that it has at least, if the model has as many.
         needs_head: False: its layers are enough, as of a part for text that is no causal language model by itself.
 
@@ -213,7 +213,7 @@ class SmallModel:
     """A model folder with weights, config and a tokenizer of its own, and text to train it on.
 
     Attributes:
-        folder: of the model.
+        folder: folder of the model that was written.
         tokenizer: folder of its tokenizer.
         text: JSON lines.
         family: ``model_type``.

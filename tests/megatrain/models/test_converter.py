@@ -1,0 +1,154 @@
+"""The door for quirks of models: a converter that the core knows nothing of, from the skeleton to the export."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatrain.base.layout import UnitLayout
+from megatrain.converters.spec import converters_for
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.trace import trace_visits
+from megatrain.models.converter import ConvertedGraph, InnerUnit, ModelConverter, ReadMaster, WeightSource
+from megatrain.models.export import export_model
+from megatrain.models.folder import ModelFolder
+from megatrain.models.graph import ModelGraph, converted_graph
+from oracles.families import tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+
+
+class Gain(nn.Module):
+    """A module around another: its result times a number that is trained."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.gain = nn.Parameter(torch.ones((), device="meta"))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = self.inner(hidden) * self.gain
+        return result
+
+
+class Gains(ModelConverter):
+    """Scales what every MLP gives: a quirk in one class, with a moment of each kind."""
+
+    freezes_weights = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self._gains: list[tuple[nn.Module, Gain]] = []
+
+    def take_out(self, model: PreTrainedModel) -> None:
+        self.calls.append("take_out")
+        model.requires_grad_(False)
+
+    def convert(self, model: PreTrainedModel) -> None:
+        self.calls.append("convert")
+        for layer in model.model.layers:
+            self._gains.append((layer, Gain(layer.mlp)))
+            layer.mlp = self._gains[-1][1]
+
+    @contextmanager
+    def plain_model(self) -> Iterator[None]:
+        for layer, gain in self._gains:
+            layer.mlp = gain.inner
+        try:
+            yield
+        finally:
+            for layer, gain in self._gains:
+                layer.mlp = gain
+
+    def plain_name(self, name: str) -> str:
+        return name.replace(".mlp.inner.", ".mlp.")
+
+    def cut(self, model: PreTrainedModel, layer: nn.Module) -> Sequence[InnerUnit]:
+        """Attention and the MLP of the first layer are units of their own."""
+        if layer is not self._gains[0][0]:
+            return ()
+        return [InnerUnit(name, child) for name, child in layer.named_children() if list(child.parameters())]
+
+    def computing(self, on_dense_mask: Callable[[str], None], *, is_compiled: bool) -> AbstractContextManager[None]:
+        @contextmanager
+        def context() -> Iterator[None]:
+            self.calls.append("begin")
+            yield
+            self.calls.append("end")
+
+        return context()
+
+    def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
+        """Return weights that are doubled: not what a gain would give, but easy to find in the files."""
+
+        @contextmanager
+        def doubled(layout: UnitLayout) -> Iterator[ReadMaster]:
+            with source(layout) as read:
+                yield lambda start, stop: 2 * read(start, stop)
+
+        return doubled
+
+
+@pytest.fixture
+def converted() -> tuple[Gains, ModelGraph]:
+    gains = Gains()
+    return gains, converted_graph(tiny_config("llama", tied=False), (gains,))
+
+
+def test_names_and_units_are_those_that_a_converter_makes(converted: tuple[Gains, ModelGraph]) -> None:
+    gains, graph = converted
+    assert gains.calls == ["take_out", "convert"] and graph.converters == (gains,)
+    num_layers = graph.config.num_hidden_layers
+    assert graph.trainable_parameters == tuple(f"model.layers.{n}.mlp.gain" for n in range(num_layers))
+    frozen = {entry.name for layout in graph.layouts.values() if not layout.trainable for entry in layout.entries}
+    with graph.plain_model():
+        assert frozen == {name for name, _ in graph.model.named_parameters()}, "the model as it is in its folder"
+    assert isinstance(graph.model.model.layers[0].mlp, Gain)
+    first = [unit for unit in graph.units if unit.layer == "model.layers.0"]
+    assert "model.layers.0.mlp" in [unit.name for unit in first] and not any(unit.is_layer for unit in first)
+    assert sum(unit.is_layer for unit in graph.units) == num_layers - 1
+
+
+def test_a_converted_model_is_streamed_like_any_other(converted: tuple[Gains, ModelGraph]) -> None:
+    gains, graph = converted
+    model = build_model(graph.config)
+    weights = dict(model.named_parameters())
+    weights.update((name, torch.ones(())) for name in graph.trainable_parameters)
+    trace = trace_visits(graph, 1, 8, torch.float32)
+    gains.calls.clear()
+    access = MemoryAccess(graph, weights, torch.float32)
+    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    ids = torch.arange(3, 11)[None]
+    loss = runner.forward_backward([{"input_ids": ids, "labels": ids}]).loss
+    assert gains.calls == ["begin", "end"], "around the forward and the backward of a pass"
+    assert loss == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-6)
+    gradients = access.finish()
+    assert gradients.keys() == set(graph.trainable_parameters)
+    assert all(bool(gradient != 0) for gradient in gradients.values())
+
+
+def test_an_export_writes_what_the_converter_gives(converted: tuple[Gains, ModelGraph], tmp_path: Path) -> None:
+    _, graph = converted
+
+    @contextmanager
+    def ones(layout: UnitLayout) -> Iterator[ReadMaster]:
+        yield lambda start, stop: torch.ones(stop - start)
+
+    out = export_model(graph, ones, tmp_path / "out", dtype=torch.float32)
+    folder = ModelFolder(out)
+    assert not any("gain" in name or "inner" in name for name in folder.records)
+    assert all(bool((folder.read(name) == 2).all()) for name in folder.records)
+
+
+def test_converters_do_nothing_until_they_say_so() -> None:
+    config = tiny_config("llama")
+    plain, converted = converted_graph(config), converted_graph(config, (ModelConverter(),))
+    assert dict(plain.layouts) == dict(converted.layouts)
+    assert [unit.name for unit in plain.units] == [unit.name for unit in converted.units]
+    assert converters_for()[0] is not converters_for()[0], "each graph has its own"
