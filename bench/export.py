@@ -170,10 +170,10 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
     ids = next(loader).micro_batches[0]["input_ids"]
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     pieces: list[torch.Tensor] = []
-    with trainer.open():
-        checkpoint = trainer.load(find_candidates(resolve_checkpoint(config), print))
+    with trainer.open() as opened:
+        checkpoint = opened.load(find_candidates(resolve_checkpoint(config), print))
         assert checkpoint is not None and checkpoint.state.step == NUM_STEPS, checkpoint
-        engine = trainer.make_engine(1)
+        engine = opened.make_engine(1)
         make_logits = ChunkedHead._logits
 
         def noting(head: ChunkedHead, *given: Any) -> torch.Tensor:

@@ -263,10 +263,10 @@ class Large(Ours):
 
     def export(self, out: Path, tokenizer: Path) -> None:
         """Write the weights as a Hugging Face folder. No step can follow."""
-        trainer = self._trainer
-        trainer.end_steps()
-        origin = trainer.weights.source.origin
-        export_model(trainer.plan.graph, trainer.weights.exported, out, copy_from=tokenizer, origin=origin)
+        self._run.end_steps()
+        weights = self._run.weights
+        origin = weights.source.origin
+        export_model(self.plan.graph, weights.exported, out, copy_from=tokenizer, origin=origin)
 
 
 # -- the folder, and plain transformers on it ------------------------------------------------------------------------

@@ -20,12 +20,13 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.head import shifted_labels
+from megatrain.open_run import open_run
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve, resolve_data
-from megatrain.trainer import Trainer
+from megatrain.weights import WeightSource
 from tiered import GpuTier, RamTier, StoreStats
 
 MicroBatches = Sequence[Mapping[str, Tensor]]
@@ -127,7 +128,7 @@ class Ours:
 
     Args:
         config: of the run. num_steps: how many steps will be taken. plan: of the run, if it is made already.
-        make_trainer: ``Trainer`` or a class like it.
+        source: where its weights come from, by its plan; None: the model's folder, or its initialization.
 
     Attributes:
         start_s: seconds of its parts: ``warm_up`` of kernels, ``populate`` and ``pin`` of RAM (over all threads), and
@@ -141,7 +142,7 @@ class Ours:
         num_steps: int,
         *,
         plan: Plan | None = None,
-        make_trainer: type[Trainer] = Trainer,
+        source: Callable[[Plan], WeightSource] | None = None,
     ) -> None:
         plan = plan or plan_run(resolve(config))
         begin_s = time.perf_counter()
@@ -150,16 +151,16 @@ class Ours:
         self.plan = replace(plan, optimizer=self.optimizer)
         self.windows: list[StoreStats] = []
         self._num_steps = 0
-        self._trainer, self._opened = make_trainer(config, plan=self.plan), ExitStack()
-        self._opened.enter_context(self._trainer.open())
-        self._store = self._trainer.store
+        self._opened = ExitStack()
+        self._run = self._opened.enter_context(open_run(self.plan, source=source and source(self.plan)))
+        self._store = self._run.store
         self._tiers = {name: self._store.tier(name) for name in self._store.tier_names}
         warm_s = time.perf_counter()
-        self._trainer.load()
+        self._run.load()
         self._store.wait_idle()
         self.start_s, self.start_bytes = self._start(warm_s - begin_s, time.perf_counter() - warm_s)
         self._before = self._store.stats()
-        self._engine = self._trainer.make_engine(num_steps)
+        self._engine = self._run.make_engine(num_steps)
         self._store.wait_idle()
 
     def __enter__(self) -> Ours:

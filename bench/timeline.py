@@ -81,7 +81,7 @@ class Traced(Ours):
 
     def trace_last(self, turns: Sequence[Any], path: Path) -> float:
         """Take steps one after the other, write the timeline of the last one; return how long that took."""
-        timeline = self._trainer.timeline
+        timeline = self._run.timeline
         for turn in turns[:-1]:
             self.step(turn, LR)
         timeline.is_on = True

@@ -243,7 +243,7 @@ def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
         return None
     from megatrain.plan.planner import plan_run
     from megatrain.resolve import resolve
-    from megatrain.trainer import with_kept_lanes
+    from megatrain.start import with_kept_lanes
 
     return plan_run(with_kept_lanes(resolve(loaded.config)).as_fullest_rank(size))
 

@@ -29,7 +29,6 @@ from megatrain.config.load import salvage
 from megatrain.config.resolved import changes_from, config_from_toml, with_commit, with_lanes, with_packing
 from megatrain.converters.adapters import AdapterError
 from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.encoding import CHOSEN
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.sources import is_hub_name, source_files
 from megatrain.machine import machine
@@ -58,19 +57,13 @@ from megatrain.resolve import (
     resolve_preference,
     resolve_tiers,
 )
+from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
 from megatrain.run.loggers import check_loggers
+from megatrain.start import describe_model, with_decays, with_kept_lanes
 from megatrain.tasks.advice import model_warnings, schedule_warnings
 from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.known import task_of
 from megatrain.tiers import check_drives
-from megatrain.trainer import (
-    check_positions,
-    check_token_ids,
-    describe_model,
-    make_loader,
-    tokenizer_of,
-    with_decays,
-    with_kept_lanes,
-)
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.ext import check_ours
 from tiered.units import format_size
@@ -322,27 +315,14 @@ class _Checkup:
         head = str(dataset.report).splitlines()[0]
         proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
         yield CheckResult("data", "ok", f"{head}{proven}")
-        yield from self._preferences(dataset)
+        for note in task_of(resolve_preference(self._config)).notes(dataset):
+            yield CheckResult("data", note.severity, note.text)
         yield from self._rows_left_out(dataset.report)
         if self._bad_rows == "drop":
             for text in check_losses(
                 dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
             ):
                 yield CheckResult("data", "warning", text)
-
-    def _preferences(self, dataset: TokenDataset) -> Iterator[CheckResult]:
-        """Say what the examples of preferences are, and what is seldom meant."""
-        loss = resolve_preference(self._config)
-        if loss is None:
-            return
-        count, good = len(dataset) // 2, int((dataset.roles[::2] == CHOSEN).sum())
-        what = _count(count, "pair") if loss.is_paired else f"{good:,} good and {count - good:,} bad answers"
-        yield CheckResult("data", "ok", f"{what} for {loss.loss_type}")
-        if not loss.is_paired and not 0 < good < count:
-            yield CheckResult("data", "warning", "all answers are judged alike: the loss learns from the difference")
-        if loss.needs_reference:
-            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
-            yield CheckResult("data", "note", text)
 
     def _each_source(self, error: DataError) -> Iterator[CheckResult]:
         """Look at each source alone, so that a mistake in one does not hide those of the others."""

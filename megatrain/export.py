@@ -61,8 +61,8 @@ def export_checkpoint(
     Args:
         run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` of one.
         out: the folder to make. It may exist if it is empty.
-        step: of which checkpoint; default: the newest.
-        dtype: of the weights; default: as the run's config says. fp32 gives the exact master weights.
+        step: Steps of the checkpoint; default: the newest.
+        dtype: Format of the weights; default: as the run's config says. fp32 gives the exact master weights.
         max_shard_size: weight bytes in one file; default: as the run's config says.
         model_folder: a copy of the model's folder, where the one of the run is gone.
         merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
@@ -147,7 +147,7 @@ class _CheckpointWeights:
         """Raise ``CheckpointError`` unless the blocks are those of this model.
 
         Args:
-            loader: of frozen weights, which are in the folder only.
+            loader: Reads frozen weights, which are in the folder only.
         """
         self._graph, self._loader = graph, loader
         if loader is not None and BASE_CHECKSUM in self._found.state.model:

@@ -22,12 +22,13 @@ from megatrain.converters.adapters import base_of_adapter
 from megatrain.engine.table import TrainingConfig
 from megatrain.models.folder import ADAPTER_CONFIG
 from megatrain.models.graph import num_learned_positions
+from megatrain.open_run import open_run
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse
 from megatrain.resolve import resolve
+from megatrain.rows import tokenizer_of
 from megatrain.tasks.chat import ChatError, ChatSettings, prompt_tokens
 from megatrain.tasks.continuation import Continuation
-from megatrain.trainer import Trainer, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +61,7 @@ def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
     """Return a config whose model is that of a folder; nothing is trained or written.
 
     Args:
-        folder: of a model, of an adapter, or of the run that wrote one of them.
+        folder: Where a model is, an adapter, or the run that wrote one of them.
         tables: more of the config, such as ``tiers``.
 
     Raises:
@@ -78,7 +79,7 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     """Return the tables of a config that say which model is in a folder: for an adapter its base, with it.
 
     Args:
-        folder: of a model, of an adapter, or of the run that wrote one of them. A run's adapter is put on the model
+        folder: Where a model is, an adapter, or the run that wrote one of them. A run's adapter is put on the model
             as the run has it (revision, attention, precision); any other one on the model that it names.
 
     Raises:
@@ -107,7 +108,7 @@ def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig
     """Return a config whose step is prompts: what sets the step of its training has no meaning for them.
 
     Args:
-        config: of a run.
+        config: What a run is made of.
         rows: prompts that are padded to one length.
         together: prompts that share each fetch of a weight.
     """
@@ -132,9 +133,9 @@ def generate(
             prompts that are padded to one length, those of a step are the prompts at once), or a folder: of a model, of
             an adapter, which runs with its base model, or of a run.
         prompts: turns of a chat where the model has a template, else beginnings of texts.
-        max_new_tokens: of each completion.
+        max_new_tokens: New tokens of each completion, at most.
         temperature: 0: the likeliest token each time. None: as the model's generation_config.json says.
-        seed: of sampling: micro-batch m draws as transformers does after ``torch.manual_seed(seed + m)``.
+        seed: What sampling draws from: micro-batch m draws as transformers does after ``torch.manual_seed(seed + m)``.
         system: the message in front of each prompt.
         observer: is called with messages.
 
@@ -157,16 +158,16 @@ class Generator:
     """Continues prompts; see ``generate``.
 
     Args:
-        config: of the model.
+        config: Which model, and what it may use.
         prompts: texts, at least one.
-        settings: of the completions.
+        settings: How prompts are continued.
         observer: is called with messages.
 
     Attributes:
-        plan: of a batch of prompts.
+        plan: How a batch of prompts passes.
         moved_bytes: link -> bytes that ``run`` moved.
         planned_bytes: link -> bytes that its passes were planned to move.
-        seconds: of the passes.
+        seconds: Time of the passes.
     """
 
     def __init__(
@@ -190,7 +191,6 @@ class Generator:
         self._run = with_prompts(run, rows, together, longest + settings.max_new_tokens)
         self.plan: GenerationPlan = plan_generation(self._run)
         self._check_positions(longest)
-        self._trainer = Trainer(config, observer=self._observer, plan=self.plan.plan)
         self.moved_bytes: dict[str, int] = {}
         self.planned_bytes: dict[str, int] = {}
         self.seconds = 0.0
@@ -215,11 +215,12 @@ class Generator:
         check_weights(plan.run)
         refuse(plan.objections)
         found: list[Completion] = []
-        with self._trainer.open() as trainer:
-            trainer.load()
-            trainer.store.wait_idle()
-            passes = Continuation(self.plan, trainer.store, self._tokenizer, self._settings)
-            before, start_s = trainer.store.stats(), time.perf_counter()
+        with open_run(plan, tell=self._observer.on_message) as opened:
+            opened.load()
+            store = opened.store
+            store.wait_idle()
+            passes = Continuation(self.plan, store, self._tokenizer, self._settings)
+            before, start_s = store.stats(), time.perf_counter()
             for first in range(0, len(self._tokens), batch.num_rows):
                 together = self._tokens[first : first + batch.num_rows]
                 for prompt, ids in zip(
@@ -230,8 +231,8 @@ class Generator:
                 done = f"{len(found):,} of {len(self._tokens):,} prompts continued"
                 self._observer.on_message(f"{done}, {time.perf_counter() - start_s:.1f} s")
             self.seconds = time.perf_counter() - start_s
-            trainer.store.wait_idle()
-            moved = trainer.store.stats() - before
+            store.wait_idle()
+            moved = store.stats() - before
         self.planned_bytes = passes.planned_bytes
         self.moved_bytes = {name: link.num_bytes for name, link in moved.links.items() if link.num_bytes}
         return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,15 +25,15 @@ from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import check_losses
 from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
-from megatrain.engine.step import EvaluationEngine
 from megatrain.models.folder import ModelFolder
+from megatrain.open_run import OpenRun, open_run
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
 from megatrain.resolve import check_scorable, resolve
+from megatrain.rows import check_positions, check_token_ids, tokenizer_of
 from megatrain.run.folder import RunFolder
 from megatrain.run.signals import RunSignals
-from megatrain.tiers import set_schedule
-from megatrain.trainer import Trainer, check_token_ids, tokenizer_of
+from megatrain.tasks.passes import Passes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +41,15 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.table import ScoreConfig
+    from megatrain.engine.forward import LayerRunner
     from megatrain.engine.vocabulary import TokenScores
     from megatrain.plan.plan import Plan
+    from megatrain.tasks.task import MicroBatches
 
 __all__ = ["ScoreSummary", "Scorer", "plan_scoring"]
+
+#: Number of a micro-batch -> a vector for each of its documents.
+_Vectors = dict[int, Sequence[np.ndarray[Any, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +57,14 @@ class ScoreSummary:
     """What a call of ``Scorer.run`` did.
 
     Attributes:
-        folder: of the scores.
-        num_rows: of the data, packed or not.
+        folder: Where the scores are.
+        num_rows: Rows of the data, packed or not.
         num_rows_done: that are scored, those of earlier calls included.
-        num_passes: of this call: how often the weights were streamed.
+        num_passes: How often this call streamed the weights.
         num_tokens: places that this call ran, padding included.
-        num_scored_tokens: of this call.
-        mean_log_prob: of the tokens that this call scored; NaN where there are none.
-        seconds: of the passes of this call.
+        num_scored_tokens: Tokens that this call scored.
+        mean_log_prob: Mean over the tokens that this call scored; NaN where there are none.
+        seconds: Time of the passes of this call.
         planned_bytes: link -> bytes that these passes were planned to move.
         link_bytes: link -> bytes that they moved.
         interrupted: a signal ended the call early.
@@ -116,7 +121,7 @@ class Scorer:
         activity: kept current for a live view.
 
     Attributes:
-        plan: of the passes.
+        plan: How the weights pass.
 
     Raises:
         ConfigError: as ``plan_scoring``, and so are the others.
@@ -134,7 +139,7 @@ class Scorer:
         check_scorable(config)
         self._config, self._table = config, config.score
         self._observer, self._activity = observer or RunObserver(), activity or Activity()
-        self._trainer = Trainer(config, observer=self._observer, plan=self.plan, activity=self._activity)
+        check_positions(self.plan.run.model, self.plan.run.batch.max_length, self.plan.graph)
 
     def run(self) -> ScoreSummary:
         """Score what is not scored yet.
@@ -166,9 +171,9 @@ class Scorer:
             self._observer.on_ready(kind.num_rows - rest or None)
             if rest < kind.num_rows:
                 self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
-            with self._trainer.open() as trainer:
-                trainer.load()
-                return self._run_passes(folder, kind, loader, cuts)
+            with open_run(self.plan, tell=self._observer.on_message, activity=self._activity) as opened:
+                opened.load()
+                return self._run_passes(opened, folder, kind, loader, cuts)
 
     def make_loader(self) -> BatchLoader:
         run, tell = self.plan.run, self._observer.on_message
@@ -217,35 +222,25 @@ class Scorer:
         return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
 
     def _run_passes(
-        self, folder: ScoreFolder, kind: ScoreKind, loader: BatchLoader, cuts: Sequence[range]
+        self, opened: OpenRun, folder: ScoreFolder, kind: ScoreKind, loader: BatchLoader, cuts: Sequence[range]
     ) -> ScoreSummary:
-        plan, trainer = self.plan, self._trainer
-        store, placement = trainer.store, plan.placement
-        engine = EvaluationEngine(
-            store,
-            replace(plan.for_passes, stays=placement.stays),
-            timeline=trainer.timeline,
-            activity=self._activity,
-        )
+        plan, store = self.plan, opened.store
+        placement = plan.placement
+        passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
         store.wait_idle()  # what loading still writes is not part of any pass
         before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch
-        set_schedule(store, engine.program.schedule(placement.homes, len(cuts)), plan.run.prefetch_bytes)
+        seconds = 0.0
         num_passes = num_tokens = num_scored = num_rows = 0
         log_probs: list[float] = []
         with RunSignals(stops_after_step=True, activity=self._activity) as signals:
-            for number, rows in enumerate(cuts):
-                self._activity.begin("scoring", num_parts=len(engine.program.ticks))
-                documents, places = self._score(engine, loader, rows, number)
+            found = self._scores(passes, loader, cuts, lambda: signals.stop_requested)
+            for number, ((documents, places), rows) in enumerate(zip(found, cuts, strict=False)):
                 folder.write(rows.start, len(rows), documents)
                 num_passes, num_tokens, num_rows = number + 1, num_tokens + places, num_rows + len(rows)
                 num_scored += sum(len(document.positions) for document in documents)
                 log_probs += [float(document.log_probs.sum(dtype=np.float64)) for document in documents]
-                self._tell(folder, kind, number + 1, len(cuts), num_tokens, time.perf_counter() - start_s)
-                if signals.stop_requested:
-                    break
-            seconds = time.perf_counter() - start_s
-            engine.finish()
-            store.set_schedule(None)
+                seconds = time.perf_counter() - start_s
+                self._tell(folder, kind, number + 1, len(cuts), num_tokens, seconds)
         store.wait_idle()
         moved = store.stats() - before
         rows_left = sum(map(len, cuts)) - num_rows
@@ -263,33 +258,42 @@ class Scorer:
             interrupted=num_passes < len(cuts),
         )
 
-    def _score(
-        self, engine: EvaluationEngine, loader: BatchLoader, rows: range, number: int
-    ) -> tuple[list[DocumentScores], int]:
-        """Return the scores of the documents of some rows, and how many places the pass had."""
+    def _scores(
+        self, passes: Passes, loader: BatchLoader, cuts: Sequence[range], should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[list[DocumentScores], int]]:
+        """Yield, of each pass, the scores of the documents of its rows, and how many places it had."""
         size = self.plan.micro_batch_size
-        # Row after row, not dealt in turn as a step's are: which rows share a micro-batch, and so the bits of their
-        # scores, does not depend on how many micro-batches share a pass.
-        groups = [loader.rows(first, min(first + size, rows.stop)) for first in range(rows.start, rows.stop, size)]
-        micro_batches = [loader.micro_batch(group) for group in groups]
-        embeddings: dict[int, list[Any]] = {}
+        groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the pass that runs
 
-        def on_hidden(micro_batch: int, hidden: Tensor) -> None:
-            embeddings[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._table)
+        def batches() -> Iterator[MicroBatches]:
+            for rows in cuts:
+                self._activity.begin("scoring", num_parts=passes.num_ticks)
+                # Row after row, not dealt in turn as a step's are: which rows share a micro-batch, and so the bits of
+                # their scores, does not depend on how many micro-batches share a pass.
+                firsts = range(rows.start, rows.stop, size)
+                groups[:] = [loader.rows(first, min(first + size, rows.stop)) for first in firsts]
+                yield [loader.micro_batch(group) for group in groups]
 
-        wants_hidden = self._table.embeddings != "none"
-        scores = engine.score(
-            micro_batches,
-            number=number,
-            k=self._table.top_k,
-            temperature=self._table.temperature,
-            on_hidden=on_hidden if wants_hidden else None,
-        )
-        found: list[DocumentScores] = []
-        for micro_batch, group in enumerate(groups):
-            found += _documents(group, loader.dataset, scores[micro_batch], embeddings.get(micro_batch))
-        loader.dataset.release_pages()
-        return found, sum(batch["input_ids"].numel() for batch in micro_batches)
+        def head(runner: LayerRunner, micro_batches: MicroBatches) -> tuple[list[TokenScores], _Vectors, int]:
+            vectors: _Vectors = {}
+
+            def on_hidden(micro_batch: int, hidden: Tensor) -> None:
+                vectors[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._table)
+
+            scores = runner.score(
+                micro_batches,
+                k=self._table.top_k,
+                temperature=self._table.temperature,
+                on_hidden=None if self._table.embeddings == "none" else on_hidden,
+            )
+            return scores, vectors, sum(batch["input_ids"].numel() for batch in micro_batches)
+
+        for scores, vectors, places in passes.run(batches(), head, num_passes=len(cuts), should_stop=should_stop):
+            found: list[DocumentScores] = []
+            for micro_batch, group in enumerate(groups):
+                found += _documents(group, loader.dataset, scores[micro_batch], vectors.get(micro_batch))
+            loader.dataset.release_pages()
+            yield found, places
 
     def _tell(
         self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float

@@ -56,7 +56,7 @@ def open_store(
     Args:
         on_notice: called with what a person should know about the drives, from any thread.
         on_event: called with every copy and wait, from any thread.
-        loader: of the model's folder, where blocks may have their home.
+        loader: Reads the model's folder, where blocks may have their home.
 
     Raises:
         ModelFolderError: the folder is not as it was planned with.

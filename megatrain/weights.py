@@ -105,9 +105,9 @@ class AdaptedWeights:
 
     Args:
         graph: has adapters.
-        loader: of the model's own weights.
-        seed: of new adapters.
-        folder: of adapters to start from; None: they are new.
+        loader: Reads the model's own weights.
+        seed: What new adapters are drawn from.
+        folder: Where the adapters are that it starts from; None: they are new.
 
     Raises:
         AdapterError: those of the folder are of another model.
@@ -188,7 +188,7 @@ class Weights:
 
     Args:
         store: has the durable blocks of the plan.
-        source: of weights for a run that starts anew.
+        source: Where weights come from in a run that starts anew.
         on_notice: called with why a checkpoint cannot be used.
         group: ranks that load the same checkpoint, each its own shares of it.
 
@@ -553,9 +553,9 @@ class GatheredWeights:
     """The weights of a run of several ranks, each of which has a share of them: rank 0 reads, the others serve.
 
     Args:
-        weights: of this rank.
-        plan: of this rank.
-        group: of the ranks.
+        weights: What this rank holds.
+        plan: Where this rank holds it.
+        group: The ranks of the run.
         should_stop: whether a stop was requested; rank 0's counts, and is asked before each read.
     """
 
@@ -656,7 +656,7 @@ class SavedPlace:
 
     Attributes:
         first: element of the layout that the whole block begins with.
-        num_elements: of the whole block.
+        num_elements: Elements of the whole block.
         owned: elements of it that lie here.
     """
 

@@ -77,7 +77,7 @@ class RunLength:
         seconds: None: not measured.
         moved_bytes: by link, the updates after the last step included.
         written_bytes: to all drives of ``[[tiers.nvme]]``.
-        share_of_limit: of the most that may still be written there.
+        share_of_limit: Share of the most that may still be written there.
         num_saves: checkpoints, and what they write to ``output_dir``.
         saved_bytes: checkpoints, and what they write to ``output_dir``.
     """

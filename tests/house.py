@@ -53,10 +53,17 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "launch": ("megatrain.ranks.launch",),
     "config": ("megatrain.config",),
     "trainer": (
+        "megatrain.agreement",
         "megatrain.export",
+        "megatrain.final",
         "megatrain.generation",
+        "megatrain.open_run",
         "megatrain.resolve",
+        "megatrain.rows",
+        "megatrain.saving",
         "megatrain.scoring",
+        "megatrain.start",
+        "megatrain.step_report",
         "megatrain.trainer",
     ),
     "tools": (

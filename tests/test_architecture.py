@@ -79,7 +79,6 @@ RESTRICTED = {
         "megatrain/optim/matrices.py",
         "megatrain/models/",
         "megatrain/optim/lr.py",
-        "megatrain/trainer.py",
         "megatrain/verify/",
     ),
     "torch.distributed": ("megatrain/embed/stores.py", "megatrain/ranks/"),
@@ -185,7 +184,6 @@ METHODS = {
     "megatrain.engine.access.StoreAccess": 39,
     "megatrain.engine.head.ChunkedHead": 31,
     "megatrain.engine.ranked.RankedAccess": 37,
-    "megatrain.trainer.Trainer": 59,
     "tiered.leasing.Leasing": 31,
     "tiered.movement.Movement": 47,
     "tiered.store.TieredStore": 42,
@@ -200,8 +198,8 @@ ARGUMENTS = {
 }
 MOST_STEP_PROGRAM_FIELDS = 21
 MOST_KNOWING_THE_CONFIG = 13
-MOST_LINES_TO_READ = 5_600  # some room for mends: what shortens them is fewer features in them, not fewer comments
-MOST_VAGUE_ENTRIES = 444
+MOST_LINES_TO_READ = 4_900  # some room for mends: what shortens them is fewer features in them, not fewer comments
+MOST_VAGUE_ENTRIES = 305
 
 
 def assert_only_shrinks(found: Mapping[str, int], bounds: Mapping[str, int]) -> None:

@@ -19,11 +19,10 @@ from megatrain.base.layout import UnitLayout, entries_within
 from megatrain.base.timeline import COMPUTE
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
-from megatrain.models.load import WeightLoader
 from megatrain.plan.placement import Placement
+from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
 from megatrain.weights import RandomWeights
 from megatrain.what_if import step_seconds
 
@@ -37,11 +36,8 @@ class _SeededWeights(RandomWeights):
             fill_range(entry.name, len(entry.shape), first, part)
 
 
-class _Seeded(Trainer):
-    """Begins with these weights."""
-
-    def _weight_source(self, loader: WeightLoader | None) -> RandomWeights:
-        return _SeededWeights(self.plan.graph.model, SEED)
+def _seeded(plan: Plan) -> _SeededWeights:
+    return _SeededWeights(plan.graph.model, SEED)
 
 
 class _Traced(Ours):
@@ -50,7 +46,7 @@ class _Traced(Ours):
     @property
     def timeline(self) -> Any:
         """Spans of the steps during which it is on."""
-        return self._trainer.timeline
+        return self._run.timeline
 
 
 class OursSide:
@@ -64,7 +60,7 @@ class OursSide:
         plan = plan_run(resolve(config), padded=False)
         self._plan_s = time.perf_counter() - start_s
         print(f"planned in {self._plan_s:.1f} s", file=sys.stderr, flush=True)
-        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, make_trainer=_Seeded)
+        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, source=_seeded)
 
     def about(self) -> dict[str, Any]:
         """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""

@@ -10,14 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.errors import ConfigError, Problem
+
 if TYPE_CHECKING:
     from megatrain.base.observer import EvaluationMetrics
 
-__all__ = ["Best", "BestSpec", "MetricError"]
-
-
-class MetricError(Exception):
-    """No evaluation has the figure that decides; the message names those that there are."""
+__all__ = ["Best", "BestSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Best:
 
     Attributes:
         metric: its name.
-        value: of it.
+        value: What it was.
         step: steps done before.
         num_worse: evaluations since then, none of which was better by more than the threshold.
     """
@@ -52,7 +50,7 @@ class BestSpec:
 
     Attributes:
         metric: a figure of an evaluation: "loss", or "NAME_loss" where there are several sets; "eval_" may precede it.
-        is_greater_better: of two values.
+        is_greater_better: Whether the greater one of two values is the better one.
         is_kept: the checkpoint of the best evaluation is kept, and is the model of the run.
         patience: evaluations in a row without an improvement that end the run; 0: none do.
         threshold: what an improvement has to exceed.
@@ -81,25 +79,25 @@ class BestSpec:
         """Look whether the metric is one of a set.
 
         Args:
-            names: of the evaluation sets.
+            names: Names of the evaluation sets.
 
         Raises:
-            MetricError: it names none of them.
+            ConfigError: it names none of them.
         """
         names = list(names)
         metric = self.metric.removeprefix("eval_")
         if self.is_on and "loss" in metric and metric != "loss" and metric not in [f"{name}_loss" for name in names]:
             known = ", ".join(["loss", *(f"{name}_loss" for name in names)])
-            raise MetricError(f"no evaluation has this figure. There are {known}")
+            raise self._unknown(known)
 
     def value_of(self, evaluations: Mapping[str, EvaluationMetrics]) -> float:
         """Return the figure that decides; without the name of a set it is the first one's.
 
         Args:
-            evaluations: of one step, by the name of the set.
+            evaluations: Those of one step, by the name of the set.
 
         Raises:
-            MetricError: there is no such figure.
+            ConfigError: there is no such figure.
         """
         metric = self.metric.removeprefix("eval_")
         known: dict[str, float] = {}
@@ -108,14 +106,19 @@ class BestSpec:
             known |= {f"{name}_{figure}": value for figure, value in figures.items()}
             known = {**figures, **known}  # what the first set has is not replaced
         if metric not in known:
-            raise MetricError(f"no evaluation has this figure. There are {', '.join(sorted(known))}")
+            raise self._unknown(", ".join(sorted(known)))
         return known[metric]
+
+    def _unknown(self, known: str) -> ConfigError:
+        key = "evaluation.metric_for_best_model"
+        message = f'{key} = "{self.metric}", but no evaluation has this figure. There are {known}'
+        return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
         """Return the best evaluation, now that there is one more. A value that is NaN is never better.
 
         Args:
-            best: of those before.
+            best: The best one before.
             step: steps done before this one.
             value: its figure.
         """

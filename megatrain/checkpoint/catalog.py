@@ -65,7 +65,7 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
 
     Args:
         run_or_folder: ``output_dir``, its folder of checkpoints, or the folder ``snap/<generation>`` of one.
-        step: of several checkpoints of one step the newest is taken.
+        step: Steps done; where several checkpoints have it, the newest is taken.
 
     Raises:
         CheckpointError: there is none; the message lists the steps that there are.

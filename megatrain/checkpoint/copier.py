@@ -53,8 +53,8 @@ class CheckpointCopier:
 
     Args:
         spec: which checkpoints are copied, and where.
-        drive_bytes: of one checkpoint, what lies on drives and is copied, by all ranks together. 0: checkpoints are
-            whole without copies.
+        drive_bytes: Bytes of one checkpoint that lie on drives and are copied, by all ranks together. 0: checkpoints
+            are whole without copies.
         tell: called with messages for the user.
         rank: number of this process.
         gather: returns what all ranks gave, by rank (``RankGroup.gather``); default: there is one.
@@ -96,7 +96,7 @@ class CheckpointCopier:
         """Copy a checkpoint that was made, if one is due.
 
         Args:
-            checkpoint: of the stores of these ranks.
+            checkpoint: One that the stores of these ranks hold.
             is_last: it is the last one of this start of the run: it is copied unless it is already.
         """
         if not self.is_on:

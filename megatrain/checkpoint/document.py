@@ -78,13 +78,13 @@ class Checkpoint:
 
     Attributes:
         folder: directory that the document lies in.
-        number: of the checkpoint, growing; where one process wrote it, its generation's.
+        number: Larger than that of any earlier checkpoint; where one process wrote it, its generation's.
         ranks: what each rank has of it.
         meta: ``RunState`` as JSON; empty where it cannot be read.
         lanes: in which gradients were added (``ranks/lanes.py``).
-        elements: of each block, without what shares have past its end; empty: blocks are as long as they say.
+        elements: Block -> elements, without what shares have past its end; empty: blocks are as long as they say.
         is_future: newer than the current generation of its store: a crash came before it was the current one.
-        nbytes: of all blocks.
+        nbytes: Bytes of all blocks.
         lost: what of it is gone, for each drive.
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
@@ -215,7 +215,7 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
     """Return the checkpoints in a folder, whoever wrote them, oldest first; those that cannot be read too.
 
     Args:
-        folder: of checkpoints, or of copies.
+        folder: Where checkpoints, or copies, are.
         on_damage: called where ``RANKS.json`` cannot be read: what it names is passed over.
 
     Raises:
@@ -338,7 +338,7 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
     """Return the blocks of a checkpoint by key: the shares of all ranks together, without what is past the end.
 
     Args:
-        manifests: of ``read_manifests``.
+        manifests: What ``read_manifests`` returned.
 
     Returns:
         Records with the shape of the whole block, and the checksums of the shares.
@@ -423,7 +423,7 @@ def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
     """Remove what belongs to no checkpoint that stays, and to no store of this run, which prunes its own.
 
     Args:
-        folder: of checkpoints, or of copies.
+        folder: Where checkpoints, or copies, are.
         stay: checkpoints, whoever wrote them.
         own: paths of the stores of this run, as in ``RankGeneration``.
 

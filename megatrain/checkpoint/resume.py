@@ -80,7 +80,7 @@ def find_candidates(spec: CheckpointSpec, on_notice: Callable[[str], None]) -> l
     Those of its own folder come before those of ``checkpoint.resume_from_checkpoint``.
 
     Args:
-        spec: of the run.
+        spec: Where the run saves, and what it is told to go on from.
         on_notice: called for checkpoints with a damaged manifest or with parts missing on drives.
 
     Raises:
@@ -122,7 +122,7 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
     """Return the lanes in which the checkpoint that a run would continue added gradients; None: there is none.
 
     Args:
-        output_dir: of the run.
+        output_dir: Folder of the run.
         resume_from: ``checkpoint.resume_from_checkpoint``.
     """
     if resume_from == "no":
@@ -297,8 +297,8 @@ def already_done(
 
     Args:
         checkpoint: the newest one.
-        num_steps: of the run.
-        output_dir: of the run.
+        num_steps: Steps that the run is to make.
+        output_dir: Folder of the run.
         dtype: name of the one that an export has; "auto": the one that layers compute in.
         rule: which evaluation is the best, and whether it is the model of the run or ends it.
     """

@@ -60,7 +60,7 @@ def scan(
     Works beside a living run: what it removes meanwhile is left out.
 
     Args:
-        folder: of checkpoints, or of copies.
+        folder: Where checkpoints, or copies, are.
         drives: paths where parts may have moved, besides those that the last config of the run names.
         reads_state: whether all of ``RunState`` is checked, or its step alone, which takes less to import.
         on_damage: as for ``read_checkpoints``.

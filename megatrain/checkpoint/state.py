@@ -52,13 +52,13 @@ class RunState:
         epoch_step: data position: number of the next step in its epoch, from 0.
         num_real_tokens: tokens without padding, all steps so far.
         num_trained_tokens: tokens with a loss, all steps so far.
-        seconds: of training, so far.
+        seconds: Time of all steps so far.
         first_loss: loss of the first step; None before it.
         last_loss: loss of the last step; None before the first.
         first_losses: losses of the first ``NUM_LOSSES`` steps.
         last_losses: losses of the last ``NUM_LOSSES`` steps.
-        seed: of the model's random numbers, each a function of (seed, step).
-        data_seed: of the data order, a function of (seed, epoch).
+        seed: What the model's random numbers come from, each a function of (seed, step).
+        data_seed: What the order of the data comes from, a function of (seed, epoch).
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
@@ -137,6 +137,10 @@ class RunState:
             first = (*first, loss)
         first_loss = loss if self.first_loss is None else self.first_loss
         return replace(self, first_loss=first_loss, last_loss=loss, first_losses=first, last_losses=last)
+
+    def saved_now(self) -> RunState:
+        """Return the state with the present time as that of its checkpoint."""
+        return replace(self, saved_at=now_text())
 
     @property
     def mean_losses(self) -> tuple[float, float, int] | None:

@@ -47,7 +47,7 @@ class LostPart:
         path: folder on the drive.
         is_there: whether that path exists: else the drive may not be mounted.
         blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
-        num_blocks: of the whole checkpoint.
+        num_blocks: Blocks of the whole checkpoint.
         nbytes: size of ``blocks``; those striped over several drives have only a part of them on this one.
     """
 
@@ -70,7 +70,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
     """Return what of a generation is gone with drives; nothing where a living run has just removed all of it.
 
     Args:
-        directory: of generations.
+        directory: Where generations are.
         search: paths where parts may have moved.
     """
     missing = _missing_parts(manifest, directory, search)

@@ -37,9 +37,9 @@ class CheckpointFolder:
     All ranks call the same methods in the same order. One rank alone tells itself.
 
     Args:
-        path: of the folder.
+        path: Where it is.
         rank: number of this one.
-        gather: of all ranks.
+        gather: Returns what each rank gave; a collective.
         keep: checkpoints that stay at most.
         tell: called, on rank 0, where something old could not be removed: that costs no checkpoint.
         passes_over_damage: a document that is damaged names nothing, and the next one replaces it; else it is refused
@@ -145,10 +145,10 @@ class CheckpointWriter:
     """The two phases of a save. All ranks call the same methods in the same order.
 
     Args:
-        folder: of the checkpoints.
-        store: of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
-        lanes: of the run.
-        elements: of each block, without what shares have past its end.
+        folder: Where the checkpoints are.
+        store: That of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
+        lanes: Lanes in which gradients are added up.
+        elements: Block -> elements, without what shares have past its end.
         is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
             loaded: the first save drops them, and not the one that could.
     """
@@ -255,7 +255,7 @@ class CopyWriter:
     All ranks call the same methods in the same order. What fails costs the copy, and raises nothing.
 
     Args:
-        folder: of the copies; a document that is damaged names none.
+        folder: Where the copies are; a document that is damaged names none.
     """
 
     def __init__(self, folder: CheckpointFolder) -> None:
@@ -282,7 +282,7 @@ class CopyWriter:
 
         Args:
             checkpoint: that was copied.
-            figures: of this rank's copy; None: there is none.
+            figures: What this rank's copy took; None: there is none.
             error: why not.
 
         Returns:

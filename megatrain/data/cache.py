@@ -64,7 +64,7 @@ class CacheEntry:
         images: as ``TokenDataset`` has them.
         image_starts: as ``TokenDataset`` has them.
         roles: as ``TokenDataset`` has them.
-        report: of ``DataReport.to_json``.
+        report: What ``DataReport.to_json`` returned.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
         largest_id: the largest token id.
@@ -114,7 +114,7 @@ class TokenCache:
 
     Args:
         folder: made already.
-        max_nbytes: of all entries; those used longest ago are removed first. None: no limit.
+        max_nbytes: Most bytes that all entries take; those used longest ago are removed first. None: no limit.
         on_message: called with a message when it waits for another process.
     """
 
@@ -326,7 +326,7 @@ def cache_key(
     """Return 32 hex digits. Names and places of files do not count, their contents and order do.
 
     Args:
-        files: of each source.
+        files: Files of each source.
         cache: remembers checksums of files.
         image_processor: what prepares images, in words; "": rows have none. Else places of files count, as paths of
             images are relative to them.

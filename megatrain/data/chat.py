@@ -38,7 +38,7 @@ class Encoded:
         untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
         is_start: whether plain text begins here; a large file comes in parts.
         is_end: whether plain text ends here.
-        images: of the row, in order.
+        images: Images of the row, in order.
         image_tokens: which tokens stand for each of them.
     """
 

@@ -226,7 +226,7 @@ class TextCutter:
 
     Args:
         max_length: tokens of a piece, the ones before it included.
-        start_tokens: of the tokenizer; () for none.
+        start_tokens: Tokens that the tokenizer puts in front of a text; () for none.
         joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a text
             is trained where another text is before it.
     """

@@ -46,7 +46,7 @@ class ImageRef:
 
     Attributes:
         where: the file with the image, or the row that holds it.
-        checksum: of its bytes.
+        checksum: Checksum of its bytes.
         content: its bytes, as the row holds them; None: they are in the file.
     """
 
@@ -181,7 +181,7 @@ class ImageProcessor:
 
     Args:
         folder: with the processor's files.
-        tokenizer: of the model.
+        tokenizer: The model's, with its tokens for images.
         max_length: tokens of a row: its images must not have more pixels than a row of that length full of images.
 
     Attributes:
@@ -262,7 +262,7 @@ class ImageProcessor:
         Args:
             rows: token ids of each row, without padding.
             refs: images of each row.
-            width: of the micro-batch.
+            width: Tokens of a row of the micro-batch, padding included.
 
         Raises:
             DataError: an image cannot be read any more.

@@ -79,7 +79,7 @@ class BatchLoader:
         teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
 
     Attributes:
-        reference: of preferences, the log-probability of each document's answer by the reference model. None: zeros.
+        reference: With preferences, the log-probability of each document's answer by the reference model. None: zeros.
     """
 
     def __init__(

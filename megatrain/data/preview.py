@@ -39,13 +39,13 @@ class RowPreview:
     """One row as the model will see it.
 
     Attributes:
-        number: of the row, from 1, over all sources.
+        number: Counts rows from 1, over all sources.
         where: file and row.
         kind: "conversation", "prompt and completion", "text" or "tokens"; of preferences which answer it is.
         segments: its text, in order; empty where the row is dropped.
         num_tokens: tokens of the part that is shown.
-        num_trained: of those, tokens with a loss.
-        num_tokens_before: of the whole row. More than ``num_tokens`` where it is cut.
+        num_trained: Those of them with a loss.
+        num_tokens_before: Tokens of the whole row. More than ``num_tokens`` where it is cut.
         dropped: why nothing of the row is trained, or "".
         untrained_turns: why turns of the assistant are not trained that should be.
         num_pieces: documents that the part that is shown is cut into; each begins as the text does, with its ``<bos>``.
@@ -74,7 +74,7 @@ def preview_rows(
 
     Args:
         data: what is read.
-        tokenizer: of the model.
+        tokenizer: The model's tokenizer.
         n: how many.
         row: which one, from 1, counted over all sources, dropped rows included.
 
@@ -216,10 +216,10 @@ class DataStats:
         histogram: documents by length, the bounds doubling up to ``data.max_length``.
         num_documents: documents of an epoch, source weights applied.
         num_tokens: tokens of an epoch.
-        num_trained_tokens: of those, tokens with a loss.
+        num_trained_tokens: Those of them with a loss.
         num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
         num_steps: optimizer steps of an epoch.
-        padding_share: of the tokens of the first epoch's rows, those that are padding; 0 to 1.
+        padding_share: Padding among the tokens of the first epoch's rows; 0 to 1.
         padding_share_other: the same with ``data.packing`` the other way.
         held_out: what ``data.val_size`` kept from training, in words; "": nothing. No other figure but ``report``
             counts these rows.
@@ -254,8 +254,8 @@ def dataset_stats(
 
     Args:
         data: what is read.
-        tokenizer: of the model.
-        rows_per_step: of ``data.max_length`` tokens, in an optimizer step.
+        tokenizer: The model's tokenizer.
+        rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
         micro_batch_rows: documents that are padded to one length, where nothing is packed; a divisor of
             ``rows_per_step``.
         on_message: how far a long tokenization is.
@@ -314,7 +314,7 @@ def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_bat
     """Return the tokens of micro-batches of one document per row, each as long as its longest.
 
     Args:
-        lengths: of the documents, in the order of an epoch. As the loader does, each step deals its rows to its
+        lengths: Tokens of each document, in the order of an epoch. As the loader does, each step deals its rows to its
             micro-batches in turn.
     """
     num_steps = -(-len(lengths) // rows_per_step)

@@ -74,8 +74,8 @@ class SourceCounts:
         num_untrained: dropped because no token of theirs would be trained.
         num_bad: dropped as they cannot be trained.
         num_rows_lost: rows that are dropped or cut, each once.
-        num_tokens: of the rows that could be tokenized, whole.
-        num_tokens_lost: of these, in no document.
+        num_tokens: Tokens of the rows that could be tokenized, whole.
+        num_tokens_lost: Those of them that are in no document.
     """
 
     num_rows: int = 0
@@ -124,7 +124,7 @@ class DataReport:
         num_too_long: conversations dropped for their length.
         num_untrained: rows dropped because no token of theirs would be trained.
         num_tokens: tokens of all documents.
-        num_trained_tokens: of those, tokens with a loss.
+        num_trained_tokens: Those of them with a loss.
         first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
@@ -187,7 +187,7 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
     """Compare what is dropped or cut of each source with what is usual, and with what the config allows.
 
     Args:
-        names: of the sources, for messages.
+        names: What messages call the sources.
         max_dropped: ``data.max_dropped``.
 
     Returns:

@@ -73,10 +73,10 @@ class ScoreKind:
         data: fingerprint of the data set.
         max_length: tokens of a row.
         packing: several documents share a row.
-        data_seed: of their packing.
+        data_seed: What their packing comes from.
         num_rows: in all.
         top_k: words for each token.
-        temperature: of their probabilities.
+        temperature: What logits are divided by.
         embeddings: vectors of documents, of their last hidden states: "none", "mean" or "last".
         formats: forms in which all of it is written.
     """
@@ -149,7 +149,7 @@ class DocumentScores:
         key: checksum of its tokens, and of which of them are trained.
         document: number in the data set.
         source: number of its ``[[data.train]]``.
-        num_tokens: of the document.
+        num_tokens: Tokens of the document.
         positions: [n] int32, places in the document of the tokens that are scored: those that are trained.
         token_ids: [n] int32, these tokens.
         log_probs: [n] fp32, of each after what is before it.
@@ -188,7 +188,7 @@ class ScoreFolder:
 
     Args:
         folder: made if missing.
-        kind: of the scores.
+        kind: Which model's scores of which rows they are.
 
     Raises:
         ScoresError: it holds scores of another kind.
@@ -416,7 +416,7 @@ class TeacherScores:
     """Reads the scores of documents, to train on them.
 
     Args:
-        folder: of scores.
+        folder: Where the scores are.
         top_k: likeliest words that are wanted; the scores may have more, which join the rest.
         vocab_size: words that the student knows.
 

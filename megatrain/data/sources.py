@@ -214,7 +214,7 @@ def look_at(path: str, *, is_preference: bool | None = None) -> Look:
     Rows that cannot be used are passed over, where another of the first hundred can.
 
     Args:
-        path: of the source.
+        path: A file, a folder, a pattern or a name on the hub.
         is_preference: whether rows are to be preferences; None: if any of them is.
 
     Raises:

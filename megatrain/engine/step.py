@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.progress import Activity
 from megatrain.engine.access import StoreAccess
-from megatrain.engine.forward import LayerRunner, QueuedLoss, SummedLoss
+from megatrain.engine.forward import LayerRunner, QueuedLoss
 from megatrain.engine.head import count_labels, shifted_labels
 from megatrain.engine.preferences import PartialMean, describe_examples, mean_figures, step_size
 from megatrain.engine.ranked import RankedAccess
@@ -35,12 +35,13 @@ from megatrain.ranks.collectives import Alone
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
     from megatrain.engine.streamed import StepRecipe, StreamedModel
-    from megatrain.engine.vocabulary import TokenScores
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
 
 __all__ = ["EvaluationEngine", "StepEngine", "StepResult", "access_to"]
 
+
+_Result = TypeVar("_Result")
 
 _ADVICE = 'Lower optimizer.learning_rate, look at the data of this step, or write optimizer.nonfinite = "skip"'
 
@@ -301,50 +302,32 @@ class EvaluationEngine:
             activity=activity,
         )
 
-    def run_pass(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int) -> SummedLoss:
-        """Run pass ``number`` (from 0) of an evaluation whose schedule the store has.
+    def run_pass(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        head: Callable[[LayerRunner, Sequence[Mapping[str, torch.Tensor]]], _Result],
+        *,
+        number: int,
+    ) -> _Result:
+        """Run pass ``number`` (from 0) of those whose schedule the store has.
+
+        Args:
+            micro_batches: What passes the layers.
+            head: Has the layers run them, once, and returns what is asked of them: a method of ``LayerRunner``.
+            number: Counts the passes of a schedule.
 
         Raises:
             VisitOrderError: in eval mode the model calls its units in another order.
         """
         self._access.num_tokens = _num_tokens(micro_batches)
         self._access.start_step(number)
-        loss = self._runner.evaluate(micro_batches)
+        found = head(self._runner, micro_batches)
         self._access.end_step()
-        return loss
-
-    def score(
-        self,
-        micro_batches: Sequence[Mapping[str, torch.Tensor]],
-        *,
-        number: int,
-        k: int,
-        temperature: float,
-        on_hidden: Callable[[int, torch.Tensor], None] | None = None,
-    ) -> list[TokenScores]:
-        """Run pass ``number`` (from 0) and return the scores of each micro-batch; see ``LayerRunner.score``."""
-        self._access.num_tokens = _num_tokens(micro_batches)
-        self._access.start_step(number)
-        scores = self._runner.score(micro_batches, k=k, temperature=temperature, on_hidden=on_hidden)
-        self._access.end_step()
-        return scores
+        return found
 
     def finish(self) -> None:
         """Evict the copies that stayed for another pass."""
         self._access.finish()
-
-    def log_probs(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, number: int) -> list[list[float]]:
-        """Run pass ``number`` as ``run_pass``; return the log-probability of each row's labels, by micro-batch.
-
-        Raises:
-            VisitOrderError: in eval mode the model calls its units in another order.
-            UnsupportedModelError: the model has its own loss function.
-        """
-        self._access.num_tokens = _num_tokens(micro_batches)
-        self._access.start_step(number)
-        found = self._runner.log_probs(micro_batches)
-        self._access.end_step()
-        return found
 
 
 def _num_tokens(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:

@@ -51,8 +51,8 @@ class LoggingSpec:
     Attributes:
         report_to: names of places.
         project: that trackers file the run under.
-        run_name: of the run.
-        output_dir: of the run.
+        run_name: Name of the run, as trackers show it.
+        output_dir: Folder of the run, where files of metrics go.
         values: the resolved config as nested tables.
         toml: the resolved config as a file.
     """
@@ -93,7 +93,7 @@ def make_loggers(
     Steps after ``continued_from`` are logged again; each logger drops, replaces or keeps those it has.
 
     Args:
-        spec: of the run.
+        spec: Which loggers, and where they write.
         continued_from: steps done before, if this run continues a checkpoint.
         on_notice: called when a tracker fails; the run goes on without it.
 
@@ -219,8 +219,8 @@ class _Start:
     """What a tracker starts with.
 
     Attributes:
-        spec: of the run.
-        run_id: of the run at the tracker; None: it is to make one.
+        spec: Which project and name the run has at the tracker.
+        run_id: What the tracker calls the run; None: it is to make one.
         is_new: whether that run does not exist yet.
         first_step: the first one that is logged from now on.
     """
@@ -356,7 +356,7 @@ class TrackerLog(Logger):
 
     Args:
         name: as in ``logging.report_to``.
-        spec: of the run.
+        spec: Which trackers, and what they call the run.
         continued_from: steps done before, if this run continues a checkpoint; else a new run is made at the tracker.
         on_notice: called with the text of the first error.
     """

@@ -54,18 +54,18 @@ class RunStatus:
 
     Attributes:
         state: ``starting`` until the first step; ``paused`` while a drive is full; the last three are final.
-        pid: of the process that wrote this.
-        host: of the process that wrote this.
+        pid: Number of the process that wrote this.
+        host: Name of the machine where that process is.
         run_name: as in the config.
         step: steps done.
         max_steps: steps of the run.
-        metrics: of the last step; None before the first.
+        metrics: Figures of the last step; None before the first.
         checkpoint_step: step of the newest checkpoint; None if there is none.
         checkpoint_at: when that checkpoint was done.
         evaluations: set -> JSON values of its last evaluation: ``step``, ``loss``, ``perplexity``, and ``preferences``
             where the set is one.
         activity: what the run was doing, see ``Moment``.
-        exit_code: of the process; None while it runs.
+        exit_code: What the process ended with; None while it runs.
         updated_at: when this was written.
         message: the last one for the user; of a failed run, why it failed.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
     from megatrain.optim.table import OptimizerConfig
 
-__all__ = ["model_warnings", "schedule_warnings"]
+__all__ = ["model_warnings", "schedule_warnings", "warmup_notice"]
 
 #: Models with fewer parameters, as tests and demonstrations use them, take the rates of training from scratch.
 _SMALL_MODEL_PARAMETERS = 50_000_000
@@ -87,3 +87,19 @@ def schedule_warnings(optimizer: OptimizerConfig, num_steps: int) -> Iterator[st
         yield f"{what}. Write less: a few hundredths of the steps are usual"
     elif warmup < _FEW_WARMUP_STEPS and warmup < _FEW_WARMUP_SHARE * num_steps:
         yield f"{what}, which is next to none. Write 0.03 for three in a hundred, or 0 for none"
+
+
+def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) -> str:
+    """Return what is said of a warm-up: in transformers' schedules it begins at 0, which users do not expect.
+
+    Args:
+        first: Learning rate of the first step.
+        peak: Learning rate that it rises to.
+        num_steps: Steps that this takes.
+        is_start: Whether the first step is still to come.
+    """
+    text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "
+    text += f"{num_steps} step{'s' if num_steps != 1 else ''}"
+    if first == 0.0 and is_start:
+        text += "; the first one changes no weights, as in transformers"
+    return text

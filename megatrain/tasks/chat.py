@@ -49,7 +49,7 @@ class ChatSettings:
     Attributes:
         max_new_tokens: most tokens of an answer.
         temperature: 0: the likeliest token each time; None: as the model's generation_config.json says.
-        seed: of sampling; None: another one each time.
+        seed: What sampling draws from; None: another one each time.
         system: the message in front of each conversation, "" for none.
     """
 
@@ -68,9 +68,9 @@ def open_chat(folder: Path, places: Sequence[tuple[torch.device, int]], settings
     """Load the model of an exported folder, whole.
 
     Args:
-        folder: of a model, of an adapter, whose base model is then loaded too, or of the run that wrote one of them.
+        folder: Where a model is, an adapter, whose base model is then loaded too, or of the run that wrote one of them.
         places: devices with the bytes of memory that are free there; the first that the weights fit is taken.
-        settings: of the answers.
+        settings: How answers are made.
 
     Raises:
         ChatError: the folder is of something else.
@@ -143,9 +143,9 @@ class Chat:
     """A conversation with a model. Without a chat template, each prompt is a text that the model continues.
 
     Args:
-        model: of transformers, on its device.
+        model: A model of transformers, on its device.
         tokenizer: its tokenizer.
-        settings: of the answers.
+        settings: How answers are made.
     """
 
     model: Any
@@ -208,7 +208,7 @@ def prompt_tokens(
     """Return the tokens of a prompt, of shape [1, tokens]: a turn of a chat, or without a template a text to continue.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: The model's tokenizer.
         prompt: what the user says.
         system: the message in front, "" for none.
         earlier: messages of the conversation.
@@ -236,8 +236,8 @@ def generation_options(settings: ChatSettings, tokenizer: Any, room: int) -> dic
     """Return what transformers' ``generate`` is told beside the prompt.
 
     Args:
-        settings: of the answers.
-        tokenizer: of the model.
+        settings: How answers are made.
+        tokenizer: The model's tokenizer.
         room: most tokens that there are positions for.
     """
     options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}

@@ -40,15 +40,16 @@ class Continuation:
     """Continues batches of prompts with the weights of a store. Used by one thread.
 
     Args:
-        plan: of a batch.
+        plan: How a batch of prompts passes.
         store: with the blocks of the plan.
-        tokenizer: of the model.
-        settings: of the completions.
+        tokenizer: The model's tokenizer.
+        settings: How prompts are continued.
         activity: progress within a pass, for status.
         is_exact: nothing is fetched ahead of the pass that runs, as all prompts may have ended after it. Else the links
             are busy from one pass to the next, and what was fetched for one that does not come was for nothing.
         should_stop: asked before each pass; by all ranks.
-        collectives: of the ranks that share the weights, each with prompts of its own; None: one process has them.
+        collectives: What ranks exchange tensors by that share the weights, each with prompts of its own; None: one
+            process has the weights.
 
     Attributes:
         planned_bytes: link -> bytes that the passes so far were planned to move.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,16 +19,15 @@ from megatrain.data.dataset import NAME, check_ids, describe, held_out_part, loa
 from megatrain.data.encoding import pad_token_id
 from megatrain.data.loader import BatchLoader, LoaderPosition
 from megatrain.data.rows_report import DataError, check_losses
-from megatrain.engine.head import shifted_labels
-from megatrain.engine.preferences import CollectedExamples
-from megatrain.engine.step import EvaluationEngine
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings
 from megatrain.tasks.continuation import Continuation, StoppedError
-from megatrain.tiers import room_lent, set_schedule
+from megatrain.tasks.known import task_of
+from megatrain.tasks.passes import Passes
+from megatrain.tiers import room_lent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +36,10 @@ if TYPE_CHECKING:
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
     from megatrain.data.dataset import DataSpec, TokenDataset
-    from megatrain.engine.preferences import PreferenceLoss
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.ranks.collectives import Collectives
+    from megatrain.tasks.task import SetFigures
     from tiered import TieredStore
 
 __all__ = [
@@ -83,11 +81,11 @@ class EvaluationSpec:
         strategy: "steps", "epoch" or "no"; unless "no", also at the end.
         every_steps: with "steps": from one evaluation to the next.
         on_start: also before the first step.
-        rows: of a micro-batch, at most; None: as in training.
+        rows: Rows of a micro-batch, at most; None: as in training.
         max_samples: rows that are used of what training does not get; None: all.
         sources: further rows.
         num_samples: rows of each set that the model continues; 0: none.
-        max_new_tokens: of each of them.
+        max_new_tokens: New tokens of each of them, at most.
         weights: what is evaluated: the weights as they are trained, their averages, or both, in this order.
     """
 
@@ -109,7 +107,7 @@ class EvaluationSpec:
         """Return the names of all evaluations of a step, in order.
 
         Args:
-            names: of the sets.
+            names: Names of the sets.
         """
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
@@ -233,8 +231,8 @@ def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeig
     """Return the plan of passes over each kind of weights that is evaluated.
 
     Args:
-        spec: of the run.
-        plan: of the run.
+        spec: Which weights are evaluated.
+        plan: The plan of the steps.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -246,7 +244,7 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
     """Return the bytes that each link moves in an evaluation of so many passes: exactly what will be moved.
 
     Args:
-        plan: of the passes, see ``plans_of_evaluations``.
+        plan: Where the weights are, see ``plans_of_evaluations``.
         num_passes: over all sets.
     """
     program = plan.for_passes.program
@@ -260,16 +258,17 @@ class Evaluator:
 
     Args:
         spec: when, and on what.
-        plan: of the run.
-        store: of the run, with its weights.
+        plan: The plan of the steps.
+        store: Holds the weights.
         sets: what to evaluate on.
         observer: gets each evaluation.
-        steps_per_epoch: of the training data.
-        max_steps: of the run.
+        steps_per_epoch: Steps in which all rows that are trained on pass once.
+        max_steps: Steps of the whole run.
         should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
             which call it: it may be a collective.
         before: name -> that last evaluation before the run was continued; it is not repeated at the same step.
-        plans: of passes over the weights that are evaluated, as ``plans_of_evaluations`` returns them; None: made here.
+        plans: Those of passes over the weights that are evaluated, as ``plans_of_evaluations`` returns them; None: they
+            are made here.
         samplers: continue rows of each set, by the weights that do; none: no evaluation does.
 
     Attributes:
@@ -297,11 +296,12 @@ class Evaluator:
         self._spec, self.samplers = spec, samplers
         self._plans = plans_of_evaluations(spec, plan) if plans is None else plans
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
+        self._task = task_of(plan.run.objective.preference)
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop
         self.latest = dict(before)
-        self._engines: dict[EvaluatedWeights, EvaluationEngine] = {}
+        self._passes: dict[EvaluatedWeights, Passes] = {}
         self._collectives: Collectives | Alone | None = None  # made by the first evaluation: ranks have met by then
 
     def is_due(self, step: int) -> bool:
@@ -347,8 +347,8 @@ class Evaluator:
     def run(self, step: int) -> None:
         """Evaluate and report every set with the present weights, unless it was evaluated at this step.
 
-        No update may be pending, and no copy be kept for a later step. Afterwards the store has the schedule of
-        evaluation passes, not that of training. With several ranks all of them call it, at the same steps.
+        No update may be pending, and no copy be kept for a later step. Afterwards the store has no schedule. With
+        several ranks all of them call it, at the same steps.
         """
         if self._collectives is None:
             self._collectives = self._plan.collectives()
@@ -364,9 +364,7 @@ class Evaluator:
     def _evaluate(self, step: int, each: EvaluationSet, weights: EvaluatedWeights) -> bool:
         """Evaluate and report a set; return False if it was cut off."""
         start_s, name = time.perf_counter(), self._spec.name_of(each.name, weights)
-        engine = self._engines.get(weights) or self._engines.setdefault(weights, self._make_engine(weights))
-        self._activity.begin(f"evaluating {name}", num_parts=len(engine.program.ticks))
-        loss, num_tokens, figures = self._run_set(engine, each, weights)
+        figures = self._judge(each, weights, f"evaluating {name}")
         samples: Sequence[Sample] = ()
         if weights in self.samplers and not self._should_stop():
             sampler = self.samplers[weights]
@@ -376,54 +374,28 @@ class Evaluator:
         if self._should_stop():
             return False
         seconds = time.perf_counter() - start_s
-        metrics = EvaluationMetrics(step, self._max_steps, name, loss, num_tokens, seconds, figures, samples)
+        metrics = EvaluationMetrics(
+            step, self._max_steps, name, figures.loss, figures.num_tokens, seconds, figures.figures, samples
+        )
         self.latest[name] = metrics
         self._observer.on_evaluation(metrics)
         return True
 
-    def _make_engine(self, weights: EvaluatedWeights) -> EvaluationEngine:
-        return EvaluationEngine(
-            self._store,
-            self._plans[weights].for_passes,
-            collectives=self._ranks,
-            timeline=self._timeline,
-            activity=self._activity,
-        )
-
-    def _run_set(
-        self, engine: EvaluationEngine, each: EvaluationSet, weights: EvaluatedWeights
-    ) -> tuple[float, int, dict[str, float]]:
-        """Return the mean loss of a set, the number of its tokens with a label, and figures of preferences."""
-        schedule = engine.program.schedule(self._plans[weights].placement.homes, each.num_passes)
-        set_schedule(self._store, schedule, self._plan.run.prefetch_bytes)
-        preference = self._plan.run.objective.preference
-        if preference is not None:
-            return self._run_preferences(engine, each, preference)
-        terms: list[float] = []
-        num_tokens = 0
-        for number, micro_batches in enumerate(each.passes()):
-            loss = engine.run_pass(micro_batches, number=number)
-            terms += loss.terms
-            num_tokens += loss.num_tokens
-            if self._should_stop():
-                break
-        found = self._ranks.gather_objects((terms, num_tokens))
-        terms = [term for of_rank, _ in found for term in of_rank]
-        num_tokens = sum(count for _, count in found)
-        # Exactly rounded: neither the order of terms nor who has which matters.
-        return (math.fsum(terms) / num_tokens if num_tokens else math.nan), num_tokens, {}
-
-    def _run_preferences(
-        self, engine: EvaluationEngine, each: EvaluationSet, preference: PreferenceLoss
-    ) -> tuple[float, int, dict[str, float]]:
-        """Return the same of a set of preferences: their loss is that of all examples as one micro-batch."""
-        collected = CollectedExamples()
-        for number, micro_batches in enumerate(each.passes()):
-            for batch, logps in zip(micro_batches, engine.log_probs(micro_batches, number=number), strict=True):
-                collected.add(batch, shifted_labels(batch["labels"]), logps, part=number)
-            if self._should_stop():
-                break
-        return CollectedExamples.of_ranks(self._ranks.gather_objects(collected)).judge(preference)
+    def _judge(self, each: EvaluationSet, weights: EvaluatedWeights, doing: str) -> SetFigures:
+        """Return what the task says of a set."""
+        if weights not in self._passes:
+            self._passes[weights] = Passes(
+                self._plans[weights],
+                self._store,
+                timeline=self._timeline,
+                activity=self._activity,
+                collectives=self._ranks,
+            )
+        passes, tally = self._passes[weights], self._task.tally()
+        self._activity.begin(doing, num_parts=passes.num_ticks)
+        for found in passes.run(each.passes(), tally.head, num_passes=each.num_passes, should_stop=self._should_stop):
+            tally.add(found)
+        return tally.judge(self._ranks.gather_objects)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,10 +461,10 @@ class Sampler:
         """Return what continues the first rows of these sets, as the config asks for; None: there are no rows.
 
         Args:
-            spec: of the run.
-            plan: of passes over the weights.
+            spec: How many rows are continued, and how far.
+            plan: How the weights pass.
             sets: that have the rows.
-            tokenizer: of the model.
+            tokenizer: The model's tokenizer.
             gather: returns what each rank gave; a collective.
 
         Raises:
@@ -549,11 +521,11 @@ class Sampler:
         """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
 
         Args:
-            name: of the set.
-            store: of the run.
+            name: Name of the set.
+            store: Holds the weights.
             activity: progress, for status.
             should_stop: asked before each pass; the same on all ranks.
-            collectives: the ranks of the run, all of which call this; None: there is one.
+            collectives: What the ranks exchange tensors by, all of which call this.
         """
         rows, own, ranks = self._rows[name], self._generation.plan, collectives or Alone()
         if not rows:
@@ -597,10 +569,10 @@ def make_samplers(
     """Return what continues rows of these sets, by the weights that do; none where the config does not ask for it.
 
     Args:
-        spec: of the run.
-        plans: of passes, as ``plans_of_evaluations`` returns them.
+        spec: How many rows are continued, and how far.
+        plans: Those of passes, as ``plans_of_evaluations`` returns them.
         sets: that are evaluated.
-        tokenizer: of the model.
+        tokenizer: The model's tokenizer.
         gather: returns what each rank gave; a collective.
 
     Raises:

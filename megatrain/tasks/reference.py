@@ -24,13 +24,15 @@ import numpy.typing as npt
 from megatrain.converters.adapters import ADAPTER_WEIGHTS
 from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.rows_report import DataError
-from megatrain.engine.step import EvaluationEngine
+from megatrain.engine.forward import LayerRunner
 from megatrain.ranks.group import RankGroup
-from megatrain.tiers import set_schedule
+from megatrain.tasks.passes import Passes
 from tiered import checksum
 from tiered.units import format_duration
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatrain.base.progress import Activity
     from megatrain.base.timeline import Timeline
     from megatrain.data.loader import BatchLoader
@@ -63,10 +65,10 @@ class Reference:
     """Gives loaders of preferences what the reference says of their answers: found, or computed by the store's weights.
 
     Args:
-        plan: of the run.
-        store: of the run, with the weights.
-        timeline: of the run.
-        activity: of the run.
+        plan: The plan of the steps.
+        store: Holds the weights.
+        timeline: Records ops while it is on.
+        activity: What is being done, for status.
         on_message: called with what was done.
         known: ``RECORD`` of the checkpoint that the run continues; None: it starts, with the reference's weights in the
             store.
@@ -158,24 +160,25 @@ class Reference:
 
     def _compute(self, loader: BatchLoader) -> Logps:
         plan = self._plan
-        engine = EvaluationEngine(
+        passes = Passes(
+            plan,
             self._store,
-            plan.for_passes,
-            collectives=plan.collectives(),
             timeline=self._timeline,
             activity=self._activity,
+            collectives=plan.collectives(),
         )
-        num_passes = num_reference_passes(plan, loader)
+        num_passes, size = num_reference_passes(plan, loader), loader.rows_in_order
         together = plan.run.batch.together(plan.num_micro_batches)
-        schedule = engine.program.schedule(plan.placement.homes, num_passes)
-        set_schedule(self._store, schedule, plan.run.prefetch_bytes)
         found: list[float] = []
-        self._activity.begin("asking the reference", num_parts=len(engine.program.ticks))
-        for number in range(num_passes):
-            first = number * together * loader.rows_in_order
-            starts = range(first, first + together * loader.rows_in_order, loader.rows_in_order)
-            batches = [batch for start in starts if (batch := loader.in_order(start)) is not None]
-            for logps in engine.log_probs(batches, number=number):
+        self._activity.begin("asking the reference", num_parts=passes.num_ticks)
+
+        def batches_from(first: int) -> list[dict[str, Tensor]]:
+            starts = range(first, first + together * size, size)
+            return [batch for start in starts if (batch := loader.in_order(start)) is not None]
+
+        batches = map(batches_from, range(0, num_passes * together * size, together * size))
+        for of_pass in passes.run(batches, LayerRunner.log_probs, num_passes=num_passes):
+            for logps in of_pass:
                 found += logps
         self._store.wait_idle()
         loader.dataset.release_pages()

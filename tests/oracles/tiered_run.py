@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain import trainer
+from megatrain import rows
 from megatrain.base.layout import views
 from megatrain.config import RunConfig, load_config
 from megatrain.data.dataset import load_dataset
@@ -198,7 +198,7 @@ def make_loader(config: Any, plan: Plan) -> BatchLoader:
     """Return the loader that the trainer would use."""
     tokenizer = load_tokenizer(config.model.tokenizer_name_or_path or config.model.model_name_or_path)
     data = resolve_data(config)
-    return trainer.make_loader(plan, load_dataset(data, tokenizer), tokenizer)
+    return rows.make_loader(plan, load_dataset(data, tokenizer), tokenizer)
 
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

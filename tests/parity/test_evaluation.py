@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.base.progress import Activity
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
@@ -305,14 +306,14 @@ def test_samples_are_the_tokens_of_transformers(sampled: Run, in_ram: Run) -> No
 
 def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: Run) -> None:
     sampler = sampled.samplers["trained"]
-    with Trainer(sampled.config, plan=sampled.plan).open() as trainer:
-        trainer.load()
-        store = trainer.store
+    with Trainer(sampled.config, plan=sampled.plan).open() as opened:
+        opened.load()
+        store, activity = opened.store, Activity()
         before = set(store), store.stats().tiers["ram"].used_bytes
         answers = iter([False, False, True])  # after the second of five passes
-        stopped = sampler.samples_of("held_out", store, trainer.activity, lambda: next(answers))
+        stopped = sampler.samples_of("held_out", store, activity, lambda: next(answers))
         assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
-        whole = sampler.samples_of("held_out", store, trainer.activity, lambda: False)
+        whole = sampler.samples_of("held_out", store, activity, lambda: False)
         assert tuple(whole) == sampled.evaluations[0].samples
         assert before == (set(store), store.stats().tiers["ram"].used_bytes)
 

@@ -169,21 +169,21 @@ def test_the_reference_moves_what_is_planned(tiny_model: Path, tmp_path: Path) -
     path = tmp_path / "run.toml"
     path.write_text(text_of(tmp_path / "run", tiny_model, more=PLACEMENTS["drive"]))
     trainer = Trainer(load_config(path).config)
-    with trainer.open():
-        trainer.load()
+    with trainer.open() as opened:
+        opened.load()
         loader = trainer.make_loader()
-        trainer.store.wait_idle()
-        before = trainer.store.stats()
+        opened.store.wait_idle()
+        before = opened.store.stats()
         reference = Reference(
             trainer.plan,
-            trainer.store,
-            timeline=trainer.timeline,
+            opened.store,
+            timeline=opened.timeline,
             activity=trainer.activity,
             on_message=lambda text: None,
             known=None,
         )
         reference.give([loader])
-        moved = trainer.store.stats() - before
+        moved = opened.store.stats() - before
     planned = traffic_of_passes(trainer.plan, num_reference_passes(trainer.plan, loader))
     assert {name: link.num_bytes for name, link in moved.links.items()} == planned
     assert sum(planned.values()) > 0

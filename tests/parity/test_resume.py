@@ -384,7 +384,7 @@ def test_a_changed_config_is_refused_unless_allowed(tiny_model: Path, tmp_path: 
 
 def test_another_order_of_additions_is_told(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.trainer.ARITHMETIC", 1)
+        patch.setattr("megatrain.start.ARITHMETIC", 1)
         train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     done = train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4)
     assert any("step 2" in text and "in another order" in text for text in done.watcher.messages)

@@ -15,7 +15,7 @@ __all__ = ["PHASES", "Board", "watch"]
 
 #: Function that is watched -> phase while it runs: module, name in it, phase.
 WATCHED = (
-    ("megatrain.trainer", "Trainer.load", "loading"),
+    ("megatrain.open_run", "OpenRun.load", "loading"),
     ("megatrain.trainer", "Trainer._run", "between steps"),
     ("megatrain.trainer", "Trainer.train_step", "step"),
     ("megatrain.trainer", "Trainer.export", "exporting"),
@@ -98,22 +98,22 @@ def watch(board: Board) -> None:
         setattr(owner, last, _telling(getattr(owner, last), board, phase))
 
     from megatrain.checkpoint.saver import Saver
-    from megatrain.trainer import Trainer
+    from megatrain.open_run import OpenRun
 
-    finish, load = Saver.finish, Trainer.load
+    finish, load = Saver.finish, OpenRun.load
 
     def finish_and_tell(self: Saver) -> None:
         finish(self)
         if self.saved_step is not None:
             board.set_step("reported", self.saved_step)
 
-    def load_and_tell(self: Trainer, *arguments: Any) -> Any:
+    def load_and_tell(self: OpenRun, *arguments: Any) -> Any:
         checkpoint = load(self, *arguments)
         board.set_step("resumed", 0 if checkpoint is None else checkpoint.state.step)
         return checkpoint
 
     setattr(Saver, "finish", finish_and_tell)  # noqa: B010
-    setattr(Trainer, "load", load_and_tell)  # noqa: B010
+    setattr(OpenRun, "load", load_and_tell)  # noqa: B010
 
 
 def _telling(function: Callable[..., Any], board: Board, phase: str) -> Callable[..., Any]:

@@ -326,7 +326,7 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
             seed=0,
             data_seed=0,
             lr_schedule={},
-            config_toml=to_toml(trainer.config),
+            config_toml=to_toml(config),
             data_fingerprint="",
             model={"name": run.model.name},
             run_name="",

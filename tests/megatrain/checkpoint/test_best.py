@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState, TrainingArguments
 
+from megatrain.base.errors import ConfigError
 from megatrain.base.observer import EvaluationMetrics
-from megatrain.checkpoint.best import Best, BestSpec, MetricError
+from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.checkpoint.catalog import list_checkpoints
 from processes.saved_run import SavedRun, make_run
 
@@ -83,9 +84,9 @@ def test_the_metric_is_a_figure_of_a_set() -> None:
         assert metric(name).value_of(found) == value
     assert metric("perplexity").value_of(found) == pytest.approx(math.exp(1.5))
     metric("second_loss").check(found)
-    with pytest.raises(MetricError, match="There are loss, first_loss, second_loss"):
+    with pytest.raises(ConfigError, match="There are loss, first_loss, second_loss"):
         metric("third_loss").check(found)
-    with pytest.raises(MetricError, match="second_rewards/accuracies"):
+    with pytest.raises(ConfigError, match="second_rewards/accuracies"):
         metric("bleu").value_of(found)
     assert Best.of_state(json.loads(json.dumps(Best("loss", 1.0, 3, 1).to_state()))) == Best("loss", 1.0, 3, 1)
 

@@ -17,7 +17,7 @@ from megatrain.config import RunConfig, load_config
 from megatrain.config.resolved import changes_from, to_toml
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
-from megatrain.trainer import describe_model, with_decays
+from megatrain.start import describe_model, with_decays
 from processes.saved_run import SavedRun, make_run
 
 

@@ -11,7 +11,7 @@ from megatrain.config import RunConfig, load_config
 from megatrain.converters.spec import build_graph
 from megatrain.models.graph import ModelGraph
 from megatrain.resolve import resolve
-from megatrain.tasks.advice import model_warnings, schedule_warnings
+from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_notice
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -102,3 +102,10 @@ def test_warm_ups(warmup: str, num_steps: int, text: str, tmp_path: Path) -> Non
         )
         == []
     )
+
+
+def test_a_warm_up_is_told_of() -> None:
+    text = "warm-up: the learning rate rises from 0 to 0.001 over 3 steps"
+    assert warmup_notice(0.0, 1e-3, 3, is_start=True) == f"{text}; the first one changes no weights, as in transformers"
+    assert warmup_notice(0.0, 1e-3, 3, is_start=False) == text
+    assert warmup_notice(2e-4, 1e-3, 1, is_start=True).endswith("from 0.0002 to 0.001 over 1 step")

@@ -1,0 +1,71 @@
+"""The rows of a run: its tokenizer, what is refused of them, and the batches that they are cut into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.data.dataset import TokenDataset, check_ids
+from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.loader import BatchLoader
+from megatrain.data.scores import TeacherScores, tokenizer_checksum
+from megatrain.models.graph import ModelGraph, num_learned_positions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.converters.spec import ModelSpec
+    from megatrain.plan.plan import Plan
+
+__all__ = ["check_positions", "check_token_ids", "make_loader", "tokenizer_of"]
+
+
+def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
+    """Refuse rows that are longer than the positions which the model has learned.
+
+    Raises:
+        ConfigError: names data.max_length.
+    """
+    positions = num_learned_positions(graph)
+    if positions is not None and max_length > positions:
+        message = f"data.max_length = {max_length}, but this model has {positions} positions"
+        problem = Problem("data.max_length", message, f"Write at most {positions}")
+        raise ConfigError(model.name, [problem])
+
+
+def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of a run."""
+    return load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+
+
+def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) -> None:
+    """Refuse rows with tokens that the model has no embedding for.
+
+    Raises:
+        DataError: the tokenizer is not the model's.
+    """
+    check_ids(dataset, graph.model.get_input_embeddings().weight.shape[0], where=model.tokenizer_folder)
+
+
+def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenizerFast) -> BatchLoader:
+    """Return the batches of a run, from the beginning.
+
+    Raises:
+        DataError: a teacher's scores are not those of the data, or are damaged.
+    """
+    data, teacher = plan.run.data, None
+    if data.scores is not None:
+        vocab_size = plan.graph.config.get_text_config().vocab_size
+        teacher = TeacherScores(data.scores, plan.run.objective.teacher_k, vocab_size)
+        teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
+    return BatchLoader(
+        dataset,
+        micro_batch_size=plan.micro_batch_size,
+        num_micro_batches=plan.num_micro_batches,
+        max_length=plan.run.batch.max_length,
+        packing=bool(plan.run.data.table.packing),
+        data_seed=plan.run.data.seed,
+        pad_token_id=pad_token_id(tokenizer),
+        images=plan.run.data.image_processor(tokenizer),
+        teacher=teacher,
+    )

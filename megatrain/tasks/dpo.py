@@ -1,0 +1,88 @@
+"""Preferences: ``task = "dpo"``, and the losses that are its kin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatrain.data.encoding import CHOSEN
+from megatrain.engine.head import shifted_labels
+from megatrain.engine.preferences import CollectedExamples, PreferenceLoss
+from megatrain.tasks.reference import RECORD, Reference
+from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.engine.forward import LayerRunner
+
+__all__ = ["PreferenceTask"]
+
+_Answers = Sequence[tuple[Mapping[str, "Tensor"], Sequence[float]]]
+
+
+class PreferenceTask:
+    """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``.
+
+    Args:
+        loss: What the steps train on.
+    """
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self._loss = loss
+
+    def tally(self) -> JudgedExamples:
+        """Return the loss of all examples as those of one micro-batch."""
+        return JudgedExamples(self._loss)
+
+    def prepare(self, before: Before) -> Mapping[str, Any]:
+        """Attach the reference model's log-probabilities to the loaders, if the loss takes them."""
+        if not self._loss.needs_reference:
+            return {}
+        reference = Reference(
+            before.plan,
+            before.store,
+            timeline=before.timeline,
+            activity=before.activity,
+            on_message=before.tell,
+            known=None if before.kept is None else before.kept.get(RECORD, {}),
+            group=before.group,
+        )
+        reference.give(before.loaders)
+        return {RECORD: reference.record}
+
+    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
+        """Return how many examples there are, and what is seldom meant."""
+        count, good = len(dataset) // 2, int((dataset.roles[::2] == CHOSEN).sum())
+        pairs = "1 pair" if count == 1 else f"{count:,} pairs"
+        what = pairs if self._loss.is_paired else f"{good:,} good and {count - good:,} bad answers"
+        found = [Note("ok", f"{what} for {self._loss.loss_type}")]
+        if not self._loss.is_paired and not 0 < good < count:
+            found.append(Note("warning", "all answers are judged alike: the loss learns from the difference"))
+        if self._loss.needs_reference:
+            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
+            found.append(Note("note", text))
+        return found
+
+
+class JudgedExamples:
+    """The loss of all examples of a set, and the figures that TRL tells of them; a ``Tally``."""
+
+    def __init__(self, loss: PreferenceLoss) -> None:
+        self._loss, self._collected, self._num_passes = loss, CollectedExamples(), 0
+
+    def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> _Answers:
+        """Return each micro-batch with the log-probability of each of its answers."""
+        return list(zip(micro_batches, runner.log_probs(micro_batches), strict=True))
+
+    def add(self, found: _Answers) -> None:
+        """Take in a pass."""
+        for batch, logps in found:
+            self._collected.add(batch, shifted_labels(batch["labels"]), logps, part=self._num_passes)
+        self._num_passes += 1
+
+    def judge(self, gather: Gather[CollectedExamples]) -> SetFigures:
+        """Return what the loss says of the examples of all ranks."""
+        loss, num_tokens, figures = CollectedExamples.of_ranks(gather(self._collected)).judge(self._loss)
+        return SetFigures(loss, num_tokens, figures)

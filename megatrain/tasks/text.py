@@ -1,0 +1,56 @@
+"""Texts and their labels: ``task = "pretrain"``, ``"sft"``, and ``"distill"``, which has a teacher's scores besides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+
+if TYPE_CHECKING:
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.engine.forward import LayerRunner, SummedLoss
+
+__all__ = ["TextTask"]
+
+
+class TextTask:
+    """Held-out rows are judged by plain cross entropy, whatever is added to it in training; a ``Task``."""
+
+    def tally(self) -> MeanLoss:
+        """Return a mean over tokens."""
+        return MeanLoss()
+
+    def prepare(self, before: Before) -> Mapping[str, Any]:
+        """Return nothing: rows are all that steps read."""
+        return {}
+
+    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
+        """Return nothing: the report of the rows says it all."""
+        return ()
+
+
+class MeanLoss:
+    """The mean of the cross entropy over all tokens with a label; a ``Tally``."""
+
+    def __init__(self) -> None:
+        self._terms: list[float] = []
+        self._num_tokens = 0
+
+    def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> SummedLoss:
+        """Return the sum over the tokens of a pass."""
+        return runner.evaluate(micro_batches)
+
+    def add(self, found: SummedLoss) -> None:
+        """Take in a pass."""
+        self._terms += found.terms
+        self._num_tokens += found.num_tokens
+
+    def judge(self, gather: Gather[tuple[list[float], int]]) -> SetFigures:
+        """Return the mean over the tokens of all ranks."""
+        found = gather((self._terms, self._num_tokens))
+        terms = [term for of_rank, _ in found for term in of_rank]
+        num_tokens = sum(count for _, count in found)
+        # Exactly rounded: neither the order of terms nor who has which matters.
+        return SetFigures(math.fsum(terms) / num_tokens if num_tokens else math.nan, num_tokens)

@@ -1,0 +1,63 @@
+"""Stops and saves that one rank is asked for are those of all; a run of one process does what its signals say now."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatrain.agreement import Agreement
+from megatrain.run.signals import RunSignals
+from megatrain.step_report import MovedByLink, StepUsage
+
+USAGE = StepUsage(0.5, SimpleNamespace(tiers={}, stall_s={}, written_bytes={}), MovedByLink())  # type: ignore[arg-type]
+
+
+class Group:
+    """The other ranks answer as this one does, but for what a test says of them."""
+
+    def __init__(self, *, is_single: bool, is_first: bool = True) -> None:
+        self.world = SimpleNamespace(is_single=is_single, is_first=is_first)
+        self.others: list[Any] = []
+
+    def gather(self, own: Any) -> list[Any]:
+        return [own, *self.others]
+
+
+def agreement_of(group: Group) -> tuple[Agreement, RunSignals]:
+    signals = RunSignals(stops_after_step=True)
+    return Agreement(group, signals), signals  # type: ignore[arg-type]
+
+
+def test_one_process_asks_its_signals() -> None:
+    agreement, signals = agreement_of(Group(is_single=True))
+    assert agreement.exchange(USAGE, is_due=True, is_paused=False) == ()
+    assert not agreement.stops and not agreement.saves_at_once
+    assert agreement.is_due(True) and not agreement.is_due(False)
+    signals.stop_requested = signals.save_requested = signals.is_hung_up = True
+    assert agreement.stops and agreement.saves_at_once and agreement.is_hung_up and agreement.agree_to_stop()
+
+
+def test_ranks_stop_when_all_know_of_it() -> None:
+    group = Group(is_single=False)
+    agreement, signals = agreement_of(group)
+    signals.stop_requested = True
+    assert not agreement.stops  # the others do not know yet
+    records = agreement.exchange(USAGE, is_due=False, is_paused=True)
+    assert agreement.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
+    other, _ = agreement_of(Group(is_single=False))
+    assert not other.agree_to_stop()
+    group.others = [True]
+    late, _ = agreement_of(group)
+    assert late.agree_to_stop() and late.stops
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_first_rank_says_when_a_checkpoint_is_due(is_first: bool) -> None:
+    agreement, signals = agreement_of(Group(is_single=False, is_first=is_first))
+    agreement.exchange(USAGE, is_due=True, is_paused=False)
+    assert agreement.is_due(not is_first) == is_first
+    signals.save_requested = True
+    agreement.exchange(USAGE, is_due=False, is_paused=False)
+    assert agreement.is_due(False) and not agreement.saves_at_once
