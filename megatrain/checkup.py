@@ -315,7 +315,7 @@ class _Checkup:
         head = str(dataset.report).splitlines()[0]
         proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
         yield CheckResult("data", "ok", f"{head}{proven}")
-        for note in task_of(resolve_preference(self._config)).notes(dataset):
+        for note in task_of(self._config.task, resolve_preference(self._config)).notes(dataset):
             yield CheckResult("data", note.severity, note.text)
         yield from self._rows_left_out(dataset.report)
         if self._bad_rows == "drop":

@@ -70,6 +70,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     training, advanced = config.training, config.advanced
     return RunSpec(
         name=config.run_name,
+        task=config.task,
         output_dir=config.output_dir,
         seed=config.seed,
         device=device,

@@ -118,7 +118,8 @@ class RunSpec:
     """A run in values: what its config asks for, on this machine, as ``megatrain.resolve`` makes it.
 
     Attributes:
-        name: of the run.
+        name: What the run is called.
+        task: What it trains for; a name of ``megatrain.tasks.known``.
         output_dir: folder of the run.
         seed: of dropout and random weights.
         device: that computes.
@@ -146,6 +147,7 @@ class RunSpec:
     """
 
     name: str
+    task: str
     output_dir: Path
     seed: int
     device: torch.device

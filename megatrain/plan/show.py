@@ -25,13 +25,7 @@ def headline(plan: Plan) -> str:
     name = run.model.name.rstrip("/").split("/")[-1]
     size = f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.1f} M"
     layers = len({unit.layer for unit in plan.graph.units if unit.layer})
-    dtype, task = str(run.dtype).removeprefix("torch."), "pretrain" if run.data.only_text else "sft"
-    if run.objective.distillation is not None:
-        task = "distill"
-    if run.objective.preference is not None:
-        task = "dpo"
-    if not run.model.is_trained:
-        task = "forward only"
+    dtype, task = str(run.dtype).removeprefix("torch."), run.task if run.model.is_trained else "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
     if plan.num_micro_batches > 1:
         tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows)"

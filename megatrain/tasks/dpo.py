@@ -26,10 +26,11 @@ class PreferenceTask:
     """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``.
 
     Args:
-        loss: What the steps train on.
+        loss: What the steps minimise.
     """
 
-    def __init__(self, loss: PreferenceLoss) -> None:
+    def __init__(self, loss: PreferenceLoss | None) -> None:
+        assert loss is not None, "preferences have a loss of their own"
         self._loss = loss
 
     def tally(self) -> JudgedExamples:

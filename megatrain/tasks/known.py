@@ -1,7 +1,8 @@
-"""The tasks that there are."""
+"""The tasks that there are, by their names in the config."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from megatrain.tasks.dpo import PreferenceTask
@@ -13,7 +14,20 @@ if TYPE_CHECKING:
 
 __all__ = ["task_of"]
 
+#: Name -> what makes the task, given the loss over preferences that its steps minimise; None: they have another one.
+_TASKS: Mapping[str, Callable[[PreferenceLoss | None], Task]] = {
+    "pretrain": TextTask,
+    "sft": TextTask,
+    "distill": TextTask,
+    "dpo": PreferenceTask,
+}
 
-def task_of(preference: PreferenceLoss | None) -> Task:
-    """Return the task that a run has, by the loss over preferences that it trains on; None: there is none."""
-    return TextTask() if preference is None else PreferenceTask(preference)
+
+def task_of(name: str, loss: PreferenceLoss | None) -> Task:
+    """Return the task of a run.
+
+    Args:
+        name: As in the config.
+        loss: What the steps minimise, if that is over preferences.
+    """
+    return _TASKS[name](loss)
