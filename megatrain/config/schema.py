@@ -24,14 +24,14 @@ from megatrain.optim.table import OptimizerConfig
 from megatrain.plan.table import AdvancedConfig, PlacementConfig
 from megatrain.ranks.table import DistributedConfig
 from megatrain.run.table import LoggingConfig, ProfileConfig
-from megatrain.tasks.table import DistillConfig, EvaluationConfig, PreferenceConfig
+from megatrain.tasks.table import DistillConfig, EvaluationConfig, PreferenceConfig, TaskName
 
 
 class RunConfig(Table):
     """A whole run."""
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
-    task: Literal["sft", "pretrain", "distill", "dpo"] = key(
+    task: TaskName = key(
         "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]); "
         "dpo: preferences, with the loss of preference.loss_type.",
         alters="yes",

@@ -8,24 +8,11 @@ from dataclasses import dataclass, field
 from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.base.toml import format_value
 from megatrain.config.keys import SCHEMA_FILE_NAME
+from megatrain.tasks.table import TASK_FACTS
 from tiered.units import GiB, format_size
 
 _EXAMPLE_MODEL = "path/to/model"
 _EXAMPLE_SCORES = "path/to/scores"
-_EXAMPLE_DATA = {
-    "sft": "data/chat.jsonl",
-    "pretrain": "data/*.txt",
-    "distill": "data/chat.jsonl",
-    "dpo": "data/preferences.jsonl",
-}
-_TASKS = {
-    "sft": "chats and prompts: loss on the answers",
-    "pretrain": "plain text: loss on every token",
-    "distill": "chats and prompts: loss against the scores of a teacher",
-    "dpo": "preferences: which of two answers is better",
-}
-_RATES = {"sft": 1e-5, "pretrain": 1e-4, "distill": 1e-5, "dpo": 1e-6}
-_LORA_RATES = {"sft": 1e-4, "pretrain": 2e-4, "distill": 1e-4, "dpo": 1e-5}
 _LORA = [("r", 16, "rank: 8 to 64 are usual"), ("lora_alpha", 32, "adapters are scaled by lora_alpha / r")]
 _LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
@@ -81,7 +68,7 @@ def starter_toml(
         "#   megatrain-tier plan FILE     see where every byte goes, and how long a step takes",
         "#   megatrain-tier run FILE      train; the same command continues after a stop",
         "config_version = 1",
-        _line("task", task, _TASKS[task]),
+        _line("task", task, TASK_FACTS[task].what),
         _line("output_dir", "outputs/first", "paths are relative to this file"),
         _line("seed", 42),
         "",
@@ -125,9 +112,8 @@ def _lora(task: str, *, has_lora: bool) -> list[str]:
             *lines,
             _line("target_modules", "all-linear", 'or ["q_proj", "v_proj"]; auto: peft\'s choice'),
         ]
-    about = (
-        f"# Small adapters in place of the whole model: take the # away, and write learning_rate = {_LORA_RATES[task]}."
-    )
+    rate = TASK_FACTS[task].lora_learning_rate
+    about = f"# Small adapters in place of the whole model: take the # away, and write learning_rate = {rate}."
     return [about, "# [lora]", *(f"# {line}" for line in lines)]
 
 
@@ -153,7 +139,7 @@ def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: Data
         lines.append(_line("train_on", "assistant", "assistant, last_assistant, completion or all"))
     lines += ["", "[[data.train]]"]
     if data is None:
-        return [*lines, _line("path", _EXAMPLE_DATA[task], "FILL IN: file, glob or folder")]
+        return [*lines, _line("path", TASK_FACTS[task].example_data, "FILL IN: file, glob or folder")]
     return [*lines, _line("path", data.path), *_rows(data)]
 
 
@@ -201,11 +187,11 @@ def _distill(task: str) -> list[str]:
 
 
 def _optimizer(task: str, *, has_lora: bool) -> list[str]:
-    state = "16 bytes of state per parameter; lion 12, adafactor 8"
+    state, facts = "16 bytes of state per parameter; lion 12, adafactor 8", TASK_FACTS[task]
     return [
         "[optimizer]",
         _line("optim", "adamw", "its state is that of the adapters alone" if has_lora else state),
-        _line("learning_rate", (_LORA_RATES if has_lora else _RATES)[task]),
+        _line("learning_rate", facts.lora_learning_rate if has_lora else facts.learning_rate),
         _line("lr_scheduler_type", "cosine"),
         _line("warmup_steps", 0.03, "below 1: a share of all steps"),
     ]

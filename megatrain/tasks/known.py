@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from megatrain.engine.preferences import PreferenceLoss
     from megatrain.tasks.task import Task
 
-__all__ = ["task_of"]
+__all__ = ["TASKS", "task_of"]
 
 #: Name -> what makes the task, given the loss over preferences that its steps minimise; None: they have another one.
-_TASKS: Mapping[str, Callable[[PreferenceLoss | None], Task]] = {
+TASKS: Mapping[str, Callable[[PreferenceLoss | None], Task]] = {
     "pretrain": TextTask,
     "sft": TextTask,
     "distill": TextTask,
@@ -30,4 +30,4 @@ def task_of(name: str, loss: PreferenceLoss | None) -> Task:
         name: As in the config.
         loss: What the steps minimise, if that is over preferences.
     """
-    return _TASKS[name](loss)
+    return TASKS[name](loss)

@@ -1,12 +1,42 @@
-"""[preference], [distill] and [evaluation]: losses beside cross entropy, and losses of held-out rows."""
+"""The names of tasks and what a first config says of them; [preference], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
+
+#: What a run may train for; ``known.py`` has what each brings.
+TaskName = Literal["sft", "pretrain", "distill", "dpo"]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFacts:
+    """What a first config says of a task.
+
+    Attributes:
+        what: Its rows and its loss, in words.
+        example_data: A path of such rows.
+        learning_rate: Of all parameters of a trained model.
+        lora_learning_rate: Where adapters alone are trained.
+    """
+
+    what: str
+    example_data: str
+    learning_rate: float
+    lora_learning_rate: float
+
+
+TASK_FACTS: Mapping[str, TaskFacts] = {
+    "sft": TaskFacts("chats and prompts: loss on the answers", "data/chat.jsonl", 1e-5, 1e-4),
+    "pretrain": TaskFacts("plain text: loss on every token", "data/*.txt", 1e-4, 2e-4),
+    "distill": TaskFacts("chats and prompts: loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4),
+    "dpo": TaskFacts("preferences: which of two answers is better", "data/preferences.jsonl", 1e-6, 1e-5),
+}
 
 
 class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):

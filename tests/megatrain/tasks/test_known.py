@@ -1,0 +1,12 @@
+"""Each task of the config is known everywhere."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from megatrain.tasks.known import TASKS
+from megatrain.tasks.table import TASK_FACTS, TaskName
+
+
+def test_all_tasks_are_made_and_have_a_first_config() -> None:
+    assert set(TASKS) == set(TASK_FACTS) == set(get_args(TaskName))
