@@ -292,7 +292,7 @@ class Plans:
         row(f"{name}.step", replayed.step_s, "s, replayed")
         row(f"{name}.bound_by", plan.estimate.bound_by or "-", "resource")
         row(f"{name}.efficiency", plan.estimate.seconds["compute"] / replayed.step_s, "matrix products / step")
-        row(f"{name}.gathered_ahead", plan.program.gathers_ahead, "visits")
+        row(f"{name}.gathered_ahead", plan.program.sharding.gathers_ahead, "visits")
         for cause, seconds in replayed.stall_s.items():
             row(f"{name}.stall_{cause}", seconds, "s, replayed")
         for tier, nbytes in plan.totals.items():

@@ -134,7 +134,7 @@ class Bench:
                 num_places=places,
                 num_real_tokens=places,
                 num_trained_tokens=places,
-                kept=side.plan.program.kept,
+                kept=side.plan.program.recompute.kept_graphs,
             )
             for name, side in sides.items()
         }

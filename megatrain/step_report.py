@@ -121,9 +121,11 @@ class StepMeter:
             num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
-            kept=self._plan.program.kept,
-            kept_parts=0 if self._plan.run.objective.preference is not None else self._plan.program.kept_parts,
-            saved_attention=self._plan.program.saved_attention,
+            kept=self._plan.program.recompute.kept_graphs,
+            kept_parts=0
+            if self._plan.run.objective.preference is not None
+            else self._plan.program.recompute.kept_parts,
+            saved_attention=self._plan.program.recompute.saved_attention,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
         return StepMetrics(

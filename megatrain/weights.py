@@ -265,9 +265,9 @@ class Weights:
         saved = {key: block for key, block in program.blocks.items() if block.is_saved}
         reader = CheckpointReader(checkpoint)
         self._check_formats(checkpoint, reader)
-        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.shares.size)
+        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shares.size)
         if is_here and saved.keys() == reader.blocks.keys():
-            own = checkpoint.ranks[program.shares.rank]
+            own = checkpoint.ranks[program.sharding.shares.rank]
             self._store.load(own.generation, on_bytes=self._activity.moved)
             return
         places = saved_places(self._plan)
@@ -614,7 +614,7 @@ class GatheredWeights:
         """Yield the ranges of elements within one that a rank owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
-            owned = program.shares.owned(part, rank)
+            owned = program.sharding.shares.owned(part, rank)
             first, last = max(start, owned.start), min(stop, owned.stop)
             if first < last:
                 yield first, last
@@ -684,10 +684,10 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
                 continue
             parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
             if kind.elements_of is not None and not kind.is_like_weight(layout):
-                if program.shares.are_whole:
+                if program.sharding.shares.are_whole:
                     continue
                 parts = [range(kind.num_elements(layout))]  # packed, and shared as a block of its own
-                owned = [program.shares.owned(parts[0])]
+                owned = [program.sharding.shares.owned(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
     return found
 

@@ -72,9 +72,9 @@ class OursSide:
             num_places=tokens,
             num_real_tokens=tokens,
             num_trained_tokens=trained,
-            kept=program.kept,
-            kept_parts=program.kept_parts,
-            saved_attention=program.saved_attention,
+            kept=program.recompute.kept_graphs,
+            kept_parts=program.recompute.kept_parts,
+            saved_attention=program.recompute.saved_attention,
         )
         return {
             "num_parameters": plan.graph.num_parameters,

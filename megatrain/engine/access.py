@@ -179,7 +179,7 @@ class StoreAccess:
             immediate: the update of this step, where they are not.
             scales: of the layers' gradients in an immediate update.
         """
-        if self._program.defers_updates and pending is None:
+        if self._program.updates.are_deferred and pending is None:
             self.finish()  # pinned for updates that will not come: the plan of this step has no room for them
         self._start(step, updates=pending is not None, passes=True)
         self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self._uses_of_layouts.items()}
@@ -333,7 +333,7 @@ class StoreAccess:
                 keys = program.weight_keys(layout)
                 if layout.name in program.averages.keys:
                     tensors.update(unpacked.enter_context(self._averaged(layout, visit, blocks)))
-                elif layout.name in program.cut_weights:
+                elif layout.name in program.cuts.weights:
                     tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
                 elif layout.name in program.packed:
                     weight = unpacked.enter_context(self._unpacked.of(program.packed[layout.name], blocks[keys[0]]))
@@ -354,7 +354,7 @@ class StoreAccess:
             blocks: that are leased, by key.
         """
         program, keys, name = self._program, self._program.weight_keys(layout), layout.entries[0].name
-        is_cut, is_rounded = layout.name in program.cut_weights, program.rounding_bytes(visit, layout) > 0
+        is_cut, is_rounded = layout.name in program.cuts.weights, program.rounding_bytes(visit, layout) > 0
 
         @contextmanager
         def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
@@ -440,7 +440,7 @@ class StoreAccess:
             name: self._program.gradient_keys(layout, self._uses_of_layouts[name].index(visit))
             for name, layout in layouts.items()
         }
-        passing_names = {name for name in names if (visit, name) in self._program.by_part}
+        passing_names = {name for name in names if (visit, name) in self._program.cuts.passing}
         by_part = [layouts[name] for name in names if name in passing_names]
         names = [name for name in names if name not in passing_names]
         with self._leases([key for name in names for key in own[name]]) as tensors:
@@ -453,7 +453,7 @@ class StoreAccess:
                     self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
                 )
 
-            accumulator = LaneAccumulator(self._program.own_lanes, first, room)
+            accumulator = LaneAccumulator(self._program.sharding.own_lanes, first, room)
             if by_part:
                 passing = {
                     layout.entries[0].name: PassingGradient(self, layout, visit, own[layout.name]) for layout in by_part
@@ -480,7 +480,7 @@ class StoreAccess:
     @property
     def lanes(self) -> Lanes:
         """In which gradients of micro-batches are added."""
-        return self._program.own_lanes
+        return self._program.sharding.own_lanes
 
     @contextmanager
     def gradient_part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:

@@ -21,6 +21,8 @@ from megatrain.engine.forward import VisitOrderError, move_buffers
 from megatrain.engine.program import (
     DURABLE_KINDS,
     BlockPlan,
+    FrozenWeights,
+    GroupUpdates,
     MatrixParts,
     StepProgram,
     Tick,
@@ -36,7 +38,6 @@ from megatrain.engine.visit import BoundUnit, installed_stubs, placeholder
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.models.packed import Packing
 
 __all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation_program", "made_whole_bytes"]
 
@@ -367,26 +368,24 @@ def frozen_program(
     graph: ModelGraph,
     *,
     compute_tier: str,
-    in_folder: bool,
-    in_place: Collection[str],
-    packed: Mapping[str, Packing],
+    frozen: FrozenWeights,
 ) -> StepProgram:
     """Return a program without ticks: the weights of a model that is not trained, a block for each layout.
 
     Args:
         graph: The model.
         compute_tier: Where layers run.
-        in_folder: The model's folder has the weights.
-        in_place: Names of layouts that may stay there.
-        packed: As in ``StepProgram``.
+        frozen: Where the weights come from.
     """
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
-        packing, stays = packed.get(layout.name), layout.name in in_place
-        has_it = in_folder and not layout.trainable  # adapters are in a folder of their own, and read into a block
+        packing, stays = frozen.packed.get(layout.name), layout.name in frozen.in_place
+        has_it = (
+            frozen.in_folder and not layout.trainable
+        )  # adapters are in a folder of their own, and read into a block
         block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=has_it, in_place=stays)
         blocks[block.key] = block
-    return StepProgram(blocks, (), compute_tier, defers_updates=False, packed=packed)
+    return StepProgram(blocks, (), compute_tier, updates=GroupUpdates(are_deferred=False), packed=frozen.packed)
 
 
 def generation_program(
@@ -415,7 +414,9 @@ def generation_program(
     by_part: set[tuple[int, str]] = set()
     for visit, traced in enumerate(trace.visits):
         layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
-        cut = [layout for layout in layouts if layout.name in program.cut_weights and program.shares.are_whole]
+        cut = [
+            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shares.are_whole
+        ]
         by_part.update((visit, layout.name) for layout in cut)
         held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
         passing = [((key, "r"),) for layout in cut for key in program.weight_keys(layout)]
@@ -424,18 +425,16 @@ def generation_program(
             blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
             passing.append(((key, "w" if is_first else "rw"),))
         ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
-    if not program.shares.are_whole:
-        gathers = gathers_before(ticks, [tick.held for tick in ticks], program.gathers_ahead)
+    if not program.sharding.shares.are_whole:
+        gathers = gathers_before(ticks, [tick.held for tick in ticks], program.sharding.gathers_ahead)
         ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
     return replace(
         program,
         blocks=blocks,
         ticks=tuple(ticks),
-        defers_updates=False,
-        kept=frozenset(),
-        saved_attention=frozenset(),
-        streamed_updates=frozenset(),
-        by_part=frozenset(by_part),
+        updates=replace(program.updates, are_deferred=False, streamed=frozenset()),
+        recompute=replace(program.recompute, kept_graphs=frozenset(), saved_attention=frozenset()),
+        cuts=replace(program.cuts, passing=frozenset(by_part)),
         occupants={},
     )
 
@@ -445,8 +444,8 @@ def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
 
     Of several ranks it is gathered whole.
     """
-    if not program.shares.are_whole:
+    if not program.sharding.shares.are_whole:
         return 0
     head = graph.model.get_output_embeddings()
     names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}
-    return sum(graph.layouts[name].num_elements for name in names & program.cut_weights) * graph.dtype.itemsize
+    return sum(graph.layouts[name].num_elements for name in names & program.cuts.weights) * graph.dtype.itemsize

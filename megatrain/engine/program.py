@@ -17,7 +17,7 @@ both into the leases of a step; the engine asks for them through `BlockAccess` w
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, takewhile
@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.work import NO_WORK, Work
+from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
 from megatrain.ranks.dealing import DealtLayout, deal
-from megatrain.ranks.lanes import Lanes
-from megatrain.ranks.shares import NETWORK, PEER, RankLanes, Shares, peer_links
+from megatrain.ranks.shares import NETWORK, PEER, Sharding, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
     from megatrain.models.graph import ModelGraph, Unit
     from megatrain.models.packed import Packing
-    from megatrain.optim.base import MatrixOptimizer, StateKind
+    from megatrain.optim.base import Optimizer
 
 __all__ = [
     "DURABLE_KINDS",
@@ -46,13 +46,17 @@ __all__ = [
     "Averages",
     "BlockAccess",
     "BlockPlan",
+    "Cuts",
+    "FrozenWeights",
     "GradientSink",
     "Group",
+    "GroupUpdates",
     "Kind",
     "MatrixParts",
     "ModelPhase",
     "Phase",
     "ProgramBuilder",
+    "Recompute",
     "Stays",
     "StepProgram",
     "Tick",
@@ -270,6 +274,75 @@ class Averages:
     dtype: torch.dtype = torch.float32
 
 
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """How layouts are cut into blocks.
+
+    Attributes:
+        parts: Layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
+        weights: Layouts whose weight is a block for each part, too: all visits that use it can take it so.
+        passing: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
+    """
+
+    parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
+    weights: frozenset[str] = frozenset()
+    passing: frozenset[tuple[int, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """What a step keeps of its forward, so that the backward need not compute it again. It changes no bits.
+
+    Attributes:
+        kept_graphs: Visits whose graphs are kept for the backward; their inputs are no blocks.
+        saved_attention: Visits whose attention results are blocks, for their recompute.
+        kept_parts: Parts of the vocabulary whose logits the head keeps for its second pass.
+    """
+
+    kept_graphs: frozenset[int] = frozenset()
+    saved_attention: frozenset[int] = frozenset()
+    kept_parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupUpdates:
+    """When and where weights are updated, and what that moves beside their blocks. Layouts are named by their index.
+
+    Attributes:
+        are_deferred: Whether the norm of the whole step decides about its updates: the next step makes them.
+        in_compute_tier: Whether the optimizer can update blocks there.
+        beside_device: Where a device computes, the host updates a layer while the next one is computed. Takes one more
+            layer's gradients where updates are not deferred.
+        streamed: Layouts that are updated in the compute tier wherever their blocks live: these are fetched for it,
+            part by part, and written back.
+        dealt: Layout -> what ranks move for an update that needs more than their shares.
+        sent_elements: Layout -> elements of this rank's matrices, which an update in RAM sends to the compute device
+            and back, in bf16.
+    """
+
+    are_deferred: bool = True
+    in_compute_tier: bool = False
+    beside_device: bool = True
+    streamed: frozenset[int] = frozenset()
+    dealt: Mapping[int, DealtLayout] = field(default_factory=dict)
+    sent_elements: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenWeights:
+    """Where weights come from that are not trained.
+
+    Attributes:
+        in_folder: Whether the model's folder has them: no checkpoint needs to hold them.
+        in_place: Names of layouts that may stay there: each use reads them.
+        packed: Layouts whose blocks hold packed bytes, unpacked in the compute tier for each visit.
+    """
+
+    in_folder: bool = False
+    in_place: Collection[str] = ()
+    packed: Mapping[str, Packing] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class StepProgram:
     """All blocks and ticks of a step. Ticks are numbered by their position.
@@ -280,59 +353,36 @@ class StepProgram:
     backward that completes their gradient.
 
     Attributes:
-        blocks: by key.
-        ticks: in order.
-        compute_tier: where layers run.
-        defers_updates: whether the norm of the whole step decides about its updates.
-        updates_in_compute_tier: whether the optimizer can update blocks there.
-        kept: visits whose graphs are kept for the backward; their inputs are no blocks.
-        saved_attention: visits whose attention results are blocks, for their recompute.
-        streamed_updates: layouts, by index, that are updated in the compute tier wherever their blocks live: these
-            are fetched for it, part by part, and written back.
-        parts: layout -> the ranges of elements that its state and gradients are blocks of, if there are several.
+        blocks: All of them, by key.
+        ticks: The step, in order.
+        compute_tier: Where layers run.
+        cuts: Which layouts are blocks of parts, and which parts pass one by one.
+        updates: When and where groups are updated.
+        recompute: What is kept for the backward.
+        sharding: What this rank has of the step.
+        packed: Layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
+        averages: What is read in the place of weights.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
-        kept_parts: parts of the vocabulary whose logits the head keeps for its second pass.
-        cut_weights: layouts whose weight is a block for each part, too: all visits that use it can take it so.
-        by_part: (visit, layout) of the gradients, and of such weights, whose parts are leased one after the other.
-        shares: what of each part the blocks hold.
-        lanes: which sums of gradients come from which rank.
-        gathers_ahead: how many visits before it is needed a weight is gathered.
-        own_lanes: in which this process adds the gradients of micro-batches.
-        packed: layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
-        averages: what is read in the place of weights.
-        dealt: what ranks move for the updates of layouts, by index, of which they need more than their shares.
-        sent_elements: of this rank's matrices, by index of their layout, which an update in RAM sends to the compute
-            device and back, in bf16.
     """
 
     blocks: Mapping[str, BlockPlan]
     ticks: tuple[Tick, ...]
     compute_tier: str
-    defers_updates: bool = True
-    updates_in_compute_tier: bool = False
-    kept: frozenset[int] = frozenset()
-    saved_attention: frozenset[int] = frozenset()
-    streamed_updates: frozenset[int] = frozenset()
-    kept_parts: int = 1
-    parts: Mapping[str, Sequence[range]] = field(default_factory=dict)
-    cut_weights: frozenset[str] = frozenset()
-    by_part: frozenset[tuple[int, str]] = frozenset()
-    shares: Shares = field(default_factory=Shares)
-    lanes: RankLanes = field(default_factory=RankLanes)
-    gathers_ahead: int = 0
-    own_lanes: Lanes = field(default_factory=Lanes.single)
+    cuts: Cuts = field(default_factory=Cuts)
+    updates: GroupUpdates = field(default_factory=GroupUpdates)
+    recompute: Recompute = field(default_factory=Recompute)
+    sharding: Sharding = field(default_factory=Sharding)
     packed: Mapping[str, Packing] = field(default_factory=dict)
     averages: Averages = field(default_factory=Averages)
-    dealt: Mapping[int, DealtLayout] = field(default_factory=dict)
-    sent_elements: Mapping[int, int] = field(default_factory=dict)
+    occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
-        return self.parts.get(layout.name) or (range(layout.num_elements),)
+        return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's state, and of its gradients, holds."""
-        return [self.shares.owned(part) for part in self.parts_of(layout)]
+        return [self.sharding.shares.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
         """Return the keys of a weight, of its parts if it is cut; or of what is read in its place."""
@@ -342,15 +392,15 @@ class StepProgram:
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's weight is blocks of, or shares of them."""
-        is_cut = layout.name in self.cut_weights or layout.name in self.averages.keys
+        is_cut = layout.name in self.cuts.weights or layout.name in self.averages.keys
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
 
     def rounding_bytes(self, visit: int, layout: UnitLayout) -> int:
         """Return the room in which a visit has a weight that is made of averages; 0: these are the weight."""
         keys, dtype = self.averages.keys.get(layout.name, ()), self.averages.dtype
-        if not self.shares.are_whole:  # they are rounded on the way into full copies
+        if not self.sharding.shares.are_whole:  # they are rounded on the way into full copies
             return 0
-        if not keys or (dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or layout.name in self.cut_weights)):
+        if not keys or (dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or layout.name in self.cuts.weights)):
             return 0
         sizes = [len(part) * dtype.itemsize for part in self.parts_of(layout)]
         nbytes = max(sizes) if self.passes_weight(visit, layout.name) else sum(sizes)
@@ -367,31 +417,33 @@ class StepProgram:
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's weight holds."""
-        return [self.shares.owned(part) for part in self.weight_parts_of(layout)]
+        return [self.sharding.shares.owned(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
         """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
-        return max(self.shares.gathered(part).stop for part in self.parts_of(layout))
+        return max(self.sharding.shares.gathered(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
         """Return the links that bytes move on to other ranks, and from them."""
-        tiers = dict.fromkeys([self.compute_tier, *(["ram"] if self.dealt else [])])  # what is dealt is so in RAM
-        return [link for tier in tiers for link in peer_links(tier, self.lanes.size, self.lanes.num_hosts)]
+        # What is dealt is so in RAM.
+        tiers = dict.fromkeys([self.compute_tier, *(["ram"] if self.updates.dealt else [])])
+        lanes = self.sharding.lanes
+        return [link for tier in tiers for link in peer_links(tier, lanes.size, lanes.num_hosts)]
 
     def direction_bytes(self, number: int) -> dict[str, int]:
         """Return what the update of a tick, by position, sends to the compute device and back beside blocks."""
         tick = self.ticks[number]
-        nbytes = DIRECTION_BYTES * self.sent_elements.get(tick.visit, 0) if tick.phase == "update" else 0
+        nbytes = DIRECTION_BYTES * self.updates.sent_elements.get(tick.visit, 0) if tick.phase == "update" else 0
         return {f"ram->{self.compute_tier}": nbytes, f"{self.compute_tier}->ram": nbytes} if nbytes else {}
 
     def collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
-        lanes, tick = self.lanes, self.ticks[number]
+        lanes, tick = self.sharding.lanes, self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
-            dealt = self.dealt.get(tick.visit)
+            dealt = self.updates.dealt.get(tick.visit)
             return moved if dealt is None else moved | dealt.bytes_by_link(lanes.num_hosts)
-        if self.shares.are_whole:
+        if self.sharding.shares.are_whole:
             return moved
         gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
@@ -407,7 +459,7 @@ class StepProgram:
 
     def _count_collectives(self, moved: dict[str, int], share: int, *, is_gather: bool) -> None:
         """Add what gathers, or exchanges, of shares of so many bytes send and receive."""
-        lanes, rank = self.lanes, self.shares.rank
+        lanes, rank = self.sharding.lanes, self.sharding.shares.rank
         num_hosts, per_host = lanes.num_hosts, lanes.per_host
 
         def move(place: str, sent: int, received: int) -> None:
@@ -428,7 +480,7 @@ class StepProgram:
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""
-        return layout in self.cut_weights and (visit, layout) in self.by_part
+        return layout in self.cuts.weights and (visit, layout) in self.cuts.passing
 
     def state_keys(self, layout: UnitLayout, state: str) -> list[str]:
         """Return the keys of a kind of state, one for each part."""
@@ -437,8 +489,6 @@ class StepProgram:
     def gradient_keys(self, layout: UnitLayout, use: int) -> list[str]:
         """Return the keys of a use site's accumulators, one for each part."""
         return part_keys(gradient_key(layout.name, use), len(self.parts_of(layout)))
-
-    occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def contents(self, tick: int, key: str) -> BlockPlan:
         """Return what a block holds in a tick: itself, or the gradient whose turn it is.
@@ -458,7 +508,7 @@ class StepProgram:
         return {n: tick for n, tick in enumerate(self.ticks) if (updates if self._is_deferred(tick) else passes)}
 
     def _is_deferred(self, tick: Tick) -> bool:
-        return self.defers_updates and tick.phase == "update"
+        return self.updates.are_deferred and tick.phase == "update"
 
     def tier_of(self, tick: Tick, homes: Mapping[str, str]) -> str:
         """Return the tier of a tick's leases.
@@ -468,9 +518,9 @@ class StepProgram:
         """
         if tick.phase != "update":
             return self.compute_tier
-        if not self.updates_in_compute_tier:
+        if not self.updates.in_compute_tier:
             return "ram"
-        if tick.visit in self.streamed_updates:
+        if tick.visit in self.updates.streamed:
             return self.compute_tier
         # The weight first: plans ask this often, and of a layer of many parts it mostly settles it.
         groups = chain((tick.held,), tick.passing)
@@ -542,7 +592,7 @@ class BlockAccess(Protocol):
     def attention_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
         """Lease the bytes of attention's results, uint8 [N]: in the forward to write, in the backward to read once.
 
-        For visits of ``StepProgram.saved_attention`` only. Comes after the activations of the micro-batch.
+        For visits of ``Recompute.saved_attention`` only. Comes after the activations of the micro-batch.
         """
 
 
@@ -628,8 +678,11 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     )
     blocks = {key: block for key, block in program.blocks.items() if key not in dropped}
     assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit runs again with such an input"
-    saved = program.saved_attention - visits
-    return replace(program, blocks=blocks, ticks=ticks, kept=program.kept | visits, saved_attention=saved)
+    before = program.recompute
+    recompute = replace(
+        before, kept_graphs=before.kept_graphs | visits, saved_attention=before.saved_attention - visits
+    )
+    return replace(program, blocks=blocks, ticks=ticks, recompute=recompute)
 
 
 def saving_attention(program: StepProgram, trace: VisitTrace, visits: frozenset[int]) -> StepProgram:
@@ -646,7 +699,8 @@ def saving_attention(program: StepProgram, trace: VisitTrace, visits: frozenset[
             nbytes = trace.visits[tick.visit].attention_nbytes
             for key in {key for key, _ in ticks[number].uses} - blocks.keys():
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
-    return replace(program, blocks=blocks, ticks=tuple(ticks), saved_attention=program.saved_attention | visits)
+    recompute = replace(program.recompute, saved_attention=program.recompute.saved_attention | visits)
+    return replace(program, blocks=blocks, ticks=tuple(ticks), recompute=recompute)
 
 
 def _saving_attention(tick: Tick, program: StepProgram, num_written: int) -> Tick:
@@ -687,9 +741,8 @@ def evaluation_program(program: StepProgram) -> StepProgram:
             )
             own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
             passes.setdefault((tick.phase, tick.visit, tick.serves), own)
-    return replace(
-        program, ticks=tuple(passes.values()), defers_updates=False, occupants={}, dealt={}, sent_elements={}
-    )
+    updates = replace(program.updates, are_deferred=False, dealt={}, sent_elements={})
+    return replace(program, ticks=tuple(passes.values()), updates=updates, occupants={})
 
 
 def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> StepProgram:
@@ -726,28 +779,16 @@ class ProgramBuilder:
     """Builds the program of a step from a model's units and the trace of their visits.
 
     Args:
-        graph: units and layouts.
-        trace: visits of one forward, with what each saves for its backward.
-        num_micro_batches: micro-batches per optimizer step.
+        graph: Units and layouts.
+        trace: Visits of one forward, with what each saves for its backward.
+        num_micro_batches: Micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        compute_tier: name of the tier that layers run in.
-        compute_dtype: of the weight blocks.
-        state_kinds: kinds of block that the optimizer updates, the weight among them.
-        grad_dtype: of gradients at rest.
-        defer_updates: see ``StepProgram``.
-        updates_in_compute_tier: see ``StepProgram``.
-        updates_beside_device: where a device computes, the host updates a layer while the next one is computed. Takes
-            one more layer's gradients where updates are not deferred.
-        frozen_in_folder: see ``BlockPlan.in_folder``; False: the model has no folder with weights.
-        in_place: names of layouts, see ``BlockPlan.in_place``.
-        packed: as in ``StepProgram``.
-        passing_parts: lease the parts of a gradient, and of a weight that is cut, one after the other where that is
-            possible. It changes no bits; the head makes more logits a second time.
-        shares: what of each part the blocks hold; several ranks need the order ``layer``.
-        lanes: which sums of gradients come from which rank.
-        gathers_ahead: with several ranks, how many visits before it is needed a weight is gathered.
-        own_lanes: in which this process adds the gradients of its micro-batches; None: one.
-        matrix_optimizer: with several ranks, what updates layouts of which it needs more than shares; None: none do.
+        compute_tier: Name of the tier that layers run in.
+        optimizer: Updates the weights: kinds of state are its own. None: nothing is trained, or updated.
+        grad_dtype: Precision of gradients at rest.
+        updates: When and where groups are updated; what that moves beside blocks is found here.
+        frozen: Where weights come from that are not trained.
+        sharding: What this rank has of the step; several ranks need the order ``layer``.
     """
 
     def __init__(
@@ -758,34 +799,21 @@ class ProgramBuilder:
         num_micro_batches: int,
         order: Literal["layer", "micro_batch"],
         compute_tier: str,
-        compute_dtype: torch.dtype,
-        state_kinds: Sequence[StateKind],
+        optimizer: Optimizer | None,
         grad_dtype: torch.dtype = torch.float32,
-        defer_updates: bool = True,
-        updates_in_compute_tier: bool = False,
-        updates_beside_device: bool = True,
-        frozen_in_folder: bool = False,
-        in_place: Collection[str] = (),
-        packed: Mapping[str, Packing] | None = None,
-        passing_parts: bool = False,
-        shares: Shares | None = None,
-        lanes: RankLanes | None = None,
-        own_lanes: Lanes | None = None,
-        gathers_ahead: int = 0,
-        matrix_optimizer: MatrixOptimizer | None = None,
+        updates: GroupUpdates | None = None,
+        frozen: FrozenWeights | None = None,
+        sharding: Sharding | None = None,
     ) -> None:
-        self._shares, self._gathers_ahead = shares or Shares(), gathers_ahead
-        self._lanes, self._own_lanes = lanes or RankLanes(), own_lanes or Lanes.single()
-        assert self._shares.are_whole or (order == "layer" and not in_place), self._shares
-        assert order == "layer" or self._own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
-        self._frozen_in_folder, self._in_place, self._packed = frozen_in_folder, in_place, packed or {}
-        self._passing_parts = passing_parts
+        self._sharding, self._frozen = sharding or Sharding(), frozen or FrozenWeights()
+        self._shares, own_lanes = self._sharding.shares, self._sharding.own_lanes
+        assert self._shares.are_whole or (order == "layer" and not self._frozen.in_place), self._shares
+        assert order == "layer" or own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
-        self._compute_tier, self._compute_dtype = compute_tier, compute_dtype
+        self._compute_tier, self._grad_dtype = compute_tier, grad_dtype
+        state_kinds = () if optimizer is None else optimizer.state_kinds(graph.dtype.itemsize == 2)
         self._state_kinds = [kind for kind in state_kinds if kind.name != "weight"]
-        self._grad_dtype, self._defer_updates = grad_dtype, defer_updates
-        self._updates_in_compute_tier = updates_in_compute_tier
         self._uses = uses_of_layouts(graph, trace)
 
         # Whoever needs a whole parameter at once has whole blocks.
@@ -797,24 +825,7 @@ class ProgramBuilder:
             for layout in graph.layouts.values()
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
-        self._dealt: dict[int, DealtLayout] = {}
-        for index, layout in enumerate(graph.layouts.values()):
-            if not self._shares.are_whole and self._is_trained(layout) and not is_elementwise(layout):
-                assert matrix_optimizer is not None, f"several ranks cannot update {layout.name}"
-                self._dealt[index] = deal(
-                    layout,
-                    matrix_optimizer.is_matrix_of,
-                    state_kinds,
-                    self._shares,
-                    matrix_optimizer.orthogonalize_bytes if compute_tier == "ram" else lambda rows, columns: 0,
-                    matrix_optimizer.orthogonalize_flops,
-                )
-        # Matrices of this rank that go to the compute device and come back in an update.
-        self._sent_elements = {
-            index: self._dealt[index].num_own if index in self._dealt else matrix_elements(matrix_optimizer, layout)
-            for index, layout in enumerate(graph.layouts.values())
-            if matrix_optimizer is not None and compute_tier != "ram" and self._is_trained(layout)
-        }
+        self._updates = self._with_moves(updates or GroupUpdates(), optimizer, is_elementwise)
         # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
@@ -823,51 +834,80 @@ class ProgramBuilder:
         )
         # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
         # the backward, those of the visit before the one that the device is at.
-        self._lead = int(compute_tier != "ram" and updates_beside_device)
+        self._lead = int(compute_tier != "ram" and self._updates.beside_device)
+        self._passing: frozenset[tuple[int, str]] = frozenset()
 
-    def build(self) -> StepProgram:
-        """Return the program."""
+    def build(self, *, passing_parts: bool = False) -> StepProgram:
+        """Return the program.
+
+        Args:
+            passing_parts: Lease the parts of a gradient, and of a weight that is cut, one after the other where that is
+                possible. It changes no bits; the head makes more logits a second time.
+        """
+        self._passing = frozenset(
+            (visit, layout)
+            for layout in (self._parts if passing_parts else ())
+            for visit in self._uses[layout]
+            if self._takes_parts(visit, layout)
+        )
         blocks = {block.key: block for block in (*self._parameter_blocks(), *self._activation_blocks())}
-        ticks = tuple(self._ticks())
         return StepProgram(
             blocks,
-            ticks,
+            tuple(self._ticks()),
             self._compute_tier,
-            self._defer_updates,
-            self._updates_in_compute_tier,
-            parts=self._parts,
-            cut_weights=self._cut_weights,
-            by_part=frozenset(
-                (visit, layout)
-                for layout in self._parts
-                for visit in self._uses[layout]
-                if self._is_by_part(visit, layout)
-            ),
-            shares=self._shares,
-            lanes=self._lanes,
-            gathers_ahead=self._gathers_ahead,
-            own_lanes=self._own_lanes,
-            packed=self._packed,
-            dealt=self._dealt,
-            sent_elements=self._sent_elements,
+            cuts=Cuts(self._parts, self._cut_weights, self._passing),
+            updates=self._updates,
+            sharding=self._sharding,
+            packed=self._frozen.packed,
         )
+
+    def _with_moves(
+        self, updates: GroupUpdates, optimizer: Optimizer | None, is_elementwise: Callable[[UnitLayout], bool]
+    ) -> GroupUpdates:
+        """Return the updates with what those of matrices move beside their blocks."""
+        trained = {
+            index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
+        }
+        if not isinstance(optimizer, MatrixOptimizer):
+            assert self._shares.are_whole or all(map(is_elementwise, trained.values())), "shares are not enough"
+            return updates
+        on_host = self._compute_tier == "ram"
+        state_kinds = optimizer.state_kinds(self._graph.dtype.itemsize == 2)
+        dealt = {
+            index: deal(
+                layout,
+                optimizer.is_matrix_of,
+                state_kinds,
+                self._shares,
+                optimizer.orthogonalize_bytes if on_host else lambda rows, columns: 0,
+                optimizer.orthogonalize_flops,
+            )
+            for index, layout in trained.items()
+            if not self._shares.are_whole and not is_elementwise(layout)
+        }
+        # Matrices of this rank that go to the compute device and come back in an update.
+        sent = {
+            index: dealt[index].num_own if index in dealt else matrix_elements(optimizer, layout)
+            for index, layout in ({} if on_host else trained).items()
+        }
+        return replace(updates, dealt=dealt, sent_elements=sent)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
     def _parameter_blocks(self) -> Iterator[BlockPlan]:
         for layout in self._graph.layouts.values():
-            in_folder = self._frozen_in_folder and not layout.trainable
+            in_folder = self._frozen.in_folder and not layout.trainable
             if layout.name in self._cut_weights:
                 key = weight_key(layout.name)
-                yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._compute_dtype)
+                yield from self._blocks_of(layout, key, "weights", layout.num_elements, self._graph.dtype)
             else:
                 yield weight_block(
                     layout,
                     self._shares.num_elements(range(layout.num_elements)),
-                    self._compute_dtype,
-                    self._packed.get(layout.name),
+                    self._graph.dtype,
+                    self._frozen.packed.get(layout.name),
                     in_folder=in_folder,
-                    in_place=layout.name in self._in_place,
+                    in_place=layout.name in self._frozen.in_place,
                 )
             if not self._is_trained(layout):
                 continue
@@ -918,9 +958,9 @@ class ProgramBuilder:
             ticks: Iterable[Tick] = self._pass(group, is_first=is_first, is_last=is_last)
             if not self._shares.are_whole:
                 ticks = self._with_collectives(list(ticks))
-            if is_first and self._defer_updates:
+            if is_first and self._updates.are_deferred:
                 ticks = self._with_deferred_updates(list(ticks))
-            if is_last and not self._defer_updates:
+            if is_last and not self._updates.are_deferred:
                 ticks = self._with_updates(ticks)
             yield from ticks
 
@@ -930,7 +970,7 @@ class ProgramBuilder:
         What passes in a tick still does: activations, and parts, which are gathered and exchanged within it.
         """
         weights = [_of_kind("weight", tick.held) for tick in ticks]
-        for gathers, tick in zip(gathers_before(ticks, weights, self._gathers_ahead), ticks, strict=True):
+        for gathers, tick in zip(gathers_before(ticks, weights, self._sharding.gathers_ahead), ticks, strict=True):
             yield from gathers
             passing = tuple(group for group in tick.passing if not _is_added_to_held(group))
             yield replace(tick, held=(), passing=passing, spent=self._spent(passing) & tick.spent)
@@ -1083,7 +1123,7 @@ class ProgramBuilder:
 
     def _is_by_part(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a layout pass in a visit."""
-        return self._passing_parts and self._takes_parts(visit, layout)
+        return (visit, layout) in self._passing
 
     def _takes_parts(self, visit: int, layout: str) -> bool:
         if layout not in self._parts or not self._graph.layouts[layout].first_rows:

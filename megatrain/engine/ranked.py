@@ -9,7 +9,7 @@ All collectives are issued by ticks of the program, never by what the model asks
 of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
 each has its turn there, and what the model does not ask for has its turn all the same (`RankedAccess._come_to`).
 
-Where the program gathers ahead (`StepProgram.gathers_ahead`), collectives go on beside the layers. On a GPU they are
+Where the program gathers ahead (`Sharding.gathers_ahead`), collectives go on beside the layers. On a GPU they are
 queued on a stream of their own, and the streams wait for each other on the device: the host waits for none of them. The
 window of copies and sums is exact there, as no memory is freed before both streams are done with it.
 """
@@ -107,8 +107,9 @@ class RankedAccess(StoreAccess):
     def __init__(self, collectives: Collectives, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         program = self._program
-        assert (collectives.rank, collectives.size) == (program.shares.rank, program.shares.size), program.shares
-        assert (collectives.on_host is not None) == program.lanes.has_two_levels, program.lanes
+        shares, lanes = program.sharding.shares, program.sharding.lanes
+        assert (collectives.rank, collectives.size) == (shares.rank, shares.size), shares
+        assert (collectives.on_host is not None) == lanes.has_two_levels, lanes
         self._collectives = collectives
         self._device = torch.device("cpu")  # of the shares, once one was gathered
         self._place_of_weight: dict[str, tuple[str, int]] = {}  # key -> layout, part
@@ -192,13 +193,13 @@ class RankedAccess(StoreAccess):
             self._update(op)
 
     def _update(self, op: Op) -> None:
-        if not self._program.defers_updates:
+        if not self._program.updates.are_deferred:
             # The norm of a layer, and which parameters have a gradient, are known when all ranks have said theirs.
             layout = list(self._graph.layouts.values())[op.visit]
             self.agree([layout])
             if self._pending is not None and self._pending.scales is not None:
                 self._pending.scales.is_complete(layout.name, self.squared_norms[layout.name])
-        if op.visit in self._program.dealt:
+        if op.visit in self._program.updates.dealt:
             self._update_dealt(op)
         else:
             super()._update(op)
@@ -209,7 +210,7 @@ class RankedAccess(StoreAccess):
         All that moves does so also where a gradient, or that of a parameter, is not used: it does not depend on data.
         """
         assert self._updater is not None and self._pending is not None, f"no update to make: {op}"
-        dealt, layout = self._program.dealt[op.visit], self._updater.trained[op.visit][0]
+        dealt, layout = self._program.updates.dealt[op.visit], self._updater.trained[op.visit][0]
         optimizer = self._updater.optimizers["ram"]
         assert isinstance(optimizer, MatrixOptimizer) and op.tier == "ram", (optimizer, op)
         update, filled = self._pending.of_layout(layout.name), self._pending.with_gradient[layout.name]
@@ -306,15 +307,15 @@ class RankedAccess(StoreAccess):
         first, an average rounded by it, and gathered in place, so that its lease need not wait for the others.
         """
         work: Any = None
-        goes_on = self._program.gathers_ahead > 0 and self._side is None
+        goes_on = self._program.sharding.gathers_ahead > 0 and self._side is None
         for number, (part, share) in enumerate(zip(parts, own, strict=True)):
-            place = _within(copy, self._program.shares.gathered(part))
+            place = _within(copy, self._program.sharding.shares.gathered(part))
             work = self._gather_part(place, share, is_async=goes_on and number == len(parts) - 1)
         return work
 
     def _gather_part(self, place: Tensor, share: Tensor, *, is_async: bool = False) -> Any:
         """Gather a part into its place; return the work that goes on, if any does."""
-        shares, num_beside = self._program.shares, self._program.lanes.shares_gathered_beside()
+        shares, num_beside = self._program.sharding.shares, self._program.sharding.lanes.shares_gathered_beside()
         mine = place.view(shares.size, -1)[shares.rank]
         mine.copy_(share)
         beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
@@ -325,7 +326,7 @@ class RankedAccess(StoreAccess):
 
     def _find_device(self, device: torch.device) -> None:
         self._device = device
-        if device.type == "cuda" and self._program.gathers_ahead and self._side is None:
+        if device.type == "cuda" and self._program.sharding.gathers_ahead and self._side is None:
             self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
@@ -359,7 +360,7 @@ class RankedAccess(StoreAccess):
         """Yield the accumulators of this use site: fp32 sums over the micro-batches of this rank."""
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         layouts = [layout for layout in layouts if layout.trainable]
-        by_part = [layout for layout in layouts if (visit, layout.name) in self._program.by_part]
+        by_part = [layout for layout in layouts if (visit, layout.name) in self._program.cuts.passing]
         layouts = [layout for layout in layouts if layout not in by_part]
         made: list[dict[str, Tensor]] = []  # for each open sum of lanes: memory by layout
 
@@ -375,7 +376,7 @@ class RankedAccess(StoreAccess):
                 targets.update(views(memory[layout.name][: layout.num_elements], layout))
             return GradientAccumulator(targets, set())
 
-        accumulator = LaneAccumulator(self._program.own_lanes, room(), room)
+        accumulator = LaneAccumulator(self._program.sharding.own_lanes, room(), room)
         if by_part:
             passing: dict[str, PassingGradient] = {}
             for layout in by_part:
@@ -410,7 +411,7 @@ class RankedAccess(StoreAccess):
                 keys = self._own_keys(op, group)
                 name, use, part = self._place_of_gradient[keys[0]]
                 parts = self._program.parts_of(self._graph.layouts[name])
-                elements = self._program.shares.gathered(parts[part])
+                elements = self._program.sharding.shares.gathered(parts[part])
                 with self._leases(keys) as tensors:
                     self._exchange_part(keys, tensors, [_within(each, elements) for each in self._sums[name, use]])
                 if part == len(parts) - 1:
@@ -432,7 +433,7 @@ class RankedAccess(StoreAccess):
         name, use, part = self._place_of_gradient[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
-        owned = len(self._program.shares.owned(elements))
+        owned = len(self._program.sharding.shares.owned(elements))
         block.copy_(self._added(sums))
         block[owned:].zero_()  # the shares of a part end where others begin
         if use > 0:
@@ -451,7 +452,7 @@ class RankedAccess(StoreAccess):
         Args:
             sums: of this rank's ranges of lanes: the shares of all ranks, one after the other.
         """
-        lanes = self._program.lanes
+        lanes = self._program.sharding.lanes
         on_host, across_hosts = self._collectives.on_host, self._collectives.across_hosts
         if on_host is None or across_hosts is None:
             of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
@@ -563,7 +564,7 @@ class RankedAccess(StoreAccess):
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
         with self._within_tick(), self._leases([key]) as shares:
             self._find_device(shares[key].device)
-            length = len(self._program.shares.gathered(part))
+            length = len(self._program.sharding.shares.gathered(part))
             copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._device)
             self._note(_nbytes(copy))
             self._gather_part(copy, shares[key])
@@ -590,7 +591,7 @@ class RankedAccess(StoreAccess):
         name, use, number = self._place_of_gradient[key]
         layout = self._graph.layouts[name]
         part = self._program.parts_of(layout)[number]
-        shape = len(self._program.own_lanes.subtrees), len(self._program.shares.gathered(part))
+        shape = len(self._program.sharding.own_lanes.subtrees), len(self._program.sharding.shares.gathered(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._device)
         self._note(_nbytes(memory))
         yield [each[: len(part)] for each in memory]
@@ -644,7 +645,7 @@ class RankedAccess(StoreAccess):
         records = self._collectives.gather_objects((len(terms), told, numbers.numpy(), filled))
         found = [torch.from_numpy(of_rank) for _, _, of_rank, _ in records]
         positions = [count + len(of_rank) for count, of_rank, _, _ in records]
-        shares = self._program.shares
+        shares = self._program.sharding.shares
         for layout in layouts:
             squares: list[Tensor] = []
             for part in self._program.parts_of(layout):
@@ -689,7 +690,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
     They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
     there to the exchange of its last part. Those of a part that passes are there within its tick.
     """
-    num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
+    num_sums = len(program.sharding.lanes.sums_of_rank(program.sharding.shares.rank))
     copies: dict[tuple[Phase, int], int] = {}
     sums: dict[tuple[Phase, int], int] = {}  # of all layouts of a visit
     for number, tick in enumerate(program.ticks):
@@ -697,15 +698,15 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
             found = copies if tick.phase == "gather" else sums
             found[tick.serves, tick.visit] = sum(_full_bytes(graph, program, number).values())
     # On a GPU sums are sent while the next visit runs.
-    is_beside = program.gathers_ahead > 0 and program.compute_tier != "ram"
-    num_exchanged = program.lanes.shares_exchanged_at_once(program.shares.rank)
+    is_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
+    num_exchanged = program.sharding.lanes.shares_exchanged_at_once(program.sharding.shares.rank)
     live = leaving = most = 0
     for number, tick in enumerate(program.ticks):
         served = tick.phase, tick.visit
         if tick.phase == "gather":
             live += sum(_full_bytes(graph, program, number).values())
             shares = [program.gathered_bytes(key) for key, _ in tick.held]
-            most = max(most, live + program.lanes.shares_gathered_beside() * max(shares))
+            most = max(most, live + program.sharding.lanes.shares_gathered_beside() * max(shares))
         elif tick.phase == "exchange":
             left = _full_bytes(graph, program, number)
             blocks = [program.contents(number, group[0][0]) for group in tick.passing]
@@ -716,7 +717,9 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
                     live -= 0 if is_beside else left[block.whole]
         else:
             live += sums.get(served, 0)
-            most = max(most, live + sums.get(served, 0) // num_sums * (program.own_lanes.most_open_sums - num_sums))
+            most = max(
+                most, live + sums.get(served, 0) // num_sums * (program.sharding.own_lanes.most_open_sums - num_sums)
+            )
             passing = tick.passing if tick.phase != "update" else ()
             most = max(most, live + max((_passing_bytes(program, number, group) for group in passing), default=0))
         most = max(most, live)
@@ -729,7 +732,7 @@ def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
 
 def _passing_bytes(program: StepProgram, number: int, group: Group) -> int:
     """Return what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
-    lanes, shares = program.lanes, program.shares
+    lanes, shares = program.sharding.lanes, program.sharding.shares
     copies = beside = sums = open_sums = received = 0
     for key, mode in group:
         block = program.contents(number, key)
@@ -737,9 +740,9 @@ def _passing_bytes(program: StepProgram, number: int, group: Group) -> int:
             copies += shares.size * program.gathered_bytes(key)
             beside = lanes.shares_gathered_beside() * program.gathered_bytes(key)
         elif block.kind == "gradients" and mode != "r":
-            num_sums, nbytes = len(program.own_lanes.subtrees), 4 * shares.size * block.num_elements
+            num_sums, nbytes = len(program.sharding.own_lanes.subtrees), 4 * shares.size * block.num_elements
             sums += num_sums * nbytes
-            open_sums += (program.own_lanes.most_open_sums - num_sums) * nbytes
+            open_sums += (program.sharding.own_lanes.most_open_sums - num_sums) * nbytes
             received = lanes.shares_exchanged_at_once(shares.rank) * 4 * block.num_elements
     # The weight goes before its gradient is exchanged.
     return sums + max(copies + max(beside, open_sums), received)
@@ -750,16 +753,16 @@ def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[s
 
     Where blocks have their homes may differ: it changes no order. So may how many micro-batches a rank has.
     """
+    lanes = program.sharding.lanes
     lines = [
-        f"{program.shares.size} ranks on {program.lanes.num_hosts} hosts, {program.lanes.count} lanes of "
-        f"{num_micro_batches} micro-batches",
-        f"graphs kept of visits {sorted(program.kept)}",
-        "updates after the norm of a whole step" if program.defers_updates else "updates in the backward",
+        f"{lanes.size} ranks on {lanes.num_hosts} hosts, {lanes.count} lanes of {num_micro_batches} micro-batches",
+        f"graphs kept of visits {sorted(program.recompute.kept_graphs)}",
+        "updates after the norm of a whole step" if program.updates.are_deferred else "updates in the backward",
     ]
     for number, tick in enumerate(program.ticks):
         # Other deferred updates issue no collective, and where they stand depends on what a rank has room for.
-        dealt = program.dealt.get(tick.visit) if tick.phase == "update" else None
-        if tick.phase == "update" and program.defers_updates and dealt is None:
+        dealt = program.updates.dealt.get(tick.visit) if tick.phase == "update" else None
+        if tick.phase == "update" and program.updates.are_deferred and dealt is None:
             continue
         blocks = [program.contents(number, key) for key, _ in tick.uses]
         sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
@@ -773,7 +776,7 @@ def _full_bytes(graph: ModelGraph, program: StepProgram, number: int) -> dict[st
     tick = program.ticks[number]
     blocks = [program.blocks[key] for key, _ in tick.held]
     blocks += [program.contents(number, group[0][0]) for group in tick.passing]
-    num_sums = len(program.lanes.sums_of_rank(program.shares.rank))
+    num_sums = len(program.sharding.lanes.sums_of_rank(program.sharding.shares.rank))
     is_gather = tick.phase == "gather"
     return {
         block.whole: program.full_elements(graph.layouts[block.whole.rpartition("/")[0]])

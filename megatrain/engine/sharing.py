@@ -1,7 +1,7 @@
 """Gradients that share room: those whose lives do not overlap take turns in one block.
 
 A gradient's life is from its first contribution to its update. Where each update follows the backward that completes
-its gradient (``StepProgram.defers_updates`` is False), it is dead when the next layer but one begins, and a model needs
+its gradient (``GroupUpdates.are_deferred`` is False), it is dead when the next layer but one begins, and a model needs
 room for the gradients of a layer or two. Where an update waits for the norm of them all, they live from one step into
 the next and share nothing.
 """

@@ -114,14 +114,14 @@ class StepEngine:
             head_columns=model.trace.head_columns,
             trace=model.trace,
             objective=recipe.objective,
-            kept=program.kept,
-            kept_parts=program.kept_parts,
-            saved_attention=program.saved_attention,
-            parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.by_part),
+            kept=program.recompute.kept_graphs,
+            kept_parts=program.recompute.kept_parts,
+            saved_attention=program.recompute.saved_attention,
+            parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.cuts.passing),
             compiler=recipe.compiler,
             activity=activity,
         )
-        self._defers = program.defers_updates
+        self._defers = program.updates.are_deferred
         self._pending: PendingUpdate | None = None  # update of the last step, to be made by the next
         self._spoiled = ""  # why weights and state are those of no step
         self.num_updates = 0
@@ -190,7 +190,7 @@ class StepEngine:
 
     def _queue(self, micro_batches: Sequence[Mapping[str, torch.Tensor]], *, seed: int) -> QueuedLoss:
         """Queue forward and backward of this rank's micro-batches of a step."""
-        own = self._program.lanes.micro_batches_of_rank(self._program.shares.rank, len(micro_batches))
+        own = self._program.sharding.lanes.micro_batches_of_rank(self._program.sharding.shares.rank, len(micro_batches))
         if len(own) == len(micro_batches):
             return self._runner.queue(micro_batches, seed=seed)
         shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]

@@ -123,7 +123,7 @@ class Updater:
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
         graph, program = model.graph, model.program
-        assert recipe.device_optimizer is not None or not program.updates_in_compute_tier, program.compute_tier
+        assert recipe.device_optimizer is not None or not program.updates.in_compute_tier, program.compute_tier
         optimizers = {program.compute_tier: recipe.device_optimizer or recipe.optimizer, "ram": recipe.optimizer}
         uses = uses_of_layouts(graph, model.trace)
         self.trained = {

@@ -3,8 +3,8 @@
 The engine's activation checkpointing, unit by unit. Forward: the unit runs once for every micro-batch that waits at it,
 without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
 its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
-kept (`StepProgram.kept`) skips the offload and the recompute; one that saves attention's results
-(`StepProgram.saved_attention`) skips attention in the recompute.
+kept (`Recompute.kept_graphs`) skips the offload and the recompute; one that saves attention's results
+(`Recompute.saved_attention`) skips attention in the recompute.
 
 `UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
 """

@@ -188,7 +188,7 @@ def tick_flops(plan: Plan) -> list[float]:
         if tick.phase in ("forward", "head", "backward") and counted is not None:
             flops = counted[tick.phase, tick.visit].computed_flops
         elif tick.phase in ("forward", "head", "backward"):
-            again = 0 if tick.visit in plan.program.kept else _RECOMPUTE_FLOPS
+            again = 0 if tick.visit in plan.program.recompute.kept_graphs else _RECOMPUTE_FLOPS
             factor = {"forward": _FORWARD_FLOPS, "head": _HEAD_FLOPS, "backward": again + _BACKWARD_FLOPS}[tick.phase]
             flops = factor * sum(blocks[key].num_numbers for key, _ in tick.uses if blocks[key].kind == "weights")
         # Where micro-batches run one after the other, each has its own ticks.
@@ -213,9 +213,9 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
         if visit.is_head:
             continue
         backward = visit.backward
-        if number in program.kept and visit.has_backward:
+        if number in program.recompute.kept_graphs and visit.has_backward:
             backward -= visit.forward
-        elif number in program.saved_attention:
+        elif number in program.recompute.saved_attention:
             backward -= visit.attention
         found["forward", number], found["backward", number] = visit.forward, backward
     again = trace.logits_flops * (trace.head_parts - 1) // trace.head_parts
@@ -231,7 +231,7 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
         return {}
     found: dict[int, int] = {}
     for index in {tick.visit for tick in plan.updates}:
-        if (dealt := plan.program.dealt.get(index)) is not None:
+        if (dealt := plan.program.updates.dealt.get(index)) is not None:
             shapes = [(matrix.rows, matrix.columns, 1) for matrix in dealt.own]
         else:
             entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]

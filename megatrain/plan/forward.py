@@ -14,6 +14,7 @@ from megatrain.base.errors import ConfigError, Problem
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
 from megatrain.engine.program import (
+    FrozenWeights,
     ProgramBuilder,
     StepProgram,
     evaluation_program,
@@ -129,11 +130,8 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         num_micro_batches=run.batch.num_micro_batches,
         order="layer",
         compute_tier=compute_tier,
-        compute_dtype=graph.dtype,
-        state_kinds=(),
-        frozen_in_folder=not run.model.from_scratch,
-        in_place=in_place,
-        packed=packed,
+        optimizer=None,
+        frozen=FrozenWeights(not run.model.from_scratch, in_place, packed),
     ).build()
     program = evaluation_program(program)
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
@@ -206,13 +204,8 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     in_place, packed = find_frozen(run, graph)
-    weights = frozen_program(
-        graph,
-        compute_tier=compute_tier,
-        in_folder=not run.model.from_scratch,
-        in_place=in_place,
-        packed=packed,
-    )
+    frozen = FrozenWeights(not run.model.from_scratch, in_place, packed)
+    weights = frozen_program(graph, compute_tier=compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
     profile = profile_of(run.tiers)
@@ -254,7 +247,7 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
-    if not program.shares.are_whole:
+    if not program.sharding.shares.are_whole:
         whole = ranked_workspace_bytes(graph, program)
     return workspace_bytes(trace, run.batch.num_micro_batches) + logits + unpacking + whole
 

@@ -182,7 +182,7 @@ class _FreeMemory:
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
-        self._graphs = found.program.kept
+        self._graphs = found.program.recompute.kept_graphs
         self._attention = frozenset[int]()  # besides those of the program that was found
 
     def keep_graphs(self) -> None:
@@ -193,7 +193,8 @@ class _FreeMemory:
 
     def save_attention(self) -> None:
         """Save attention's results of the last visits whose graphs are not kept, as many as fit."""
-        others = visits_with_attention(self._keeper.trace) - self._graphs - self._found.program.saved_attention
+        saved = self._found.program.recompute.saved_attention
+        others = visits_with_attention(self._keeper.trace) - self._graphs - saved
         for visit in sorted(others, reverse=True):
             if not self._try(self._graphs, self._attention | {visit}):
                 return
@@ -210,7 +211,7 @@ class _FreeMemory:
     def _grown(self, graphs: frozenset[int], attention: frozenset[int]) -> int:
         """Return how much more the blocks of activations take."""
         slot_bytes, blocks = self._found.budgets[self._tier].slot_bytes, self._found.program.blocks
-        dropped = [key for visit in graphs - self._found.program.kept for key in self._inputs[visit]]
+        dropped = [key for visit in graphs - self._found.program.recompute.kept_graphs for key in self._inputs[visit]]
         # As many blocks as a visit has of its first input.
         added = sum(
             self._num_slots(visit) * slot_bytes(self._keeper.trace.visits[visit].attention_nbytes)
@@ -224,7 +225,7 @@ class _FreeMemory:
     def kept(self) -> KeptGraphs:
         """Return the program and placement that result."""
         found, tier, nbytes = self._found, self._tier, self._keeper.nbytes(self._graphs)
-        program = keeping_graphs(found.program, self._graphs - found.program.kept)
+        program = keeping_graphs(found.program, self._graphs - found.program.recompute.kept_graphs)
         program = saving_attention(program, self._keeper.trace, self._attention)
         home_bytes = dict(found.placement.home_bytes)
         grown = self._grown(self._graphs, self._attention)
@@ -254,7 +255,7 @@ def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, hom
     The graph has views of their slots. At home nothing moves them, and nothing writes them between a forward and its
     backward: all updates of a layout come before its first use in a step or after its last.
     """
-    return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.kept)
+    return all(_are_at_home(graph, program, homes, trace.visits[visit].unit) for visit in program.recompute.kept_graphs)
 
 
 def _are_at_home(graph: ModelGraph, program: StepProgram, homes: Mapping[str, str], unit: int) -> bool:
@@ -274,17 +275,19 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
                 layers.append([])
             layers[-1].append(number)
         above = unit.layer
-    return sum(program.kept.issuperset(visits) for visits in layers), len(layers)
+    return sum(program.recompute.kept_graphs.issuperset(visits) for visits in layers), len(layers)
 
 
 def num_layers_saving_attention(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return how many layers are run again in the backward but for their attention."""
-    return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in program.saved_attention)
+    return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in program.recompute.saved_attention)
 
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
     """Return the parameters that are only used where graphs are kept: their forward is not run a second time."""
     once = [
-        name for name, visits in uses_of_layouts(graph, trace).items() if visits and program.kept.issuperset(visits)
+        name
+        for name, visits in uses_of_layouts(graph, trace).items()
+        if visits and program.recompute.kept_graphs.issuperset(visits)
     ]
     return sum(entry.numel for name in once for entry in graph.layouts[name].entries)

@@ -336,7 +336,8 @@ class _Steps:
         self._watch = _Watch(plan.program)
         homes = dict.fromkeys(plan.program.blocks, "ram")
         # Without a GPU, and with another part of RAM in its place, a step computes the same.
-        program = replace(plan.program, compute_tier="ram", updates_in_compute_tier=False)
+        updates = replace(plan.program.updates, in_compute_tier=False)
+        program = replace(plan.program, compute_tier="ram", updates=updates)
         store.set_schedule(program.schedule(homes, _MOST_STEPS_OF_A_RUN))  # looking ahead costs time, too
         self._engine = StepEngine(
             store,

@@ -104,7 +104,7 @@ class Traffic:
         for op in tape.ops:
             for link, nbytes in self._program.direction_bytes(op.tick).items():
                 moved[link] += nbytes
-        if not self._program.shares.are_whole:
+        if not self._program.sharding.shares.are_whole:
             moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
             for op in tape.ops:
                 for link, nbytes in self._program.collective_bytes(op.tick).items():
@@ -391,7 +391,7 @@ class ResidentChooser:
 
     def _of_groups(self) -> Iterator[_PlacementCandidate]:
         """Yield the groups that can be updated there, with their gradient and without."""
-        if not self._program.updates_in_compute_tier:
+        if not self._program.updates.in_compute_tier:
             return
         updates = [tick for tick in self._program.ticks if tick.phase == "update"]
         for number, tick in enumerate(updates):
@@ -518,7 +518,7 @@ class ResidentChooser:
         for number, mode in self._uses[key]:
             tick = self._program.ticks[number]
             is_update = tick.phase == "update"
-            is_streamed = is_update and tick.visit in self._program.streamed_updates
+            is_streamed = is_update and tick.visit in self._program.updates.streamed
             pattern.append((mode, number == before + 1, is_update, is_streamed, key in tick.spent))
             before = number
         return tuple(pattern)

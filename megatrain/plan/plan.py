@@ -31,7 +31,7 @@ from megatrain.plan.placement import (
 )
 from megatrain.ranks.collectives import Alone, Collectives, collectives_of
 from megatrain.ranks.lanes import Lanes
-from megatrain.ranks.shares import RankLanes, Shares
+from megatrain.ranks.shares import RankLanes, Sharding, Shares
 from megatrain.ranks.world import World
 from tiered.units import format_size
 
@@ -179,11 +179,6 @@ class RunSpec:
             object.__setattr__(self, "batch", replace(self.batch, num_lanes=self.world.size))
 
     @property
-    def shares(self) -> Shares:
-        """What of each block this rank owns."""
-        return Shares(self.world.rank, self.world.size)
-
-    @property
     def lanes(self) -> RankLanes:
         """Which lanes of a step each rank computes."""
         return RankLanes(self.num_lanes, self.world.size, self.world.num_hosts)
@@ -193,10 +188,11 @@ class RunSpec:
         """In which the gradients of a step's micro-batches are added."""
         return self.batch.num_lanes or 1
 
-    @property
-    def own_lanes(self) -> Lanes:
-        """Those of them that this rank sums."""
-        return Lanes.of_rank(self.world.rank, self.world.size, self.num_lanes, self.batch.num_micro_batches)
+    def sharding(self, gathers_ahead: int) -> Sharding:
+        """Return what this rank has of a step that gathers weights so many visits ahead."""
+        rank, size = self.world.rank, self.world.size
+        own_lanes = Lanes.of_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
+        return Sharding(Shares(rank, size), self.lanes, own_lanes, gathers_ahead)
 
     @property
     def own_micro_batches(self) -> range:

@@ -21,6 +21,8 @@ from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
+    FrozenWeights,
+    GroupUpdates,
     ProgramBuilder,
     StepProgram,
     Tick,
@@ -152,7 +154,7 @@ def plan_run(
     )
     if run.stream_updates != "auto":
         streaming = replace(plan, program=_streaming(plan, run.stream_updates))
-        if streaming.program.streamed_updates:
+        if streaming.program.updates.streamed:
             plan = next(_placed_anew(streaming), plan)
 
     def estimated(plan: Plan) -> Plan:
@@ -292,7 +294,8 @@ def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan], profile: L
     machine = profile.machine
     if machine is None or measured_rates(estimated(plan)) is None:
         return
-    visits = visits_with_attention(plan.trace) - plan.program.kept - plan.program.saved_attention
+    recompute = plan.program.recompute
+    visits = visits_with_attention(plan.trace) - recompute.kept_graphs - recompute.saved_attention
     other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
     before_s, after_s = computing_seconds(plan, machine), computing_seconds(other, machine)
     if before_s is not None and after_s is not None and after_s < WORTHWHILE * before_s:
@@ -305,12 +308,12 @@ def _streaming(plan: Plan, count: int) -> StepProgram:
     Between two that the processor updates, one that is streamed leaves the bus time to fetch it.
     """
     program, homes = plan.program, plan.placement.homes
-    if not program.updates_in_compute_tier or program.compute_tier == "ram":
+    if not program.updates.in_compute_tier or program.compute_tier == "ram":
         return program
     in_ram = [tick.visit for tick in plan.updates if _is_updated_from_ram(program, tick, homes)]
     count = min(count, len(in_ram))
     chosen = frozenset(in_ram[(2 * number + 1) * len(in_ram) // (2 * count)] for number in range(count))
-    return replace(program, streamed_updates=chosen)
+    return replace(program, updates=replace(program.updates, streamed=chosen))
 
 
 def _is_updated_from_ram(program: StepProgram, tick: Tick, homes: Mapping[str, str]) -> bool:
@@ -456,26 +459,21 @@ def _place(
         return found
 
     def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
-        held = _build_program(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
+        builder = _builder(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
+        held = sharing_gradients(builder.build())
         # A loss over preferences looks at all rows before it makes the logits of any again: none are kept.
         keeps_parts = run.objective.preference is None
-        held = replace(held, kept_parts=trace.head_parts if keeps_parts else 1)
+        held = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
         if not passes_parts and _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
-        held = replace(held, kept_parts=parts_without_room(trace) if keeps_parts else 1)
+        held = _keeping_parts(held, parts_without_room(trace) if keeps_parts else 1)
         if passes_parts is False:
             return solved(held)
-        passing = _build_program(
-            run,
-            subject,
-            updates_beside_device=updates_beside_device,
-            passing_parts=True,
-            gathers_ahead=gathers_ahead,
-        )
-        if not passing.by_part:
+        passing = sharing_gradients(builder.build(passing_parts=True))
+        if not passing.cuts.passing:
             return solved(held)
-        in_head = any(trace.visits[visit].is_head for visit, _ in passing.by_part)
-        passing = replace(passing, kept_parts=1 if in_head else held.kept_parts)
+        in_head = any(trace.visits[visit].is_head for visit, _ in passing.cuts.passing)
+        passing = _keeping_parts(passing, 1 if in_head else held.recompute.kept_parts)
         if passes_parts:
             return solved(passing)
         waiting = passing_bytes(graph, trace, passing, run.num_together)
@@ -606,38 +604,28 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
 
 
-def _build_program(
-    run: RunSpec,
-    subject: _Subject,
-    *,
-    updates_beside_device: bool,
-    passing_parts: bool = False,
-    gathers_ahead: int = 0,
-) -> StepProgram:
-    graph = subject.graph
-    program = ProgramBuilder(
-        graph,
+def _builder(run: RunSpec, subject: _Subject, *, updates_beside_device: bool, gathers_ahead: int) -> ProgramBuilder:
+    return ProgramBuilder(
+        subject.graph,
         subject.trace,
         num_micro_batches=len(run.own_micro_batches),
         order=run.batch.order,
         compute_tier=subject.compute_tier,
-        compute_dtype=graph.dtype,
-        state_kinds=subject.optimizer.state_kinds(graph.dtype.itemsize == 2),
+        optimizer=subject.optimizer,
         grad_dtype=run.grad_dtype,
-        defer_updates=run.optimizer.defers_updates,
-        updates_in_compute_tier=subject.on_device is not None,
-        updates_beside_device=updates_beside_device,
-        frozen_in_folder=not run.model.from_scratch,
-        in_place=subject.in_place,
-        packed=subject.packed,
-        passing_parts=passing_parts,
-        shares=run.shares,
-        lanes=run.lanes,
-        gathers_ahead=gathers_ahead,
-        own_lanes=run.own_lanes,
-        matrix_optimizer=subject.optimizer if isinstance(subject.optimizer, MatrixOptimizer) else None,
-    ).build()
-    return sharing_gradients(program)
+        updates=GroupUpdates(
+            are_deferred=run.optimizer.defers_updates,
+            in_compute_tier=subject.on_device is not None,
+            beside_device=updates_beside_device,
+        ),
+        frozen=FrozenWeights(not run.model.from_scratch, subject.in_place, subject.packed),
+        sharding=run.sharding(gathers_ahead),
+    )
+
+
+def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
+    """Return the program whose head keeps the logits of so many parts of the vocabulary."""
+    return replace(program, recompute=replace(program.recompute, kept_parts=count))
 
 
 def _vocabulary(graph: ModelGraph) -> frozenset[str]:
@@ -657,10 +645,10 @@ def _update_workspace_bytes(subject: _Subject, program: StepProgram) -> dict[str
         shapes = matrix_shapes(optimizer, layouts)
         nbytes = device_bytes(optimizer, subject.run.traced_on, shapes)
         taken = {"ram": host_bytes(shapes) + optimizer.piece_bytes, subject.compute_tier: round_up(nbytes, PAGE_BYTES)}
-    if program.dealt:
+    if program.updates.dealt:
         assert isinstance(optimizer, MatrixOptimizer), optimizer
         pieces = 0 if taken else optimizer.piece_bytes
-        most = max(dealt.workspace_bytes for dealt in program.dealt.values())
+        most = max(dealt.workspace_bytes for dealt in program.updates.dealt.values())
         taken["ram"] = round_up(taken.get("ram", 0) + most + pieces, PAGE_BYTES)
     bytes_of = getattr(optimizer, "workspace_bytes", None)
     if taken or bytes_of is None:
@@ -695,7 +683,7 @@ def with_open_room(plan: Plan) -> Iterator[Plan]:
             continue
         if weights_stay(plan.graph, plan.trace, plan.program, placement.homes):
             yield replace(plan, placement=placement)
-    if plan.program.kept:
+    if plan.program.recompute.kept_graphs:
         yield plan
 
 
@@ -724,7 +712,7 @@ def fastest(plans: Iterable[Plan]) -> Plan:
         rates = measured_rates(plan)
         if rates is None or plan.estimate is None or plan.run.tiers.machine is not None:
             return plan
-        what = plan.placement.homes, plan.program.streamed_updates
+        what = plan.placement.homes, plan.program.updates.streamed
         if what in seen:
             continue
         seen.append(what)
@@ -835,13 +823,13 @@ def step_workspace_bytes(
         grad_dtype: of gradients at rest.
         num_micro_batches: that are there together.
     """
-    if not program.shares.are_whole:
+    if not program.sharding.shares.are_whole:
         sums = ranked_workspace_bytes(graph, program)
     else:
-        num_open_sums = program.own_lanes.most_open_sums
-        sums = gradient_sums_bytes(graph, trace, grad_dtype, program.by_part, num_open_sums)
+        num_open_sums = program.sharding.own_lanes.most_open_sums
+        sums = gradient_sums_bytes(graph, trace, grad_dtype, program.cuts.passing, num_open_sums)
     return (
-        workspace_bytes(trace, num_micro_batches, program.kept_parts)
+        workspace_bytes(trace, num_micro_batches, program.recompute.kept_parts)
         + sums
         + passing_bytes(graph, trace, program, num_micro_batches)
     )
@@ -851,11 +839,11 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
 
     def spared(layout: UnitLayout) -> int:
-        nbytes = 4 * program.own_lanes.most_open_sums
-        nbytes += graph.dtype.itemsize if layout.name in program.cut_weights else 0
+        nbytes = 4 * program.sharding.own_lanes.most_open_sums
+        nbytes += graph.dtype.itemsize if layout.name in program.cuts.weights else 0
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
-    return max((spared(graph.layouts[layout]) for _, layout in program.by_part), default=0)
+    return max((spared(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)
 
 
 def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
@@ -863,7 +851,7 @@ def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, nu
 
     In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
     """
-    widths = [graph.layouts[layout].entries[0].shape[-1] for _, layout in program.by_part]
+    widths = [graph.layouts[layout].entries[0].shape[-1] for _, layout in program.cuts.passing]
     return 2 * 4 * num_micro_batches * trace.num_tokens * (max(widths) + _SOFTMAX_NUMBERS) if widths else 0
 
 
@@ -918,7 +906,7 @@ def with_residents(
     if program.compute_tier == "ram":
         return budgets
     kinds = set(run.placement.residents)
-    if not program.updates_in_compute_tier:
+    if not program.updates.in_compute_tier:
         kinds.discard("optimizer")  # state is worth nothing where nobody can use it
     gpu = profile.gpu if profile is not None else None
     rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None

@@ -100,13 +100,13 @@ def _never_at_once(plan: Plan) -> int:
     if not plan.kept_bytes:
         return 0
     trace, program, together = plan.trace, plan.program, plan.run.num_together
-    head_bytes = trace.head_nbytes + (program.kept_parts - 1) * trace.head_part_nbytes
+    head_bytes = trace.head_nbytes + (program.recompute.kept_parts - 1) * trace.head_part_nbytes
     kept_bytes = inside_bytes = fullest_bytes = 0
     for number, visit in enumerate(trace.visits):
         if visit.is_head:
             continue
         nbytes = max(visit.forward_nbytes, visit.backward_nbytes)
-        own_bytes = visit.graph_nbytes if number in program.kept else 0
+        own_bytes = visit.graph_nbytes if number in program.recompute.kept_graphs else 0
         kept_bytes += together * own_bytes
         inside_bytes = max(inside_bytes, nbytes)
         fullest_bytes = max(fullest_bytes, kept_bytes - min(own_bytes, nbytes) + nbytes)

@@ -246,7 +246,7 @@ class _Replay:
             assert op.serves is not None
             self._gathered_s[op.serves, op.visit] = self._peer_free_s
         # Parts that pass within a tick are waited for one by one.
-        if op.serves is None or not self._plan.program.gathers_ahead:
+        if op.serves is None or not self._plan.program.sharding.gathers_ahead:
             self._wait_for_peers(self._peer_free_s)
 
     def _wait_for_peers(self, until_s: float) -> None:

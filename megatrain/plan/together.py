@@ -90,10 +90,10 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     rates = slowest_rates([other.rates for other in of_ranks], run.world.rank, _places(run))
     run = replace(run, tiers=replace(run.tiers, profile=rates))
     plan = plan_run(run, capacities=least)
-    if any(gather(bool(plan.program.by_part))) and not plan.program.by_part:
+    if any(gather(bool(plan.program.cuts.passing))) and not plan.program.cuts.passing:
         # Where one rank needs parts to pass, they pass on all: a pass has other collectives then.
         plan = plan_run(run, like=plan, capacities=least, passes_parts=True)
-    plan = gathering_at_most(plan, min(gather(plan.program.gathers_ahead)), least)
+    plan = gathering_at_most(plan, min(gather(plan.program.sharding.gathers_ahead)), least)
     assert plan.estimate is not None
     return replace(plan, estimate=_as_slowest(plan.estimate, run, gather))
 
@@ -106,14 +106,14 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
         most_ahead: on all ranks.
         capacities: as for ``plan_run``.
     """
-    if plan.program.gathers_ahead <= most_ahead:
+    if plan.program.sharding.gathers_ahead <= most_ahead:
         return plan
     return plan_run(
         plan.run,
         like=plan,
         capacities=capacities,
         most_ahead=most_ahead,
-        passes_parts=bool(plan.program.by_part),
+        passes_parts=bool(plan.program.cuts.passing),
     )
 
 

@@ -8,11 +8,11 @@ zeros.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from megatrain.ranks.lanes import lanes_of_rank, micro_batches_of_rank, subtrees
+from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, subtrees
 
-__all__ = ["NETWORK", "PEER", "SHARE_BLOCK_ELEMENTS", "RankLanes", "Shares", "peer_links"]
+__all__ = ["NETWORK", "PEER", "SHARE_BLOCK_ELEMENTS", "RankLanes", "Sharding", "Shares", "peer_links"]
 
 #: Stand for the other ranks of a host, and for those of other hosts, in the names of links: ``"ranks->ram"``,
 #: ``"gpu->hosts"``.
@@ -143,3 +143,20 @@ class RankLanes:
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
         """Return the micro-batches of a step that a rank computes."""
         return micro_batches_of_rank(rank, self.size, self.count, num_micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """What one rank has, and does, of a step that all ranks of a run make together. One process does all of it.
+
+    Attributes:
+        shares: The elements of each part that this rank's blocks hold.
+        lanes: Which sums of gradients come from which rank.
+        own_lanes: In which this rank adds the gradients of its micro-batches.
+        gathers_ahead: How many visits before it is needed a weight is gathered.
+    """
+
+    shares: Shares = field(default_factory=Shares)
+    lanes: RankLanes = field(default_factory=RankLanes)
+    own_lanes: Lanes = field(default_factory=Lanes.single)
+    gathers_ahead: int = 0

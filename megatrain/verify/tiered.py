@@ -86,7 +86,7 @@ def train(trainer: Trainer, before: TieredRun | None = None) -> TieredRun:
     planned = _planned_bytes(trainer.plan, len(run.losses) - done)
     plan = trainer.plan
     run.planned_is_most = any(visit.chance_of_no_token for visit in plan.trace.visits)
-    run.planned_is_most |= bool(plan.program.sent_elements)
+    run.planned_is_most |= bool(plan.program.updates.sent_elements)
     for link, nbytes in summary.link_bytes.items():
         run.link_bytes[link] = run.link_bytes.get(link, 0) + nbytes
         run.planned_link_bytes[link] = run.planned_link_bytes.get(link, 0) + planned.get(link, 0)

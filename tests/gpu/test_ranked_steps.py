@@ -43,7 +43,7 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
     config = load_config(folder / "run.toml").config
     with parts_passing(passes):
         plan = plan_run(replace(resolve(config), world=WORLD))
-    assert bool(plan.program.by_part) == passes
+    assert bool(plan.program.cuts.passing) == passes
     loader, found = make_loader(config, plan), []
     with mock.patch.object(collectives, "Collectives", Twins.of(WORLD)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
@@ -56,7 +56,7 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
             found.append((result.loss, result.grad_norm))
         engine.finish_updates()
         assert 0 < engine.window_bytes <= ranked_workspace_bytes(plan.graph, plan.program)
-    return found, plan.program.gathers_ahead
+    return found, plan.program.sharding.gathers_ahead
 
 
 @pytest.mark.usefixtures("virtual")

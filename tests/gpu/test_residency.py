@@ -168,13 +168,13 @@ def test_updates_are_shared_where_rates_say_that_it_is_faster(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(found))
         plan = planner.plan_run(run)
-    assert bool(plan.program.streamed_updates) == shares
+    assert bool(plan.program.updates.streamed) == shares
     if shares:
-        assert all(tick.visit in plan.program.streamed_updates for tick in plan.device_updates)
+        assert all(tick.visit in plan.program.updates.streamed for tick in plan.device_updates)
         assert any("fetched for their updates" in text for text in messages(plan))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(None))
-        assert not planner.plan_run(run).program.streamed_updates
+        assert not planner.plan_run(run).program.updates.streamed
 
 
 def moved_state(plan: Plan) -> int:

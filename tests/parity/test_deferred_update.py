@@ -133,7 +133,7 @@ def test_updates_during_the_backward_give_the_same_bits(
     soon_text = config_text(tmp_path, tiny_model, optimizer=NO_CHECKS, advanced=advanced, **placement)
     late = run_config(late_text, tmp_path / "late", num_steps=4)
     soon = run_config(soon_text, tmp_path / "soon", num_steps=4)
-    assert late.plan.program.defers_updates and not soon.plan.program.defers_updates
+    assert late.plan.program.updates.are_deferred and not soon.plan.program.updates.are_deferred
     assert soon.losses == late.losses and soon.grad_norms == late.grad_norms
     assert soon.digests == late.digests
     assert soon.moved is not None

@@ -330,7 +330,7 @@ def test_samples_change_no_bit_and_move_what_is_planned(
     if placement == "parts":  # of embeddings and the head: rows are looked up in them, the head's are put together
         monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     run = train(tmp_path / "w", tiny_model, PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), evaluation=SAMPLES)
-    assert placement != "parts" or run.plan.program.cut_weights
+    assert placement != "parts" or run.plan.program.cuts.weights
     if placement != "parts":  # whose sums are others
         assert run.losses == without.losses and run.weights == without.weights
         assert [each.samples for each in run.evaluations] == [each.samples for each in sampled.evaluations]
@@ -372,7 +372,7 @@ def test_averages_are_evaluated_as_their_export_is(
         monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
     plan = run.plan
-    cut, averages = plan.program.cut_weights, plan_averages(plan).program.averages.keys
+    cut, averages = plan.program.cuts.weights, plan_averages(plan).program.averages.keys
     assert placement != "parts" or (cut and any(len(keys) > 1 and name not in cut for name, keys in averages.items()))
     if placement != "parts":  # whose sums are others
         assert run.losses == averaged.losses

@@ -112,7 +112,7 @@ def test_updates_before_the_forward_and_during_the_backward(
 ) -> None:
     advanced = f'micro_batch_order = "{order}"'
     result = run(tmp_path, tiny_model, gpu=gpu, ram="8MiB", optimizer=optimizer, advanced=advanced)
-    assert result.plan.program.defers_updates == (optimizer != NO_CHECKS)
+    assert result.plan.program.updates.are_deferred == (optimizer != NO_CHECKS)
     assert 0 < groups_on_gpu(result)[0] < groups_on_gpu(result)[1]
     result.assert_same(baseline(optimizer=optimizer))
     result.assert_as_planned()

@@ -122,7 +122,7 @@ def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
     result = run_config(
         text_of(tmp_path, models[model], optimizer=NO_CLIPPING, **numbers, **placement), tmp_path, num_steps=NUM_STEPS
     )
-    assert held.plan.program.defers_updates and not result.plan.program.defers_updates
+    assert held.plan.program.updates.are_deferred and not result.plan.program.updates.are_deferred
     result.assert_same(held)
     result.assert_as_planned()
     if MICRO_BATCHES not in str(placement):

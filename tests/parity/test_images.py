@@ -229,7 +229,9 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         run.assert_same(runs[0])
     assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
     program, graph = runs[2].plan.program, runs[2].plan.graph
-    saves = {runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.saved_attention}
+    saves = {
+        runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.recompute.saved_attention
+    }
     assert saves == ({False, True} if images == "trained" else {False})
 
 

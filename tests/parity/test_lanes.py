@@ -235,7 +235,7 @@ def test_a_run_keeps_the_lanes_that_it_began_with(tiny_model: Path, tmp_path: Pa
     trainer(4, 1).train()
     assert lanes_of_newest(tmp_path / "out", "auto") == 4
     going_on = trainer("auto", 2)
-    assert going_on.plan.program.own_lanes.num_lanes == 4
+    assert going_on.plan.program.sharding.own_lanes.num_lanes == 4
     going_on.train()
     from megatrain.checkpoint.resume import ConfigChangedError
 

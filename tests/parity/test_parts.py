@@ -55,9 +55,9 @@ def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_
         folder = tmp_path / name.replace(" ", "_")
         runs[name] = run_config(config_text(folder, tiny_model, **PLACEMENTS[name]), folder, num_steps=3)
     held = runs.pop("in RAM")
-    assert held.plan.trace.head_parts > 1 and not held.plan.program.by_part
+    assert held.plan.trace.head_parts > 1 and not held.plan.program.cuts.passing
     for run in runs.values():
-        visits = [run.plan.trace.visits[visit].is_head for visit, _ in sorted(run.plan.program.by_part)]
+        visits = [run.plan.trace.visits[visit].is_head for visit, _ in sorted(run.plan.program.cuts.passing)]
         assert visits == [False, True]
         for tick in run.plan.program.ticks:
             for group in (tick.held, *tick.passing):
@@ -108,13 +108,13 @@ def test_parts_change_no_bit_and_move_as_planned(
     run = run_config(config_text(tmp_path, tiny_model, **options), tmp_path, num_steps=4)
     whole = wholes[name]
     program = run.plan.program
-    assert not whole.plan.program.parts
+    assert not whole.plan.program.cuts.parts
     cut = [layout for layout in run.plan.graph.layouts.values() if layout.num_elements > PART_ALIGNMENT_ELEMENTS]
-    assert len(cut) > 2 and {layout.name for layout in cut} == program.parts.keys()
+    assert len(cut) > 2 and {layout.name for layout in cut} == program.cuts.parts.keys()
     assert run.losses == whole.losses and run.grad_norms == whole.grad_norms
     assert run.weights.keys() == whole.weights.keys()
     assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
-    assert program.cut_weights == {"model.embed_tokens"}
+    assert program.cuts.weights == {"model.embed_tokens"}
     weights = {key for key in whole.digests if key.endswith("/weight")} - {"model.embed_tokens/weight"}
     assert {key for key in run.digests if key.endswith("/weight")} == weights
     assert all(run.digests[key] == whole.digests[key] for key in weights)
@@ -133,7 +133,7 @@ def test_small_moments_have_the_same_bits_everywhere(
     for name in ("in RAM", "on NVMe", "partly on a GPU"):
         folder = tmp_path / name.replace(" ", "_")
         runs[name] = run_config(config_text(folder, tiny_model, **{**PLACEMENTS[name], **tables}), folder, num_steps=3)
-        assert runs[name].plan.program.parts
+        assert runs[name].plan.program.cuts.parts
         runs[name].assert_same(runs["in RAM"])
         runs[name].assert_as_planned()
     updated = runs["partly on a GPU"].plan
@@ -155,7 +155,7 @@ def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, sma
     for tick in plan.updates:
         weight = next(key for key, _ in tick.uses if kind_of_key(key) == "weight")
         layout = plan.graph.layouts[weight.rpartition("/")[0]]
-        is_cut = layout.name in plan.program.cut_weights
+        is_cut = layout.name in plan.program.cuts.weights
         assert [kind_of_key(key) for key, _ in tick.held[:1]] == ([] if is_cut else ["weight"])
         groups = tick.passing or (tick.held[1:],)
         assert len(groups) == len(layout.parts)
@@ -169,7 +169,7 @@ def test_adafactor_needs_whole_parameters_and_has_whole_blocks(
 ) -> None:
     (tmp_path / "run.toml").write_text(config_text(tmp_path, tiny_model, nvme=0, optimizer='optim = "adafactor"'))
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
-    assert not plan.program.parts and all(not tick.passing for tick in plan.updates)
+    assert not plan.program.cuts.parts and all(not tick.passing for tick in plan.updates)
 
 
 def test_a_checkpoint_in_parts_is_continued_elsewhere_and_exported(

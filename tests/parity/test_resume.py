@@ -277,7 +277,7 @@ def test_runs_that_update_in_the_backward_continue(optimizer: str, tiny_model: P
         train(tmp_path / "w", tiny_model, ON_NVME, optimizer=optimizer, stop_after=stop)
     done = train(tmp_path / "w", tiny_model, PARTLY_ON_GPU, optimizer=optimizer)
     done.assert_same(whole)
-    assert not done.plan.program.defers_updates
+    assert not done.plan.program.updates.are_deferred
     durable = {key for key, block in done.plan.program.blocks.items() if block.kind in ("weights", "optimizer")}
     assert set(done.state) == durable, "a checkpoint has no gradient"
 

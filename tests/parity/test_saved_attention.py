@@ -45,7 +45,7 @@ def run(folder: Path, model: Path, *, precision: str = "", **options: Any) -> Ti
 def again(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> TieredRun:
     """A run in RAM that computes everything again."""
     result = run(tmp_path_factory.mktemp("again"), tiny_model, nvme=0, advanced=f"{NO_GRAPHS}\nsave_attention = 0")
-    assert not result.plan.program.saved_attention
+    assert not result.plan.program.recompute.saved_attention
     return result
 
 

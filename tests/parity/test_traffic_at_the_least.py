@@ -193,5 +193,5 @@ def test_micro_batches_that_no_loss_depends_on_move_as_much(
     with parts_passing(passes):
         tables["gpu"] = tight_gpu(tmp_path, models["dense"], 1.0, **tables)
         run = run_config(config_text(tmp_path, models["dense"], **tables), tmp_path, num_steps=3)
-    assert bool(run.plan.program.by_part) == passes
+    assert bool(run.plan.program.cuts.passing) == passes
     run.assert_as_planned()

@@ -339,12 +339,12 @@ def test_same_bits_in_every_placement(
         return run_config(text, tmp_path / name, num_steps=2)
 
     in_ram = run("ram", nvme=0)
-    assert in_ram.plan.program.kept_parts == in_ram.plan.trace.head_parts > 1
+    assert in_ram.plan.program.recompute.kept_parts == in_ram.plan.trace.head_parts > 1
     on_nvme = run("nvme", ram="7MiB", placement="\n".join(f'{kind} = ["nvme"]' for kind in kinds))
     on_nvme.assert_as_planned()
     on_nvme.assert_same(in_ram)
     monkeypatch.setattr("megatrain.plan.planner._holds_everything", lambda *_: False)
     monkeypatch.setattr("megatrain.plan.planner.parts_without_room", lambda _: 1)
     recomputed = run("recomputed", nvme=0)
-    assert recomputed.plan.program.kept_parts == 1
+    assert recomputed.plan.program.recompute.kept_parts == 1
     recomputed.assert_same(in_ram)

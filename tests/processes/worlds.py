@@ -170,8 +170,8 @@ def train(
     path.write_text(configs[min(world.rank, len(configs) - 1)])
     config = load_config(path).config
     plan = plan_of_rank(path, world)
-    loader, result = make_loader(config, plan), RankResult(gathers_ahead=plan.program.gathers_ahead)
-    result.passes = bool(plan.program.by_part)
+    loader, result = make_loader(config, plan), RankResult(gathers_ahead=plan.program.sharding.gathers_ahead)
+    result.passes = bool(plan.program.cuts.passing)
     with Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         store = trainer.store
@@ -195,7 +195,7 @@ def train(
             result.moved[link] = result.moved.get(link, 0) + nbytes
         if not world.is_single:
             result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
-            planned = [dealt.workspace_bytes for dealt in plan.program.dealt.values()]
+            planned = [dealt.workspace_bytes for dealt in plan.program.updates.dealt.values()]
             result.update_window = engine.update_window_bytes, max(planned, default=0)
             assert plan.placement.workspace_bytes["ram"] >= result.update_window[1], "the plan has no room for updates"
         result.planned = plan.placement.run_traffic_bytes(num_steps)

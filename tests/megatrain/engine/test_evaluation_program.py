@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import ProgramBuilder, StepProgram, evaluation_program
+from megatrain.engine.program import GroupUpdates, ProgramBuilder, StepProgram, evaluation_program
 from megatrain.engine.trace import trace_visits
 from megatrain.optim.elementwise import AdamW
 from oracles.families import tiny_config
@@ -23,9 +23,8 @@ def program_of(order: Any, *, defer_updates: bool = True, family: str = "llama")
         num_micro_batches=3,
         order=order,
         compute_tier="ram",
-        compute_dtype=torch.float32,
-        state_kinds=AdamW().state_kinds(False),
-        defer_updates=defer_updates,
+        optimizer=AdamW(),
+        updates=GroupUpdates(are_deferred=defer_updates),
     ).build()
 
 

@@ -15,6 +15,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
+    GroupUpdates,
     ProgramBuilder,
     StepProgram,
     VisitTrace,
@@ -362,8 +363,7 @@ def program_of(graph: ModelGraph, trace: VisitTrace, order: Any) -> StepProgram:
         num_micro_batches=3,
         order=order,
         compute_tier="ram",
-        compute_dtype=torch.float32,
-        state_kinds=AdamW().state_kinds(False),
+        optimizer=AdamW(),
     ).build()
 
 
@@ -372,7 +372,7 @@ def test_the_program_of_kept_visits_has_no_activations(order: str) -> None:
     graph = build_graph(tiny_config("llama"))
     program = program_of(graph, trace_visits(graph, 2, 16, torch.float32), order)
     kept = keeping_graphs(program, frozenset({3, 4}))
-    assert kept.kept == {3, 4} and len(kept.ticks) == len(program.ticks)
+    assert kept.recompute.kept_graphs == {3, 4} and len(kept.ticks) == len(program.ticks)
     activations = activations_of(program)
     assert program.blocks.keys() - kept.blocks.keys() == activations[3] | activations[4] != set()
     for before, after in zip(program.ticks, kept.ticks, strict=True):
@@ -392,7 +392,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
     saved = saving_attention(program, trace, frozenset({2, 3}))
     num_slots = 3 if order == "layer" else 1
     keys = {attention_key(visit, slot) for visit in (2, 3) for slot in range(num_slots)}
-    assert saved.saved_attention == {2, 3} and saved.blocks.keys() - program.blocks.keys() == keys
+    assert saved.recompute.saved_attention == {2, 3} and saved.blocks.keys() - program.blocks.keys() == keys
     for before, after in zip(program.ticks, saved.ticks, strict=True):
         if after.phase not in ("forward", "backward") or after.visit not in (2, 3):
             assert after == before
@@ -406,7 +406,7 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
             assert after.spent == before.spent | set(own)
             assert all(group[-1] == (key, "r") for group, key in zip(after.passing, own, strict=True))
     kept = keeping_graphs(saved, frozenset({3, 4}))
-    assert kept.saved_attention == {2} and kept.kept == {3, 4}
+    assert (kept.recompute.saved_attention, kept.recompute.kept_graphs) == ({2}, {3, 4})
     assert kept.blocks.keys() & keys == {key for key in keys if key.startswith("activations/2/")}
 
 
@@ -423,9 +423,8 @@ def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers:
         num_micro_batches=3,
         order=order,  # type: ignore[arg-type]
         compute_tier="gpu",
-        compute_dtype=torch.float32,
-        state_kinds=AdamW().state_kinds(False),
-        defer_updates=defers,
+        optimizer=AdamW(),
+        updates=GroupUpdates(are_deferred=defers),
     ).build()
     open_weights: dict[int, set[str]] = {}
     num_updates = 0

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.base.layout import build_layout, views
 from megatrain.engine.access import zero_gaps
-from megatrain.engine.program import BlockPlan, StepProgram, Tick
+from megatrain.engine.program import BlockPlan, GroupUpdates, StepProgram, Tick
 from megatrain.engine.tape import Release, compile_step
 from tiered import Access
 
@@ -25,13 +25,13 @@ TICKS = (
     Tick("head", 1, ()),
     Tick("backward", 0, (("w", "r"), ("g", "w"))),
 )
-PROGRAM = StepProgram(BLOCKS, TICKS, "gpu", defers_updates=True, updates_in_compute_tier=True)
+PROGRAM = StepProgram(BLOCKS, TICKS, "gpu", updates=GroupUpdates(in_compute_tier=True))
 
 
 def test_a_copy_stays_where_its_next_use_comes() -> None:
     stays = {(UPDATE, "w"): FORWARD, (FORWARD, "w"): BACKWARD, (BACKWARD, "w"): UPDATE}
 
-    program = replace(PROGRAM, compute_tier="ram", updates_in_compute_tier=False)
+    program = replace(PROGRAM, compute_tier="ram", updates=GroupUpdates())
     homes = dict.fromkeys(BLOCKS, "nvme")
 
     def kept(**parts: bool) -> dict[int, set[str]]:
@@ -51,7 +51,7 @@ def test_an_update_runs_where_all_that_outlives_it_is() -> None:
     for key in ("w", "m"):
         assert PROGRAM.tier_of(update, {**homes, key: "ram"}) == "ram"
     assert PROGRAM.tier_of(forward, {**homes, "w": "ram"}) == "gpu"
-    host_updates = StepProgram(BLOCKS, TICKS, "gpu", defers_updates=True)
+    host_updates = StepProgram(BLOCKS, TICKS, "gpu")
     assert host_updates.tier_of(update, homes) == "ram"
 
 

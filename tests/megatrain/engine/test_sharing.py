@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.engine.program import BlockPlan, StepProgram, Tick
+from megatrain.engine.program import BlockPlan, GroupUpdates, StepProgram, Tick
 from megatrain.engine.sharing import LEAST_FILLED, sharing_gradients
 
 Lives = list[tuple[int, int, int]]  # first tick, last tick, elements
@@ -30,7 +30,7 @@ def program_of(lives: Lives, num_ticks: int = 30, *, deferred: bool = False) -> 
                 if number == (start if deferred else stop):
                     spent.add(key)
         ticks.append(Tick("backward", number, tuple(held), spent=frozenset(spent)))
-    return StepProgram(blocks, tuple(ticks), "ram", defers_updates=deferred)
+    return StepProgram(blocks, tuple(ticks), "ram", updates=GroupUpdates(are_deferred=deferred))
 
 
 lives = st.lists(

@@ -86,7 +86,7 @@ RATES: dict[str, Any] = {
 def work_by_hand(plan: Plan) -> dict[str, float]:
     """Add up a micro-batch: every visit forward, again and backward, and the head with its logits once more."""
     parts = [each for visit in plan.trace.visits for each in (visit.forward, visit.backward)] + [plan.trace.head]
-    assert not plan.program.kept and not plan.program.saved_attention
+    assert not plan.program.recompute.kept_graphs and not plan.program.recompute.saved_attention
     again = plan.trace.logits_flops * (1 - 1 / plan.trace.head_parts)
     return {
         "products": sum(part.product_flops for part in parts) + again,

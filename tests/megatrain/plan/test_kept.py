@@ -39,8 +39,8 @@ def kept_bytes(plan: Plan, visits: list[int]) -> int:
 def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
     none = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
     least, everything = none.totals["ram"], make_plan(tmp_path)
-    assert not none.program.kept and none.kept_bytes == 0
-    assert everything.program.kept == set(range(6)) and num_layers_kept(
+    assert not none.program.recompute.kept_graphs and none.kept_bytes == 0
+    assert everything.program.recompute.kept_graphs == set(range(6)) and num_layers_kept(
         everything.graph, everything.trace, everything.program
     ) == (4, 4)
     most = everything.totals["ram"]
@@ -50,7 +50,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         for size in (least, least + (most - least) // 2, most - 1, most)
     ]
     for plan in plans:
-        kept = sorted(plan.program.kept)
+        kept = sorted(plan.program.recompute.kept_graphs)
         assert kept == list(range(6))[6 - len(kept) :]
         assert plan.totals["ram"] <= plan.budgets["ram"]
         assert 0 <= plan.kept_bytes - kept_bytes(plan, kept) < 4096
@@ -59,8 +59,13 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         assert len(activations) == 3 * (5 - len([visit for visit in kept if visit > 0]))
         assert plan.placement.home_bytes["ram"]["activations"] == sum(block.nbytes for block in activations)
     for fewer, more in pairwise(plans):
-        assert fewer.program.kept <= more.program.kept
-    assert plans[0].program.kept < plans[1].program.kept < plans[3].program.kept == set(range(6))
+        assert fewer.program.recompute.kept_graphs <= more.program.recompute.kept_graphs
+    assert (
+        plans[0].program.recompute.kept_graphs
+        < plans[1].program.recompute.kept_graphs
+        < plans[3].program.recompute.kept_graphs
+        == set(range(6))
+    )
     again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B", advanced=plain)
     assert again.program == plans[1].program and again.placement == plans[1].placement
     with pytest.raises(DoesNotFitError) as refused:
@@ -71,16 +76,16 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
 def test_copies_come_before_graphs(tmp_path: Path) -> None:
     """Where something is fetched, room lets it be fetched ahead, or stay."""
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]')
-    assert plan.placement.working_bytes["ram"] and not plan.program.kept
+    assert plan.placement.working_bytes["ram"] and not plan.program.recompute.kept_graphs
 
 
 def test_a_number_of_layers(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', advanced="keep_graphs = 3")
-    assert plan.program.kept == {2, 3, 4, 5}  # the norm at the end, too
+    assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # the norm at the end, too
     assert weights_stay(plan.graph, plan.trace, plan.program, plan.placement.homes)
-    assert make_plan(tmp_path, advanced="keep_graphs = 100").program.kept == set(range(6))
+    assert make_plan(tmp_path, advanced="keep_graphs = 100").program.recompute.kept_graphs == set(range(6))
     away = make_plan(tmp_path, nvme=1, placement='weights = ["nvme"]', advanced="keep_graphs = 3")
-    assert not away.program.kept and away.kept_bytes == 0
+    assert not away.program.recompute.kept_graphs and away.kept_bytes == 0
 
 
 def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
@@ -106,8 +111,11 @@ def test_the_table_says_so(tmp_path: Path) -> None:
 def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, advanced="keep_graphs = 2")
     tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
-    all_again, flops = step_flops(plan.trace, **tokens), step_flops(plan.trace, **tokens, kept=plan.program.kept)
-    saved = sum(plan.trace.visits[visit].forward.flops for visit in plan.program.kept)
+    all_again, flops = (
+        step_flops(plan.trace, **tokens),
+        step_flops(plan.trace, **tokens, kept=plan.program.recompute.kept_graphs),
+    )
+    saved = sum(plan.trace.visits[visit].forward.flops for visit in plan.program.recompute.kept_graphs)
     assert saved > 0 and flops.model == all_again.model
     assert all_again.hardware - flops.hardware == pytest.approx(saved * 384 / plan.trace.num_tokens, abs=1)
     everything = step_flops(plan.trace, num_places=384, num_real_tokens=384, num_trained_tokens=384, kept=range(6))
@@ -121,7 +129,9 @@ def attention_blocks(plan: Plan) -> list[str]:
 def test_attention_is_saved_where_graphs_are_not_kept(tmp_path: Path) -> None:
     nothing = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
     everything = make_plan(tmp_path, advanced="keep_graphs = 0")
-    assert everything.program.saved_attention == {1, 2, 3, 4} and not nothing.program.saved_attention
+    assert (
+        everything.program.recompute.saved_attention == {1, 2, 3, 4} and not nothing.program.recompute.saved_attention
+    )
     assert len(attention_blocks(everything)) == 4 * 3 and not any(everything.traffic.values())
     sizes = {everything.program.blocks[key].nbytes for key in attention_blocks(everything)}
     assert sizes == {everything.trace.visits[1].attention_nbytes}
@@ -130,29 +140,32 @@ def test_attention_is_saved_where_graphs_are_not_kept(tmp_path: Path) -> None:
     # Rows are short here: a byte is worth more in a graph, so graphs come first.
     most = make_plan(tmp_path).totals["ram"]
     both = make_plan(tmp_path, ram=f"{(nothing.totals['ram'] + most) // 2}B")
-    assert both.program.kept and both.program.saved_attention
-    assert both.program.saved_attention == {1, 2, 3, 4} - both.program.kept
+    assert both.program.recompute.kept_graphs and both.program.recompute.saved_attention
+    assert both.program.recompute.saved_attention == {1, 2, 3, 4} - both.program.recompute.kept_graphs
     assert both.totals["ram"] <= both.budgets["ram"]
     rows = {kind: note for kind, _, note in table_rows(both)}
-    assert f"attention of {len(both.program.saved_attention)} layers is not computed again" in rows["activations"]
+    assert (
+        f"attention of {len(both.program.recompute.saved_attention)} layers is not computed again"
+        in rows["activations"]
+    )
     some = make_plan(tmp_path, advanced="keep_graphs = 1\nsave_attention = 3")
-    assert some.program.kept == {4, 5} and some.program.saved_attention == {2, 3}
+    assert some.program.recompute.kept_graphs == {4, 5} and some.program.recompute.saved_attention == {2, 3}
 
 
 def test_attention_that_would_move_is_left_to_measured_rates(tmp_path: Path) -> None:
     streamed = {"nvme": 1, "placement": 'optimizer = ["nvme"]'}
-    assert not make_plan(tmp_path, **streamed).program.saved_attention
-    assert make_plan(tmp_path, advanced="save_attention = 2", **streamed).program.saved_attention == {3, 4}
+    assert not make_plan(tmp_path, **streamed).program.recompute.saved_attention
+    assert make_plan(tmp_path, advanced="save_attention = 2", **streamed).program.recompute.saved_attention == {3, 4}
 
 
 def test_saved_attention_is_no_work_of_the_hardware(tmp_path: Path) -> None:
     tables = "keep_graphs = 0\nsave_attention = "
     again, saved = (make_plan(tmp_path, advanced=tables + number) for number in ("0", "4"))
-    visits = [saved.trace.visits[visit] for visit in saved.program.saved_attention]
+    visits = [saved.trace.visits[visit] for visit in saved.program.recompute.saved_attention]
     tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     less = (
         step_flops(saved.trace, **tokens),
-        step_flops(saved.trace, **tokens, saved_attention=saved.program.saved_attention),
+        step_flops(saved.trace, **tokens, saved_attention=saved.program.recompute.saved_attention),
     )
     assert less[0].model == less[1].model
     in_attention = sum(visit.attention.flops for visit in visits)
@@ -182,11 +195,11 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     layer = sum(parameter.numel() for parameter in kept.graph.units[2].module.parameters())
     assert 2 * layer <= once <= 2.1 * layer
     trace = kept.trace
-    saved = sum(trace.visits[visit].forward.flops for visit in kept.program.kept) / trace.num_tokens
+    saved = sum(trace.visits[visit].forward.flops for visit in kept.program.recompute.kept_graphs) / trace.num_tokens
     less = flops_per_token(again) - flops_per_token(kept)
     assert 0.9 * saved < less < saved and less == pytest.approx(2 * once, rel=0.1)  # and half of causal attention
     estimates = [estimate_step(plan, shape, LoadedProfile(machine)).seconds["compute"] for plan in (again, kept)]
-    recomputed = [trace.visits[visit].forward for visit in kept.program.kept]
+    recomputed = [trace.visits[visit].forward for visit in kept.program.recompute.kept_graphs]
     flops = sum(work.product_flops for work in recomputed) / 1e11
     attention = sum(work.attention_flops - work.skipped_flops for work in recomputed) / 5e10  # assumed: half the rate
     moved = sum(work.moved_nbytes for work in recomputed) / 1e10

@@ -90,7 +90,7 @@ def test_attention_is_saved_where_blocks_move_if_that_is_faster(
     monkeypatch.setattr(planner, "WORTHWHILE", 0.999)  # a small model with short rows has little attention
     plan = make_plan(tmp_path, "10MiB")
     assert any(plan.traffic.values())
-    assert plan.program.saved_attention == (frozenset({1, 2, 3, 4}) if saves else frozenset())
+    assert plan.program.recompute.saved_attention == (frozenset({1, 2, 3, 4}) if saves else frozenset())
     beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', advanced="keep_graphs = 1")
-    assert beside.program.kept == {4, 5} and any(beside.traffic.values())
-    assert beside.program.saved_attention == (frozenset({1, 2, 3}) if saves else frozenset())
+    assert beside.program.recompute.kept_graphs == {4, 5} and any(beside.traffic.values())
+    assert beside.program.recompute.saved_attention == (frozenset({1, 2, 3}) if saves else frozenset())

@@ -90,7 +90,7 @@ def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path)
 
 def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     ahead, blocking = plan_of(config, 2), plan_of(config, 2, "advanced.prefetch=0")
-    assert (ahead.program.gathers_ahead, blocking.program.gathers_ahead) == (1, 0)
+    assert (ahead.program.sharding.gathers_ahead, blocking.program.sharding.gathers_ahead) == (1, 0)
     assert ahead.placement.workspace_bytes["ram"] > blocking.placement.workspace_bytes["ram"]
     moved = ahead.traffic["ram->ranks"]
     assert moved == blocking.traffic["ram->ranks"]
@@ -107,7 +107,7 @@ def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
 
 def test_weights_are_gathered_further_ahead_where_that_takes_room_of_nobody(config: Path) -> None:
     once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
-    assert (once.program.gathers_ahead, ahead.program.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
+    assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes
     assert once.placement.workspace_bytes["ram"] < ahead.placement.workspace_bytes["ram"]
     # The gather of the vocabulary takes longer than a layer computes: it begins earlier.
@@ -116,9 +116,9 @@ def test_weights_are_gathered_further_ahead_where_that_takes_room_of_nobody(conf
     assert waits[1] < waits[0]
     # Room for a second copy, and for that alone.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
-    assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.gathers_ahead == 1
+    assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
     less = gathering_at_most(ahead, 1)
-    assert less.program.gathers_ahead == 1 and less.placement.workspace_bytes == once.placement.workspace_bytes
+    assert less.program.sharding.gathers_ahead == 1 and less.placement.workspace_bytes == once.placement.workspace_bytes
 
 
 def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, mo
         least.append(refused.value.need_bytes)
     assert least[0] == least[1] < 6 * 256 * vocab_size / 4
     plan = plan_of(folder / "run.toml", 2, f"tiers.gpu.size={least[1]}B")
-    assert {plan.trace.visits[visit].is_head for visit, _ in plan.program.by_part} == {False, True}
+    assert {plan.trace.visits[visit].is_head for visit, _ in plan.program.cuts.passing} == {False, True}
     result = CliRunner().invoke(command_group(), ["plan", str(folder / "run.toml"), "--processes", "2"])
     assert result.exit_code == 3 and str(least[1]) in result.output.replace(",", "")
 

@@ -143,7 +143,7 @@ def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, advanced="keep_graphs = 0")
     tiers = dict(plan.budgets_by_tier)
     tiers["gpu"] = replace(tiers["gpu"], residency=Residency(ALL_KINDS - {"optimizer"}))
-    program = replace(plan.program, updates_in_compute_tier=False)
+    program = replace(plan.program, updates=replace(plan.program.updates, in_compute_tier=False))
     allowed = {kind: ["ram"] for kind in ALL_KINDS}
     placement = PlacementSolver(program, list(tiers.values()), allowed).solve()
     assert not placement.home_bytes["gpu"]["optimizer"] and placement.home_bytes["gpu"]["activations"]

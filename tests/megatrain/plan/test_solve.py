@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.program import BlockPlan, Kind, StepProgram, Tick, state_key, weight_key
+from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
 from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
 from megatrain.plan.planner import filling_bytes, workspace_bytes
@@ -158,7 +158,9 @@ def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> No
         ticks.append(Tick("forward", number, ((f"w{number}", "r"),)))
     ticks += [Tick("backward", n, ((f"w{n}", "r"),), (((f"g{n}", "w"),),)) for n in reversed(range(count))]
     has_gpu = data.draw(st.booleans())
-    steps = StepProgram(blocks, tuple(ticks), "gpu" if has_gpu else "ram", updates_in_compute_tier=has_gpu)
+    steps = StepProgram(
+        blocks, tuple(ticks), "gpu" if has_gpu else "ram", updates=GroupUpdates(in_compute_tier=has_gpu)
+    )
     gpu, ram, drive = (data.draw(st.integers(80, 500)) for _ in range(3))
     residency = Residency(frozenset(("weights", "optimizer", "gradients")))
     tiers = [TierBudget("gpu", gpu, int, 7, residency=residency)] if has_gpu else []

@@ -168,6 +168,6 @@ def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
     assert format_size(as_bf16.need_bytes) == "1.59 TiB" and format_size(by_layer.need_bytes) == "1.36 TiB"
     added = f'tiers.nvme=[{{path="{mistral_large.parent / "drive"}", size="{drive.need_bytes}B"}}]'
     plan = planned(mistral_large, added)
-    assert plan.program.defers_updates
+    assert plan.program.updates.are_deferred
     on_drive = plan.placement.home_bytes["nvme"]
     assert on_drive["gradients"] > 0 == on_drive["weights"] + on_drive["optimizer"], "what no checkpoint holds"

@@ -38,7 +38,7 @@ def test_an_exchange_holds_what_was_planned(
     with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         engine = trainer.make_engine(1)
-        access, lanes, held_at_once = engine._access, plan.program.lanes, set()
+        access, lanes, held_at_once = engine._access, plan.program.sharding.lanes, set()
         assert isinstance(access, RankedAccess)
         added = access._added
 
