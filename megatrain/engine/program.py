@@ -430,21 +430,23 @@ class StepProgram:
         lanes = self.sharding.lanes
         return [link for tier in tiers for link in peer_links(tier, lanes.size, lanes.num_hosts)]
 
-    def direction_bytes(self, number: int) -> dict[str, int]:
-        """Return what the update of a tick, by position, sends to the compute device and back beside blocks."""
-        tick = self.ticks[number]
-        nbytes = DIRECTION_BYTES * self.updates.sent_elements.get(tick.visit, 0) if tick.phase == "update" else 0
-        return {f"ram->{self.compute_tier}": nbytes, f"{self.compute_tier}->ram": nbytes} if nbytes else {}
+    def bytes_beside_blocks(self, number: int) -> dict[str, int]:
+        """Return what a tick, by position, moves beside blocks: link -> bytes.
 
-    def collective_bytes(self, number: int) -> dict[str, int]:
+        An update sends directions of matrices to the compute device and back; other ticks gather and exchange.
+        """
+        tick, moved = self.ticks[number], dict[str, int]()
+        if tick.phase == "update" and (sent := self.updates.sent_elements.get(tick.visit)):
+            moved = dict.fromkeys((f"ram->{self.compute_tier}", f"{self.compute_tier}->ram"), DIRECTION_BYTES * sent)
+        return moved if self.sharding.shares.are_whole else moved | self._collective_bytes(number)
+
+    def _collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
         lanes, tick = self.sharding.lanes, self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
             dealt = self.updates.dealt.get(tick.visit)
             return moved if dealt is None else moved | dealt.bytes_by_link(lanes.num_hosts)
-        if self.sharding.shares.are_whole:
-            return moved
         gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
         # Sums are in fp32, whatever dtype gradients rest in.

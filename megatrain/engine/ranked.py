@@ -3,7 +3,7 @@
 `RankedAccess` stands where `StoreAccess` stands for a run of one process. The weights that the running model gets are
 full copies, gathered from the shares of all ranks; its gradients are summed in memory of their own, which an exchange
 cuts into shares and adds up in the order of lanes (`ranks/lanes.py`). Leases, updates and traffic of shares are those
-of any run. Copies and sums are no blocks: they are workspace, and `ranked_workspace_bytes` plans it.
+of any run. Copies and sums are no blocks: they are workspace, and `workspace.collective_transients` plans it.
 
 All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
 of the vocabulary that pass one by one are gathered, and their gradients exchanged, within the tick that they pass in:
@@ -45,14 +45,14 @@ from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
     from megatrain.engine.access import CountedTotal
-    from megatrain.engine.program import GradientSink, Group, MatrixParts, ModelPhase, Phase, StepProgram
+    from megatrain.engine.program import GradientSink, MatrixParts, ModelPhase, Phase, StepProgram
     from megatrain.engine.tape import Op
-    from megatrain.models.graph import ModelGraph, Unit
+    from megatrain.models.graph import Unit
     from megatrain.ranks.collectives import Collectives
     from megatrain.ranks.dealing import DealtLayout
     from megatrain.ranks.lanes import Subtree
 
-__all__ = ["RankedAccess", "describe_collectives", "ranked_workspace_bytes"]
+__all__ = ["RankedAccess", "describe_collectives"]
 
 
 @dataclass(slots=True)
@@ -684,70 +684,6 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def ranked_workspace_bytes(graph: ModelGraph, program: StepProgram) -> int:
-    """Return what full copies of weights, sums of gradients and what is received take at once, at most.
-
-    They are there from tick to tick: a full copy from its gather to the end of the tick that it serves, a sum from
-    there to the exchange of its last part. Those of a part that passes are there within its tick.
-    """
-    num_sums = len(program.sharding.lanes.sums_of_rank(program.sharding.shares.rank))
-    copies: dict[tuple[Phase, int], int] = {}
-    sums: dict[tuple[Phase, int], int] = {}  # of all layouts of a visit
-    for number, tick in enumerate(program.ticks):
-        if tick.serves is not None:
-            found = copies if tick.phase == "gather" else sums
-            found[tick.serves, tick.visit] = sum(_full_bytes(graph, program, number).values())
-    # On a GPU sums are sent while the next visit runs.
-    is_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
-    num_exchanged = program.sharding.lanes.shares_exchanged_at_once(program.sharding.shares.rank)
-    live = leaving = most = 0
-    for number, tick in enumerate(program.ticks):
-        served = tick.phase, tick.visit
-        if tick.phase == "gather":
-            live += sum(_full_bytes(graph, program, number).values())
-            shares = [program.gathered_bytes(key) for key, _ in tick.held]
-            most = max(most, live + program.sharding.lanes.shares_gathered_beside() * max(shares))
-        elif tick.phase == "exchange":
-            left = _full_bytes(graph, program, number)
-            blocks = [program.contents(number, group[0][0]) for group in tick.passing]
-            for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-                most = max(most, live + num_exchanged * 4 * block.num_elements)
-                if following is None or following.whole != block.whole:
-                    leaving += left[block.whole]
-                    live -= 0 if is_beside else left[block.whole]
-        else:
-            live += sums.get(served, 0)
-            most = max(
-                most, live + sums.get(served, 0) // num_sums * (program.sharding.own_lanes.most_open_sums - num_sums)
-            )
-            passing = tick.passing if tick.phase != "update" else ()
-            most = max(most, live + max((_passing_bytes(program, number, group) for group in passing), default=0))
-        most = max(most, live)
-        if is_beside and tick.serves is None and tick.phase != "update":
-            live, leaving = live - leaving, 0
-        if tick.serves is None:
-            live -= copies.get(served, 0)
-    return most
-
-
-def _passing_bytes(program: StepProgram, number: int, group: Group) -> int:
-    """Return what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
-    lanes, shares = program.sharding.lanes, program.sharding.shares
-    copies = beside = sums = open_sums = received = 0
-    for key, mode in group:
-        block = program.contents(number, key)
-        if program.is_gathered(key):
-            copies += shares.size * program.gathered_bytes(key)
-            beside = lanes.shares_gathered_beside() * program.gathered_bytes(key)
-        elif block.kind == "gradients" and mode != "r":
-            num_sums, nbytes = len(program.sharding.own_lanes.subtrees), 4 * shares.size * block.num_elements
-            sums += num_sums * nbytes
-            open_sums += (program.sharding.own_lanes.most_open_sums - num_sums) * nbytes
-            received = lanes.shares_exchanged_at_once(shares.rank) * 4 * block.num_elements
-    # The weight goes before its gradient is exchanged.
-    return sums + max(copies + max(beside, open_sums), received)
-
-
 def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[str]:
     """Return what must be the same on all ranks for a step of theirs to end, and to have the bits of one process.
 
@@ -769,17 +705,3 @@ def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[s
         moved = "" if dealt is None else dealt.describe()
         lines.append(" ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes, moved]))
     return lines
-
-
-def _full_bytes(graph: ModelGraph, program: StepProgram, number: int) -> dict[str, int]:
-    """Return the bytes of each full copy that a tick gathers, or of the sums that it exchanges, by key."""
-    tick = program.ticks[number]
-    blocks = [program.blocks[key] for key, _ in tick.held]
-    blocks += [program.contents(number, group[0][0]) for group in tick.passing]
-    num_sums = len(program.sharding.lanes.sums_of_rank(program.sharding.shares.rank))
-    is_gather = tick.phase == "gather"
-    return {
-        block.whole: program.full_elements(graph.layouts[block.whole.rpartition("/")[0]])
-        * (program.gathered_dtype(block.key).itemsize if is_gather else 4 * num_sums)
-        for block in blocks
-    }

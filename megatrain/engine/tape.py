@@ -127,6 +127,7 @@ class Op:
         held: leased together for the whole tick.
         passing: groups leased one after the other within it; of an update, none where all parts are at home.
         serves: as in ``Tick``.
+        beside: Link -> bytes that it moves beside blocks: to other ranks and from them, directions of matrices.
     """
 
     tick: int
@@ -136,6 +137,7 @@ class Op:
     held: tuple[Use, ...]
     passing: tuple[tuple[Use, ...], ...]
     serves: ModelPhase | None = None
+    beside: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def uses(self) -> tuple[Use, ...]:
@@ -206,7 +208,8 @@ def compile_step(
         passing = tuple(tuple(uses[number, key] for key, _ in group) for group in tick.passing)
         if tick.phase == "update" and all(homes[key] == tiers[number] for key, _ in tick.uses):
             held, passing = (*held, *(use for group in passing for use in group)), ()  # no part waits for room
-        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves))
+        beside = program.bytes_beside_blocks(number)
+        ops.append(Op(number, tick.phase, tick.visit, tiers[number], held, passing, tick.serves, beside))
     return Tape(tuple(ops), left)
 
 

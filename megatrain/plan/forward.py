@@ -21,8 +21,8 @@ from megatrain.engine.program import (
     reading_averages,
     unpacked_bytes,
 )
-from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.trace import trace_generation
+from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
 from megatrain.models.in_place import buffer_bytes
@@ -45,7 +45,6 @@ from megatrain.plan.planner import (
     with_open_room,
     with_residents,
     with_workspace,
-    workspace_bytes,
 )
 from tiered.units import PAGE_BYTES, round_up
 
@@ -135,7 +134,8 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     ).build()
     program = evaluation_program(program)
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
-    known = tier_budgets(run, workspace_bytes(trace, run.batch.num_micro_batches) + unpacking)
+    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches)
+    known = tier_budgets(run, workspace + unpacking)
     known = with_workspace(known, score_bytes(run, top_k, width), "ram")
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
@@ -247,9 +247,7 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
     unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
-    if not program.sharding.shares.are_whole:
-        whole = ranked_workspace_bytes(graph, program)
-    return workspace_bytes(trace, run.batch.num_micro_batches) + logits + unpacking + whole
+    return step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches) + logits + unpacking + whole
 
 
 def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> RunSpec:

@@ -18,12 +18,13 @@ import torch
 from megatrain.base.timeline import TimedOp, Timeline
 from megatrain.engine.environment import give_back_freed_memory
 from megatrain.engine.step import StepEngine
+from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine.machine import available_ram_bytes, load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import MeasuredTicks
-from megatrain.plan.planner import step_workspace_bytes, unpacking_bytes
+from megatrain.plan.planner import unpacking_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
@@ -219,7 +220,7 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.run.grad_dtype, plan.num_micro_batches)
+    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.num_micro_batches)
     workspace += plan.kept_bytes + unpacking_bytes(plan.graph, trace, plan.program, plan.device)
     blocks = plan.program.blocks
     give_back_freed_memory()  # else what steps leave in the heap counts as memory of libraries afterwards

@@ -101,14 +101,11 @@ class Traffic:
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
-        for op in tape.ops:
-            for link, nbytes in self._program.direction_bytes(op.tick).items():
-                moved[link] += nbytes
         if not self._program.sharding.shares.are_whole:
             moved.update(dict.fromkeys(self._program.links_between_ranks(), 0))
-            for op in tape.ops:
-                for link, nbytes in self._program.collective_bytes(op.tick).items():
-                    moved[link] += nbytes
+        for op in tape.ops:
+            for link, nbytes in op.beside.items():
+                moved[link] += nbytes
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:

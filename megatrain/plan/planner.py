@@ -27,15 +27,14 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
-    layouts_of_unit,
     saving_attention,
     state_key,
     stored_keys,
     unpacked_bytes,
 )
-from megatrain.engine.ranked import ranked_workspace_bytes
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.trace import trace_visits
+from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting_rows
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
 from megatrain.models.folder import ModelFolderError
@@ -66,7 +65,7 @@ from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -423,7 +422,7 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        workspace = step_workspace_bytes(graph, trace, program, run.grad_dtype, run.num_together)
+        workspace = step_workspace_bytes(graph, trace, program, run.num_together)
         budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, nbytes in _update_workspace_bytes(subject, program).items():
@@ -476,7 +475,7 @@ def _place(
         passing = _keeping_parts(passing, 1 if in_head else held.recompute.kept_parts)
         if passes_parts:
             return solved(passing)
-        waiting = passing_bytes(graph, trace, passing, run.num_together)
+        waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
         # Twice, since the head makes logits once more where parts pass.
         best, other = (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
         try:
@@ -732,7 +731,9 @@ def parts_without_room(trace: VisitTrace) -> int:
     """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
     if trace.head_parts == 1:
         return 1
-    free = max(0, _inside_nbytes(trace) - trace.head_nbytes)
+    trunk = (visit for visit in trace.visits if not visit.is_head)
+    fullest = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
+    free = max(0, fullest - trace.head_nbytes)
     return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
 
 
@@ -740,28 +741,6 @@ def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
     """Return whether a tier has room for all blocks of a step beside the workspace."""
     blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
     return blocks + budget.workspace_bytes <= budget.capacity_bytes
-
-
-def workspace_bytes(trace: VisitTrace, num_micro_batches: int, kept_parts: int = 1) -> int:
-    """Return what the compute device holds outside blocks at its fullest.
-
-    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
-    one micro-batch at a time is computed.
-
-    Args:
-        trace: of the model.
-        num_micro_batches: that are there together.
-        kept_parts: parts of the vocabulary whose logits are kept for the second pass of the head.
-    """
-    streams = max((visit.held_nbytes for visit in trace.visits), default=0)
-    head = trace.head_nbytes + (kept_parts - 1) * trace.head_part_nbytes
-    return round_up(2 * num_micro_batches * streams + max(_inside_nbytes(trace), head), PAGE_BYTES)
-
-
-def _inside_nbytes(trace: VisitTrace) -> int:
-    """Return what one visit takes at its fullest, those of the head left out."""
-    trunk = (visit for visit in trace.visits if not visit.is_head)
-    return max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
 
 
 def teacher_bytes(run: RunSpec) -> int:
@@ -778,63 +757,6 @@ def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier:
     return found
 
 
-def gradient_sums_bytes(
-    graph: ModelGraph,
-    trace: VisitTrace,
-    grad_dtype: torch.dtype,
-    by_part: Collection[tuple[int, str]] = (),
-    num_open_sums: int = 1,
-) -> int:
-    """Return what the fp32 sums of gradients take that are not the blocks themselves, at the fullest visit.
-
-    Args:
-        graph: the model.
-        trace: of the model.
-        grad_dtype: of gradients at rest: with another one than fp32 no sum is a block, else the first one is.
-        by_part: as in the program.
-        num_open_sums: of micro-batches, see ``Lanes.most_open_sums``.
-    """
-    num_sums = num_open_sums - (grad_dtype == torch.float32)
-    if not num_sums:
-        return 0
-
-    def nbytes(visit: int, layout: UnitLayout) -> int:
-        if not layout.trainable:
-            return 0
-        return 4 * (max(map(len, layout.parts)) if (visit, layout.name) in by_part else layout.num_elements)
-
-    nbytes_by_visit = [
-        sum(nbytes(number, graph.layouts[name]) for name in layouts_of_unit(graph, visit.unit))
-        for number, visit in enumerate(trace.visits)
-    ]
-    head = sum(nbytes for nbytes, visit in zip(nbytes_by_visit, trace.visits, strict=True) if visit.is_head)
-    return num_sums * max([head, *nbytes_by_visit])
-
-
-def step_workspace_bytes(
-    graph: ModelGraph, trace: VisitTrace, program: StepProgram, grad_dtype: torch.dtype, num_micro_batches: int
-) -> int:
-    """Return what the compute device holds outside blocks in a step, but for kept graphs.
-
-    Args:
-        graph: the model.
-        trace: of the model.
-        program: of the step.
-        grad_dtype: of gradients at rest.
-        num_micro_batches: that are there together.
-    """
-    if not program.sharding.shares.are_whole:
-        sums = ranked_workspace_bytes(graph, program)
-    else:
-        num_open_sums = program.sharding.own_lanes.most_open_sums
-        sums = gradient_sums_bytes(graph, trace, grad_dtype, program.cuts.passing, num_open_sums)
-    return (
-        workspace_bytes(trace, num_micro_batches, program.recompute.kept_parts)
-        + sums
-        + passing_bytes(graph, trace, program, num_micro_batches)
-    )
-
-
 def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
     """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
 
@@ -844,19 +766,6 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
     return max((spared(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)
-
-
-def passing_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
-    """Return what waits where parts of a gradient pass: rows of all micro-batches, and what comes back to them.
-
-    In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
-    """
-    widths = [graph.layouts[layout].entries[0].shape[-1] for _, layout in program.cuts.passing]
-    return 2 * 4 * num_micro_batches * trace.num_tokens * (max(widths) + _SOFTMAX_NUMBERS) if widths else 0
-
-
-#: Numbers of the loss of one row, and its label, on their way through the parts of the vocabulary.
-_SOFTMAX_NUMBERS = 16
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
 from tiered.units import MiB
 
 if TYPE_CHECKING:
@@ -100,17 +101,10 @@ def _never_at_once(plan: Plan) -> int:
     if not plan.kept_bytes:
         return 0
     trace, program, together = plan.trace, plan.program, plan.run.num_together
-    head_bytes = trace.head_nbytes + (program.recompute.kept_parts - 1) * trace.head_part_nbytes
-    kept_bytes = inside_bytes = fullest_bytes = 0
-    for number, visit in enumerate(trace.visits):
-        if visit.is_head:
-            continue
-        nbytes = max(visit.forward_nbytes, visit.backward_nbytes)
-        own_bytes = visit.graph_nbytes if number in program.recompute.kept_graphs else 0
-        kept_bytes += together * own_bytes
-        inside_bytes = max(inside_bytes, nbytes)
-        fullest_bytes = max(fullest_bytes, kept_bytes - min(own_bytes, nbytes) + nbytes)
-    return kept_bytes + max(inside_bytes, head_bytes) - max(fullest_bytes, kept_bytes + head_bytes)
+    visits = list(visit_transients(plan.graph, trace, program, together))
+    graphs = list(kept_graphs(trace, program, together))
+    kept_bytes = together * sum(trace.visits[visit].graph_nbytes for visit in program.recompute.kept_graphs)
+    return kept_bytes + peak_bytes(visits) - peak_bytes(visits + graphs)
 
 
 def _passes(plan: Plan, ends: Collection[str], tier: str) -> bool:

@@ -233,13 +233,12 @@ class _Replay:
         self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
-        moved = self._plan.program.collective_bytes(op.tick)
-        if not any(moved.values()):
-            return
         # One after the other: what comes from other hosts is passed on to the ranks of this one.
         on_host, across = (
-            max([0, *(nbytes for link, nbytes in moved.items() if at in link)]) for at in (PEER, NETWORK)
+            max([0, *(nbytes for link, nbytes in op.beside.items() if at in link)]) for at in (PEER, NETWORK)
         )
+        if not on_host and not across:
+            return
         moving_s = on_host / self._rates.peer_bytes_per_s + across / self._rates.network_bytes_per_s
         self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + moving_s
         if op.phase == "gather":

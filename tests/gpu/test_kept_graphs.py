@@ -13,10 +13,10 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
-from megatrain.plan.planner import workspace_bytes
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.planned_workspace import planned_workspace
 from tiered import MiB
 
 ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
@@ -57,16 +57,15 @@ def step(config: Any, dtype: torch.dtype, kept: Any, saved: Any = ()) -> tuple[A
 def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
     changes = {"max_position_embeddings": 512} if family != "gpt2" else {"n_positions": 512, "resid_pdrop": 0.1}
     config = tiny_config(family, tied=False, **changes)
-    trace = trace_visits(
-        build_graph(config, dtype=dtype), ROWS, LENGTH, dtype, device="cuda" if virtual is None else "cpu"
-    )
+    graph = build_graph(config, dtype=dtype)
+    trace = trace_visits(graph, ROWS, LENGTH, dtype, device="cuda" if virtual is None else "cpu")
     loss, gradients, _ = step(config, dtype, ())
     kept_loss, kept_gradients, peak = step(config, dtype, range(1000))
     assert kept_loss == loss and kept_gradients.keys() == gradients.keys()
     assert all(torch.equal(kept_gradients[name], gradients[name]) for name in gradients)
     graphs = NUM_MICRO_BATCHES * sum(visit.graph_nbytes for visit in trace.visits if not visit.is_head)
     libraries_bytes = 64 * MiB if virtual is None else 0  # their own workspaces come on top
-    assert peak <= graphs + workspace_bytes(trace, NUM_MICRO_BATCHES) + libraries_bytes
+    assert peak <= graphs + planned_workspace(graph, trace, NUM_MICRO_BATCHES) + libraries_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from fakes.twins import Twins
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.ranked import ranked_workspace_bytes
+from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World
@@ -55,7 +55,7 @@ def train(folder: Path, model: Path, *, ahead: bool, passes: bool = False, **tab
                 result = engine.step(batch, number=number, lr=1e-3)
             found.append((result.loss, result.grad_norm))
         engine.finish_updates()
-        assert 0 < engine.window_bytes <= ranked_workspace_bytes(plan.graph, plan.program)
+        assert 0 < engine.window_bytes <= peak_bytes(collective_transients(plan.graph, plan.program))
     return found, plan.program.sharding.gathers_ahead
 
 

@@ -35,7 +35,7 @@ from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import parts_without_room, plan_run, workspace_bytes
+from megatrain.plan.planner import parts_without_room, plan_run
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.resolve import resolve
@@ -46,6 +46,7 @@ from megatrain.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess, cut_like, joined
+from oracles.planned_workspace import planned_workspace
 from oracles.quantize import quantized_pair
 from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, config_text, run_config
 from processes.worlds import RankResult, digests, run_world, train
@@ -252,7 +253,7 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
         for index, (shape, dtype) in enumerate(visit.saved)
         if index not in visit.reused
     )
-    workspace = workspace_bytes(trace, num_micro_batches, parts_without_room(trace))
+    workspace = planned_workspace(plan.graph, trace, num_micro_batches, parts_without_room(trace))
     return num_micro_batches * saved, workspace, max(visit.held_nbytes for visit in trace.visits)
 
 

@@ -26,6 +26,7 @@ from megatrain.ranks.lanes import micro_batches_of_lane, total
 from megatrain.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model
+from tiered.units import PAGE_BYTES
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 NUM_MICRO_BATCHES = 6
@@ -193,13 +194,14 @@ def test_placement_changes_no_bit_and_what_is_planned_moves(tiny_model: Path, tm
 
 
 def test_open_sums_are_planned(tiny_model: Path, tmp_path: Path) -> None:
-    """A run with L lanes has log2(L) sums of the unit in hand more than a run with one, in fp32."""
+    """A run with L lanes has log2(L) sums more than a run with one, in fp32: of the visit that is fullest with them."""
     plans = {lanes: run(tmp_path / str(lanes), tiny_model, lanes=lanes, num_steps=1).plan for lanes in (1, 2, 8)}
-    graph = plans[1].graph
-    largest = 4 * max(layout.num_elements for layout in graph.layouts.values())
+    layouts = plans[1].graph.layouts
+    layer = 4 * max(layout.num_elements for name, layout in layouts.items() if ".layers." in name)
+    largest = 4 * max(layout.num_elements for layout in layouts.values())
     taken = {lanes: plan.placement.workspace_bytes["ram"] for lanes, plan in plans.items()}
-    assert taken[2] - taken[1] == largest
-    assert taken[8] - taken[1] == 3 * largest
+    for lanes, count in ((2, 1), (8, 3)):
+        assert count * layer - PAGE_BYTES < taken[lanes] - taken[1] < count * largest + PAGE_BYTES
 
 
 def test_adafactor_and_shared_blocks_take_lanes(tiny_model: Path, tmp_path: Path) -> None:

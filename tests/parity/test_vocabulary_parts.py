@@ -24,10 +24,11 @@ from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
 from megatrain.models.graph import ModelGraph, Unit
-from megatrain.plan.planner import parts_without_room, workspace_bytes
+from megatrain.plan.planner import parts_without_room
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.planned_workspace import planned_workspace
 from oracles.tiered_run import config_text, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -315,12 +316,12 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
 
 
 def test_kept_parts_are_in_the_plan() -> None:
-    trace = trace_of(8 * 8192)
-    base = workspace_bytes(trace, 1)
+    graph, trace = build_graph(tiny_config("llama", vocab_size=8 * 8192, tied=False)), trace_of(8 * 8192)
+    base = planned_workspace(graph, trace, 1)
     for parts in range(1, 9):
-        assert 0 <= workspace_bytes(trace, 1, parts) - base <= (parts - 1) * trace.head_part_nbytes + 4096
+        assert 0 <= planned_workspace(graph, trace, 1, parts) - base <= (parts - 1) * trace.head_part_nbytes + 4096
     free = parts_without_room(trace)
-    assert workspace_bytes(trace, 1, free) == base
+    assert planned_workspace(graph, trace, 1, free) == base
 
 
 # -- placements -----------------------------------------------------------------------------------------------------

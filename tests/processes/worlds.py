@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.ranked import describe_collectives, ranked_workspace_bytes
+from megatrain.engine.ranked import describe_collectives
+from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -194,7 +195,7 @@ def train(
         for link, nbytes in engine.moved_bytes.items():
             result.moved[link] = result.moved.get(link, 0) + nbytes
         if not world.is_single:
-            result.window = engine.window_bytes, ranked_workspace_bytes(plan.graph, plan.program)
+            result.window = engine.window_bytes, peak_bytes(collective_transients(plan.graph, plan.program))
             planned = [dealt.workspace_bytes for dealt in plan.program.updates.dealt.values()]
             result.update_window = engine.update_window_bytes, max(planned, default=0)
             assert plan.placement.workspace_bytes["ram"] >= result.update_window[1], "the plan has no room for updates"

@@ -28,10 +28,10 @@ from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
-from megatrain.plan.planner import workspace_bytes
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.planned_workspace import planned_workspace
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -331,7 +331,8 @@ class _PausedSink:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "zaya"])
 def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
     config = tiny_config(family, **(DROPOUT if family == "gpt2" else {}))
-    trace = trace_visits(build_graph(config), 4, 48, torch.float32, head_rows=4)
+    graph = build_graph(config)
+    trace = trace_visits(graph, 4, 48, torch.float32, head_rows=4)
     assert trace.exact
     trunk = [visit for visit in trace.visits if not visit.is_head]
     num_batches, together = 3, 3 if order == "layer" else 1
@@ -346,7 +347,7 @@ def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
             side.step([batch] * num_batches)
         live[keeps], peak[keeps] = side.access.live_at_head, ledger.peak_nbytes
     planned = together * sum(visit.graph_nbytes for visit in trunk)
-    workspace = workspace_bytes(trace, together)
+    workspace = planned_workspace(graph, trace, together)
     assert peak[False] <= workspace
     assert peak[True] <= workspace + planned
     # Inputs of units are often the outputs of those before, and wanted by nobody else: they are counted at both.

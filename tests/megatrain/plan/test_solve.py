@@ -15,8 +15,9 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
 from megatrain.engine.trace import trace_visits
 from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
-from megatrain.plan.planner import filling_bytes, workspace_bytes
+from megatrain.plan.planner import filling_bytes
 from oracles.families import tiny_config
+from oracles.planned_workspace import planned_workspace
 from tiered.schedule import Mode
 from tiered.units import PAGE_BYTES
 
@@ -122,13 +123,14 @@ def test_a_run_moves_its_first_step_the_others_and_what_is_left() -> None:
 
 def test_the_workspace_has_all_streams_twice_and_one_computation() -> None:
     """Between two units each micro-batch has the input of one and the output of the other."""
-    trace = trace_visits(build_graph(tiny_config("llama")), 2, 16, torch.float32)
+    graph = build_graph(tiny_config("llama"))
+    trace = trace_visits(graph, 2, 16, torch.float32)
     streams = max(visit.held_nbytes for visit in trace.visits)
     inside = max(trace.head_nbytes, *(max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits))
     for count in (1, 1000):
-        assert 0 <= workspace_bytes(trace, count) - (2 * count * streams + inside) < PAGE_BYTES
+        assert 0 <= planned_workspace(graph, trace, count) - (2 * count * streams + inside) < PAGE_BYTES
     wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary
-    assert 0 <= workspace_bytes(wide, 1) - (2 * streams + 10 * inside) < PAGE_BYTES
+    assert 0 <= planned_workspace(graph, wide, 1) - (2 * streams + 10 * inside) < PAGE_BYTES
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2 + 4 + 2)])

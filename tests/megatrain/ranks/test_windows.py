@@ -14,7 +14,8 @@ from fakes.twins import Twins
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.ranked import RankedAccess, ranked_workspace_bytes
+from megatrain.engine.ranked import RankedAccess
+from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World
@@ -53,4 +54,4 @@ def test_an_exchange_holds_what_was_planned(
         engine.step(next(make_loader(config, plan)).micro_batches, number=0, lr=1e-3)
         engine.finish_updates()
         assert held_at_once == {lanes.shares_exchanged_at_once(world.rank)}
-        assert engine.window_bytes == ranked_workspace_bytes(plan.graph, plan.program) > 0
+        assert engine.window_bytes == peak_bytes(collective_transients(plan.graph, plan.program)) > 0

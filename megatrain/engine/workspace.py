@@ -1,0 +1,274 @@
+"""The workspace of a step: bytes on a tier's ledger that are in no block, each from one turn of the step to another.
+
+What a visit computes in, sums of gradients beside their blocks, full copies that ranks gather: the engine makes and
+frees these as ticks come and go. Here each is a `Transient`, found from the ticks of the program; what a tier needs
+for them is their sum where the step is fullest (`peak_bytes`), and no formula says it a second time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tiered.units import PAGE_BYTES, round_up
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import BlockPlan, Group, Phase, StepProgram, Tick, VisitTrace
+    from megatrain.models.graph import ModelGraph
+
+__all__ = [
+    "Transient",
+    "collective_transients",
+    "kept_graphs",
+    "peak_bytes",
+    "step_workspace_bytes",
+    "visit_transients",
+    "waiting_rows",
+]
+
+#: A tick, and a place in it: 0 before any of its groups passes, 2n + 1 and 2n + 2 while its n-th does.
+Turn = tuple[int, int]
+_END = sys.maxsize
+
+_FP32_BYTES = 4
+#: Numbers of the loss of one row, and its label, on their way through the parts of the vocabulary.
+_SOFTMAX_NUMBERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Transient:
+    """Memory of the compute tier that is in no block, for some turns of a step.
+
+    Attributes:
+        name: What it holds.
+        nbytes: Its size.
+        first: The turn in which it is made.
+        last: The last turn that has it.
+    """
+
+    name: str
+    nbytes: int
+    first: Turn
+    last: Turn
+
+    @classmethod
+    def of_tick(cls, name: str, nbytes: int, tick: int) -> Transient:
+        """Return memory that is there for a whole tick."""
+        return cls(name, nbytes, (tick, 0), (tick, _END))
+
+
+def peak_bytes(transients: Iterable[Transient]) -> int:
+    """Return the bytes of those that are there at once, where they are most."""
+    changes: list[tuple[Turn, bool, int]] = []
+    for each in transients:
+        changes += [(each.first, False, each.nbytes), (each.last, True, -each.nbytes)]
+    live = most = 0
+    for _, _, change in sorted(changes):  # what a turn makes is there beside what it frees
+        live += change
+        most = max(most, live)
+    return most
+
+
+def step_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+    """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs.
+
+    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
+    one micro-batch at a time is computed.
+
+    Args:
+        graph: The model.
+        trace: Its visits.
+        program: Its step, or pass.
+        num_micro_batches: Micro-batches that are there together.
+    """
+    streams = 2 * num_micro_batches * max((visit.held_nbytes for visit in trace.visits), default=0)
+    in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches))
+    # Collectives may have a stream of their own on a device: neither takes the memory that the other one has freed.
+    return round_up(streams + in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
+
+
+def visit_transients(
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
+) -> Iterator[Transient]:
+    """Yield what visits compute in: their own workspace, sums of gradients that are no blocks, rows that wait."""
+    for number, tick in enumerate(program.ticks):
+        nbytes = _computing_bytes(trace, program, tick)
+        if nbytes:
+            yield Transient.of_tick("computing", nbytes, number)
+        if program.sharding.shares.are_whole and tick.phase in ("head", "backward"):
+            yield from _sums(program, number)
+    yield from waiting_rows(graph, trace, program, num_micro_batches)
+
+
+def kept_graphs(trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> Iterator[Transient]:
+    """Yield the graphs that wait for their backward; one of them is in what its own visit computes in, too."""
+    ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
+    for visit in program.recompute.kept_graphs:
+        first, last = ticks["forward", visit], ticks["backward", visit]
+        nbytes = num_micro_batches * trace.visits[visit].graph_nbytes
+        for number in (first, last):
+            counted = min(trace.visits[visit].graph_nbytes, _computing_bytes(trace, program, program.ticks[number]))
+            yield Transient.of_tick("kept graph", nbytes - counted, number)
+        yield Transient("kept graph", nbytes, (first + 1, 0), (last - 1, _END))
+
+
+def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int:
+    if tick.phase == "head":
+        return trace.head_nbytes + (program.recompute.kept_parts - 1) * trace.head_part_nbytes
+    if tick.phase == "forward":
+        return trace.visits[tick.visit].forward_nbytes
+    return trace.visits[tick.visit].backward_nbytes if tick.phase == "backward" else 0
+
+
+def _sums(program: StepProgram, number: int) -> Iterator[Transient]:
+    """Yield the fp32 sums of a visit's gradients, one for each open sum of lanes. In fp32 the block is the first."""
+
+    def nbytes(group: Group) -> int:
+        blocks = [program.contents(number, key) for key, mode in group if mode != "r"]
+        return sum(
+            _FP32_BYTES
+            * block.num_elements
+            * (program.sharding.own_lanes.most_open_sums - (block.dtype == torch.float32))
+            for block in blocks
+            if block.kind == "gradients"
+        )
+
+    tick = program.ticks[number]
+    yield Transient.of_tick("sums", nbytes(tick.held), number)
+    for turn, group in enumerate(tick.passing):
+        yield Transient("sums of a part", nbytes(group), (number, 2 * turn + 1), (number, 2 * turn + 2))
+
+
+def waiting_rows(
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
+) -> Iterator[Transient]:
+    """Yield what waits while parts of a gradient pass: rows of all micro-batches, and what comes back to them.
+
+    In the head these are its inputs with their gradients, in fp32, and in an embedding the rows to be added.
+    """
+    widths: dict[int, int] = {}
+    head = [number for number, visit in enumerate(trace.visits) if visit.is_head]
+    for visit, layout in program.cuts.passing:
+        announced = head[0] if visit in head else visit
+        widths[announced] = max(widths.get(announced, 0), graph.layouts[layout].entries[0].shape[-1])
+    for number, tick in enumerate(program.ticks):
+        if tick.phase in ("forward", "head", "backward") and tick.visit in widths:
+            width = widths[tick.visit] + _SOFTMAX_NUMBERS
+            nbytes = 2 * _FP32_BYTES * num_micro_batches * trace.num_tokens * width
+            yield Transient.of_tick("rows that wait", nbytes, number)
+
+
+def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[Transient]:
+    """Yield full copies of weights, sums of gradients, and what is received for them; nothing of one process.
+
+    A full copy is there from its gather to the end of the tick that it serves, a sum from there to the exchange of its
+    last part. Those of a part that passes are there within its tick.
+    """
+    if not program.sharding.shares.are_whole:
+        yield from _Collectives(graph, program).transients()
+
+
+class _Collectives:
+    """Follows what the collectives of a program make, tick by tick."""
+
+    def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
+        self._graph, self._program = graph, program
+        self._lanes, self._shares, self._own_lanes = (
+            program.sharding.lanes,
+            program.sharding.shares,
+            program.sharding.own_lanes,
+        )
+        self._num_sums = len(self._lanes.sums_of_rank(self._shares.rank))
+        # On a GPU sums are sent while the next visit runs.
+        self._sends_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
+        self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that they are for: gathers, in order
+        self._served: dict[tuple[Phase, int], int] = {}  # the last tick of each visit
+
+    def transients(self) -> Iterator[Transient]:
+        for number, tick in enumerate(self._program.ticks):
+            if tick.phase == "gather":
+                assert tick.serves is not None
+                self._gathered.setdefault((tick.serves, tick.visit), deque()).append(number)
+                yield from self._beside_a_gather(number)
+            elif tick.phase == "exchange":
+                yield from self._of_an_exchange(number)
+            elif tick.phase != "update":
+                yield from self._of_a_visit(number)
+
+    def _beside_a_gather(self, number: int) -> Iterator[Transient]:
+        """Yield what a gather receives from other hosts, for one share at a time."""
+        shares = [self._program.gathered_bytes(key) for key, _ in self._program.ticks[number].held]
+        yield Transient.of_tick("received weights", self._lanes.shares_gathered_beside() * max(shares), number)
+
+    def _of_a_visit(self, number: int) -> Iterator[Transient]:
+        tick = self._program.ticks[number]
+        served = tick.phase, tick.visit
+        self._served[served] = number
+        if self._gathered.get(served):
+            gather = self._gathered[served].popleft()
+            for nbytes in self._full_bytes(gather).values():
+                yield Transient("full copy", nbytes, (gather, 0), (number, _END))
+        for turn, group in enumerate(tick.passing):
+            yield from self._of_parts(number, turn, group)
+
+    def _of_an_exchange(self, number: int) -> Iterator[Transient]:
+        """Yield the sums that a visit has made, and what an exchange receives for one part of them after the other."""
+        tick = self._program.ticks[number]
+        assert tick.serves is not None
+        made = self._served[tick.serves, tick.visit]
+        sums = self._full_bytes(number)
+        open_sums = self._own_lanes.most_open_sums - self._num_sums
+        yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
+        at_once = self._lanes.shares_exchanged_at_once(self._shares.rank)
+        last: dict[str, int] = {}  # the turn of a layout's last part
+        for turn, block in enumerate(self._exchanged(number)):
+            last[block.whole] = turn
+            nbytes = at_once * _FP32_BYTES * block.num_elements
+            yield Transient("received sums", nbytes, (number, 2 * turn + 1), (number, 2 * turn + 1))
+        for whole, turn in last.items():
+            until = (self._next_visit(number), _END) if self._sends_beside else (number, 2 * turn + 1)
+            yield Transient("sums", sums[whole], (made, 0), until)
+
+    def _next_visit(self, number: int) -> int:
+        """Return the next tick of the model; the last one of all, if there is none."""
+        ticks = self._program.ticks
+        later = range(number + 1, len(ticks))
+        return next((at for at in later if ticks[at].phase in ("forward", "head", "backward")), len(ticks) - 1)
+
+    def _of_parts(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
+        """Yield what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
+        using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)  # the weight goes before the exchange
+        beside = open_sums = 0
+        for key, mode in group:
+            block = self._program.contents(number, key)
+            if self._program.is_gathered(key):
+                nbytes = self._program.gathered_bytes(key)
+                yield Transient("full copy of a part", self._shares.size * nbytes, using, using)
+                beside = self._lanes.shares_gathered_beside() * nbytes
+            elif block.kind == "gradients" and mode != "r":
+                num_sums = len(self._own_lanes.subtrees)
+                nbytes = _FP32_BYTES * self._shares.size * block.num_elements
+                yield Transient("sums of a part", num_sums * nbytes, using, exchanging)
+                open_sums += (self._own_lanes.most_open_sums - num_sums) * nbytes
+                received = self._lanes.shares_exchanged_at_once(self._shares.rank) * _FP32_BYTES * block.num_elements
+                yield Transient("received sums", received, exchanging, exchanging)
+        # The weight is gathered before anything is added up.
+        yield Transient("received weights, or open sums", max(beside, open_sums), using, using)
+
+    def _exchanged(self, number: int) -> list[BlockPlan]:
+        return [self._program.contents(number, group[0][0]) for group in self._program.ticks[number].passing]
+
+    def _full_bytes(self, number: int) -> dict[str, int]:
+        """Return the bytes of each full copy that a tick gathers, or of the sums that it exchanges, by key."""
+        program, is_gather = self._program, self._program.ticks[number].phase == "gather"
+        blocks = [program.blocks[key] for key, _ in program.ticks[number].held] + self._exchanged(number)
+        return {
+            block.whole: program.full_elements(self._graph.layouts[block.whole.rpartition("/")[0]])
+            * (program.gathered_dtype(block.key).itemsize if is_gather else _FP32_BYTES * self._num_sums)
+            for block in blocks
+        }
