@@ -1,0 +1,111 @@
+"""Transients: memory outside of blocks, from turn to turn of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatrain.engine.program import BlockPlan, Cuts, ProgramBuilder, StepProgram, Tick, keeping_graphs
+from megatrain.engine.trace import trace_visits
+from megatrain.engine.workspace import (
+    Transient,
+    collective_transients,
+    kept_graphs,
+    peak_bytes,
+    step_workspace_bytes,
+    visit_transients,
+)
+from megatrain.models.graph import build_graph
+from megatrain.optim.elementwise import AdamW
+from megatrain.ranks.lanes import Lanes
+from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Sharding, Shares
+from oracles.families import tiny_config
+from tiered.units import PAGE_BYTES
+
+
+def test_the_peak_is_what_is_there_at_once() -> None:
+    whole = Transient.of_tick("whole tick", 10, 3)
+    first, second = Transient("first part", 5, (3, 1), (3, 1)), Transient("second part", 7, (3, 2), (3, 2))
+    assert peak_bytes([]) == 0
+    assert peak_bytes([whole, first, second]) == 17  # one part after the other
+    assert peak_bytes([first, replace(second, first=(3, 1))]) == 12
+    # What begins in the last turn of another is there beside it; in the next tick it is not.
+    assert peak_bytes([first, Transient("meets", 1, (3, 1), (9, 0))]) == 6
+    assert peak_bytes([whole, Transient.of_tick("later", 10, 4)]) == 10
+
+
+def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[StepProgram, int, int]:
+    """Return the program of a tiny model, the elements of its largest visit, and its workspace."""
+    graph = build_graph(tiny_config("llama", tied=False))
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    lanes = Lanes.all_of(num_lanes, 8)
+    program = ProgramBuilder(
+        graph,
+        trace,
+        num_micro_batches=8,
+        order="layer",
+        compute_tier="ram",
+        optimizer=AdamW(),
+        grad_dtype=dtype,
+        sharding=Sharding(own_lanes=lanes),
+    ).build()
+    largest = max(layout.num_elements for layout in graph.layouts.values())
+    return program, largest, step_workspace_bytes(graph, trace, program, 8)
+
+
+@pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
+def test_sums_beside_the_blocks_of_gradients_are_counted_where_they_are_made(
+    num_lanes: int, dtype: torch.dtype, num_sums: int
+) -> None:
+    """A block in fp32 is a sum itself; of each visit its own are there, not those of the largest."""
+    _, largest, plain = program_of(1)
+    _, _, with_sums = program_of(num_lanes, dtype)
+    assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
+
+
+def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
+    graph = build_graph(tiny_config("llama"))
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    plain = ProgramBuilder(
+        graph, trace, num_micro_batches=3, order="layer", compute_tier="ram", optimizer=AdamW()
+    ).build()
+    program = keeping_graphs(plain, frozenset({2, 3}))
+    waiting = list(kept_graphs(trace, program, 3))
+    assert peak_bytes(waiting) == 3 * (trace.visits[2].graph_nbytes + trace.visits[3].graph_nbytes)
+    visits = list(visit_transients(graph, trace, program, 3))
+    assert peak_bytes(visits) < peak_bytes([*visits, *waiting]) <= peak_bytes(visits) + peak_bytes(waiting)
+
+
+def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> None:
+    """Two ranks with one share each of a layout: two gathers ahead hold two full copies."""
+    graph = build_graph(tiny_config("llama"))
+    layout = next(iter(graph.layouts.values()))
+    length = SHARE_BLOCK_ELEMENTS  # of the share of each rank
+    weight, gradient = f"{layout.name}/weight", f"{layout.name}/grad.0"
+    blocks = {
+        weight: BlockPlan(weight, "weights", length, torch.float32),
+        gradient: BlockPlan(gradient, "gradients", length, torch.float32),
+    }
+    held, summed = ((weight, "r"),), (((gradient, "w"),),)
+    ticks = (
+        Tick("gather", 0, held, serves="forward"),  # type: ignore[arg-type]
+        Tick("gather", 0, held, serves="backward"),  # type: ignore[arg-type]
+        Tick("forward", 0, ()),
+        Tick("backward", 0, ()),
+        Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
+    )
+    sharding = Sharding(Shares(0, 2), RankLanes(2, 2), Lanes.of_rank(0, 2, 2, 2))
+    program = StepProgram(blocks, ticks, "ram", cuts=Cuts(), sharding=sharding)
+    found = list(collective_transients(graph, program))
+    full = 4 * 2 * length
+    copies = [each for each in found if each.name == "full copy"]
+    assert [(each.nbytes, each.first[0], each.last[0]) for each in copies] == [(full, 0, 2), (full, 1, 3)]
+    (sums,) = (each for each in found if each.name == "sums")
+    assert (sums.nbytes, sums.first[0], sums.last[0]) == (full, 3, 4)
+    (received,) = (each for each in found if each.name == "received sums")
+    assert received.nbytes == 2 * 4 * length  # both ranks' sums of the share
+    assert peak_bytes(found) == 2 * full
+    alone = replace(program, sharding=Sharding())
+    assert not list(collective_transients(graph, alone))
