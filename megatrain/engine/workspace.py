@@ -170,11 +170,11 @@ def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[T
     last part. Those of a part that passes are there within its tick.
     """
     if not program.sharding.shares.are_whole:
-        yield from _Collectives(graph, program).transients()
+        yield from _CollectiveMemory(graph, program).transients()
 
 
-class _Collectives:
-    """Follows what the collectives of a program make, tick by tick."""
+class _CollectiveMemory:
+    """Follows what the collectives of a program take, tick by tick."""
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
