@@ -96,7 +96,7 @@ class TracedVisit:
         saved: `(shape, dtype)` of every activation that is offloaded until the backward.
         reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
             one block for both.
-        chance_of_no_token: Of experts of a mixture, that a token goes to none of them, if it goes to any as likely.
+        chance_of_no_token: That a token goes to none of a mixture's experts here, if it goes to any as likely.
         held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
             tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
@@ -201,7 +201,7 @@ class BlockPlan:
         part_of: key that all parts together would have; empty: it is no part.
         in_folder: it is never written, and the model's folder has its contents: no checkpoint needs to hold it.
         in_place: and it can be read from there each time that it is used: its home may be the folder.
-        num_packed: of a block of packed bytes, the elements that they are unpacked to.
+        num_packed: The elements that a block of packed bytes is unpacked to.
     """
 
     key: str
@@ -244,7 +244,7 @@ class Tick:
         passing: groups of (key, mode) leased one after the other within it, the blocks of a group together: an
             activation of a micro-batch, or one part of a layout's state and gradient.
         spent: keys whose contents are dead after the tick: discarded, never written back.
-        serves: of ``gather`` and ``exchange``, the phase of the visit's tick that it brings weights to, or takes
+        serves: For ``gather`` and ``exchange``: the phase of the visit's tick that it brings weights to, or takes
             gradients from. With several ranks, parts that pass are gathered and exchanged within the visit's own tick.
     """
 
@@ -575,7 +575,7 @@ class BlockAccess(Protocol):
         """Note of visits, the present one and later, which will leave their weights where they are; and backward.
 
         Args:
-            visits: of all experts of a layer.
+            visits: Those of all experts of a layer.
             idle: those to which no token goes.
         """
 
@@ -602,8 +602,8 @@ class MatrixParts(Protocol):
     """A matrix whose rows are in several blocks.
 
     Attributes:
-        shape: of the matrix.
-        rows: of each part.
+        shape: [rows, columns] of the matrix.
+        rows: Which rows each part has.
         passes: whether one part is leased at a time, each once in a tick; else all are there.
     """
 
@@ -753,9 +753,9 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
     A block of an average takes the place of one of the weight; of a weight that is not cut, as its state is, all do.
 
     Args:
-        program: of an evaluation pass.
+        program: An evaluation pass.
         graph: the model.
-        kind: of state that averages are.
+        kind: The kind of state that averages are.
     """
     keys, read = dict[str, Sequence[str]](), dict[str, Group]()
     for layout in graph.layouts.values():
@@ -1164,7 +1164,7 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
     """Yield for each tick of a pass the ticks that come before it and gather weights.
 
     Args:
-        ticks: of the running model.
+        ticks: Forward, head and backward of the running model, in order.
         weights: that each of them uses.
         ahead: how many ticks before it is needed a weight is gathered.
     """
@@ -1222,10 +1222,10 @@ def weight_block(
     """Return the block of a layout's weights where it is one.
 
     Args:
-        layout: of the weights.
-        num_elements: of them that the block holds: all, or a rank's share.
+        layout: Where the parameters lie in it.
+        num_elements: How many of them the block holds: all, or a rank's share.
         dtype: that layers compute in.
-        packing: of packed bytes; None: the weights themselves.
+        packing: How the block's bytes are unpacked; None: it holds the weights themselves.
         in_folder: as in ``BlockPlan``.
         in_place: it can be read from the folder, if it is there.
     """

@@ -97,7 +97,7 @@ class ThreadModes:
         """Run under these modes, and under those of before afterwards.
 
         Args:
-            cache_enabled: Of autocast's cache of cast weights; None: as in these modes.
+            cache_enabled: Whether autocast caches weights that it casts; None: as in these modes.
         """
         outer = ThreadModes.current(self.autocast[-1][0])
         self.restore()

@@ -35,8 +35,8 @@ class BlockUse:
 
     Attributes:
         tick: position in the step.
-        mode: of the lease.
-        tier: of the lease.
+        mode: How the block is leased.
+        tier: Where the block is leased.
         is_last: its contents are dead afterwards.
         is_pinned: its copy is to stay in ``tier`` until the next use.
     """
@@ -53,7 +53,7 @@ class Pinned:
     """A copy away from home that is pinned until its next use.
 
     Attributes:
-        tier: of the copy.
+        tier: Where the copy is.
         is_newer: it changed, and home still has the contents of before.
     """
 
@@ -66,8 +66,8 @@ class Use:
     """One lease of a block, with all that it moves.
 
     Attributes:
-        key: of the block.
-        mode: of the lease.
+        key: Names the block.
+        mode: How the block is leased.
         was_pinned: the copy was pinned for this use.
         fetches: the contents come from home.
         release: what becomes of the copy afterwards.
@@ -88,7 +88,7 @@ def follow(
     """Follow the copy of one block through its uses in a step: the one rule of what moves.
 
     Args:
-        key: of the block.
+        key: Names the block.
         accesses: in order.
         home: tier of the block.
         pinned: the copy that an earlier step left for the first use.
@@ -123,7 +123,7 @@ class Op:
         tick: position in the step; the schedule numbers it the same.
         phase: as in ``Tick``.
         visit: as in ``Tick``.
-        tier: of its leases.
+        tier: Where its blocks are leased.
         held: leased together for the whole tick.
         passing: groups leased one after the other within it; of an update, none where all parts are at home.
         serves: as in ``Tick``.
@@ -179,9 +179,9 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        program: of the step.
-        homes: of the placement.
-        stays: of the placement.
+        program: The step.
+        homes: Block key -> tier.
+        stays: Which copies wait for which next use.
         updates: include the deferred updates, which finish the step before.
         passes: include its own ticks: forward, head, backward.
         pinned: copies that the previous tape left.
@@ -217,7 +217,7 @@ class TapeStore:
     """Carries out on a store what a tape says of copies. Used by the thread that runs the step.
 
     Args:
-        store: of the blocks.
+        store: Has the blocks.
         homes: block key -> tier.
     """
 
@@ -239,7 +239,7 @@ class TapeStore:
 
         Args:
             use: a read.
-            tier: of the op.
+            tier: Where the op leased them.
         """
         assert use.mode == "r", use
         if use.release is Release.HOME:
@@ -260,8 +260,8 @@ class TapeStore:
         """Release copies as the tape says. Call it after their leases have ended.
 
         Args:
-            uses: of the copies.
-            tier: of the op.
+            uses: What the leases were for.
+            tier: Where the op leased them.
         """
         for release, alike in groupby(uses, lambda use: use.release):
             if release is Release.DISCARD:

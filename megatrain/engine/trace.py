@@ -695,9 +695,9 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts work and the bytes of live storages, and makes up the values that fake tensors do not have.
 
     Attributes:
-        live_nbytes: of the storages alive now.
+        live_nbytes: Bytes of the storages alive now.
         peak_nbytes: largest ``live_nbytes`` since this was reset.
-        work: of the operators since this was reset.
+        work: What the operators did since this was reset.
         new_nbytes: by storage, of those alive that were made since this was cleared.
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
@@ -930,8 +930,8 @@ class StepFlops:
     in full, as kernels are rated; the optimizer not.
 
     Attributes:
-        model: of one forward and one backward of the tokens that are not padding.
-        hardware: of all that was computed, recomputed forwards and padding included.
+        model: Operations of one forward and one backward of the tokens that are not padding.
+        hardware: All operations that ran, recomputed forwards and padding included.
     """
 
     model: int = _NO_FLOPS
@@ -959,7 +959,7 @@ def step_flops(
     the traced length, which is too much where rows are shorter.
 
     Args:
-        trace: of the model.
+        trace: The visits of one micro-batch.
         num_places: tokens of all micro-batches, padding included.
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.

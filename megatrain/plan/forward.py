@@ -96,9 +96,9 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
     """Return the RAM that the scores of a pass take until they are written.
 
     Args:
-        run: of the pass.
+        run: A step of it is the pass.
         top_k: words for each token.
-        width: of an embedding; 0: there are none.
+        width: Numbers of an embedding; 0: there are none.
     """
     return _COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
 
@@ -109,7 +109,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     Args:
         run: as ``forward_run`` returns it; a step of it is a pass.
         top_k: likeliest words of each token.
-        width: of an embedding of each document; 0: there are none.
+        width: Numbers of each document's embedding; 0: there are none.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -170,7 +170,7 @@ class GenerationPlan:
     """How prompts are continued.
 
     Attributes:
-        plan: of a pass that makes a token of each of them; its program takes the cache from its blocks.
+        plan: A pass that makes a token of each of them; its program takes the cache from its blocks.
         first: program of the pass that fills the cache.
     """
 
@@ -254,7 +254,7 @@ def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> 
     """Return a run whose steps are batches of prompts.
 
     Args:
-        run: of the model.
+        run: What its model is, and where its blocks may live.
         rows: prompts of a micro-batch, at most ``num_prompts``.
         num_prompts: that are together, at least; the last micro-batch may have room for more.
         max_length: tokens of a prompt and its completion.
@@ -270,7 +270,7 @@ def plan_averages(plan: Plan) -> Plan:
     They are streamed in fp32, and rounded for each visit. The room of gradients and activations is free then.
 
     Args:
-        plan: of a run with averages.
+        plan: A run with averages.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -301,7 +301,7 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
     token, as the rows of a micro-batch stay.
 
     Args:
-        plan: of the run.
+        plan: The run between whose steps this is.
         rows: prompts of a micro-batch.
         num_prompts: that there are.
         max_length: tokens of the longest prompt and its completion.

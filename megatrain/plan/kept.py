@@ -48,8 +48,8 @@ class GraphKeeper:
     """Chooses the visits of one program whose graphs are kept, and those that save attention's results.
 
     Args:
-        program: of a step that keeps none.
-        budgets: of a step that keeps none.
+        program: A step that keeps none.
+        budgets: The tiers of such a step, with its workspace.
         allowed: as for the solver.
         num_together: micro-batches whose graphs are there at once.
     """

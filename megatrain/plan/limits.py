@@ -37,7 +37,7 @@ class Objection:
     """One thing that speaks against running a config on this machine.
 
     Attributes:
-        key: of the config.
+        key: The config's key that asks for it.
         text: what is wrong, as a sentence without a full stop.
         advice: what to do.
         kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
@@ -66,8 +66,8 @@ class DrivePath:
         key: ``tiers.nvme.0``.
         spec: as configured.
         file_system: that holds the path, or will.
-        free_bytes: of the file system.
-        total_bytes: of the file system.
+        free_bytes: What the file system has left.
+        total_bytes: The size of the file system.
     """
 
     key: str

@@ -208,7 +208,7 @@ def measure_ticks(
     Args:
         budget_s: about how long; a step of one micro-batch is timed ``LEAST_STEPS`` times whatever that takes.
         kind_bytes: see ``SharedMemoryTier``; less where the RAM tier is small.
-        flops_per_s: of matrix products; None: not known.
+        flops_per_s: Rate of matrix products; None: not known.
 
     Raises:
         NotMeasurableError: not on a GPU; RAM is too small; one micro-batch would compute for minutes.

@@ -53,8 +53,8 @@ class Traffic:
 
     Args:
         order: names of the tiers, fast to slow.
-        homes: of the placement.
-        stays: of the placement.
+        homes: Block key -> tier.
+        stays: Which copies wait for which next use.
         direct: pairs of tiers that are no neighbours and have a link between them.
     """
 
@@ -124,7 +124,7 @@ class Stay:
         stop: ticks of the two uses; ``stop`` may lie in the next step, then it is not later.
         between: the ticks between them, at which it takes room that it would not take anyway.
         ends: which of the two uses are such ticks as well.
-        nbytes: of its slot.
+        nbytes: Bytes of its slot.
     """
 
     key: str
@@ -273,7 +273,7 @@ class BufferRoom:
     """Room for the copies of any two ticks in a row, each size in buffers of its own.
 
     Args:
-        copies: of every tick.
+        copies: How many copies of each size a tick needs, tick by tick.
         room_bytes: that there are for them.
     """
 
@@ -311,7 +311,7 @@ class Residency:
     """What is given about homes in the compute tier, where that is not RAM.
 
     Attributes:
-        kinds: of blocks whose home the planner may put there.
+        kinds: Kinds of blocks whose home the planner may put there.
         bus_s_per_byte: what a byte between it and RAM costs.
         host_update_s_per_element: what it costs that a weight is updated in RAM. On a machine that was not measured 1
             and 0: then bytes decide.
@@ -347,7 +347,7 @@ class ResidentChooser:
     """Chooses residents of the compute tier, greedily.
 
     Args:
-        slot_bytes: of that tier, for contents of so many bytes.
+        slot_bytes: What contents of so many bytes take in that tier.
     """
 
     def __init__(self, program: StepProgram, residency: Residency, slot_bytes: Callable[[int], int]) -> None:
@@ -418,7 +418,7 @@ class ResidentChooser:
         """Move blocks, those first that save most per byte.
 
         Args:
-            homes: of all blocks; seen as they change.
+            homes: Block key -> tier; seen as they change.
             try_move: makes the tier their home, or says that they do not fit.
             is_needed: where given, blocks go on moving as long as it says so, even if that costs time.
         """
@@ -538,9 +538,9 @@ class ResidentChooser:
         """Return the bytes that some blocks move over the bus in a step, and the elements updated in RAM.
 
         Args:
-            keys: of the blocks.
-            homes: of all blocks.
-            tiers: of ticks that have others than now.
+            keys: Names the blocks.
+            homes: Block key -> tier.
+            tiers: Tick -> its tier, of ticks that have others than now.
         """
         moved, num_moves = 0, dict[tuple[str, str], int]()  # parts are used alike
         for key in keys:
@@ -650,9 +650,9 @@ class TierBudget:
         workspace_bytes: taken by what is no block.
         generations: committed sets of the durable blocks at home there, beside the live one.
         filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
-        residency: of the compute tier, if it is not RAM.
+        residency: What decides about homes in the compute tier, if it is not RAM.
         direct_to: tiers, not neighbours, that copies come from and go to without passing those between.
-        num_processes: of this host, which have as much each; the config gives the size of all.
+        num_processes: Processes on this host, which have as much each; the config gives the size of all.
     """
 
     name: str

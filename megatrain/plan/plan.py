@@ -59,12 +59,12 @@ class BatchSpec:
     """The tokens of a step, and their cut into micro-batches.
 
     Attributes:
-        num_rows: of ``max_length`` tokens in a step.
+        num_rows: Rows of ``max_length`` tokens in a step.
         max_length: tokens in a row.
-        given_rows: of a micro-batch; None: as many as come nearest to ``aimed_tokens``.
+        given_rows: Rows of a micro-batch; None: as many as come nearest to ``aimed_tokens``.
         single_rows: without ``given_rows``: the kernels keep packed documents apart in micro-batches of one row only.
         order: "layer": each layer runs for all micro-batches before the next.
-        aimed_tokens: of a micro-batch; see ``MICRO_BATCH_TOKENS``.
+        aimed_tokens: Tokens that a micro-batch should have; see ``MICRO_BATCH_TOKENS``.
         num_lanes: in which the gradients of micro-batches are added (``ranks/lanes.py``); None: one for each rank,
             which a ``RunSpec`` of several settles.
         rows_per_example: that belong together in a micro-batch.
@@ -121,10 +121,10 @@ class RunSpec:
         name: What the run is called.
         task: What it trains for; a name of ``megatrain.tasks.known``.
         output_dir: folder of the run.
-        seed: of dropout and random weights.
+        seed: Decides about dropout and random weights.
         device: that computes.
         dtype: that layers compute in.
-        grad_dtype: of gradients between two visits.
+        grad_dtype: Precision of gradients between two visits.
         is_deterministic: only kernels that give the same bits at every run.
         model: what is trained.
         data: on which rows.
@@ -132,7 +132,7 @@ class RunSpec:
         objective: what is minimised beside cross entropy.
         optimizer: the update and its schedule.
         num_epochs: passes over the data, where ``max_steps`` does not say how long the run is.
-        max_steps: of the run; None: as many as the data has.
+        max_steps: Steps at most; None: as many as the data has.
         tiers: what it may use of the machine.
         placement: where kinds of blocks may live.
         keep_graphs: layers whose graphs are kept for the backward; "auto": as many as fit.
@@ -248,8 +248,8 @@ class MeasuredTicks:
     """Seconds of a step where all blocks are at home where they are used.
 
     Attributes:
-        seconds: of each tick of the program, by its number.
-        between_s: of a step, outside of its ticks.
+        seconds: How long each tick of the program takes, by its number.
+        between_s: Seconds of a step outside of its ticks.
         num_steps: that were timed; seconds are medians of them.
         num_micro_batches: how many they had.
         is_extrapolated: they had fewer micro-batches than the plan's steps.
@@ -278,7 +278,7 @@ class StepShape:
 
     Attributes:
         tokens_per_step: T, of one rank.
-        num_steps: of the run; None where only the data tells.
+        num_steps: Steps of the run; None where only the data tells.
         paths: NVMe paths.
         weights: the shares of each in what is striped, in any unit.
         has_rates: the config gives the weights.
@@ -299,7 +299,7 @@ class Occasion:
         name: ``start`` from the model's weights, first ``checkpoint``, or ``export``.
         read_bytes: from the model's folder, or from the drives of the tiers; of an export also what is read back.
         written_bytes: to the drives of the tiers, or to ``output_dir``.
-        linked_bytes: of a checkpoint, what stays on the drives and is only linked.
+        linked_bytes: What of a checkpoint stays on the drives and is only linked.
         seconds: at measured rates, if nothing else used those drives; None where a rate is unknown.
     """
 
@@ -327,7 +327,7 @@ class Estimate:
         written_bytes: NVMe path -> bytes written in a step.
         run_written_bytes: in the run; None where its length is not known.
         computing_s_per_nvme_byte: what computing loses while a byte goes to or from a drive; 0 where it is not known.
-        seconds_per_nvme_copy: of the thread that runs the step, for each block that moves; 0 where it is not known.
+        seconds_per_nvme_copy: What each block that moves costs the step's thread; 0 where it is not known.
         is_timed: steps of the model were timed.
         notes: on the age of the figures, or why there are none.
         occasions: what a run moves besides its steps.
@@ -381,7 +381,7 @@ class Plan:
         budgets_by_tier: capacities, fast to slow.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
-        kept_bytes: of the compute tier's workspace, what the graphs take that wait for their backward.
+        kept_bytes: What graphs that wait for their backward take of the compute tier's workspace.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.

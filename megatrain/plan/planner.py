@@ -110,8 +110,8 @@ def plan_run(
             plans more.
         like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
             model and trace are used again, which take most of the time.
-        capacities: of tiers that are to have another one than the run gives them.
-        most_ahead: of several ranks, how many visits ahead weights may be gathered.
+        capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
+        most_ahead: How many visits ahead several ranks may gather weights.
         passes_parts: whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
 
     Raises:
@@ -351,8 +351,8 @@ class _Subject:
 
     Attributes:
         run: with the packing that suits the model.
-        graph: of the model.
-        trace: of the model.
+        graph: Units and layouts of the model.
+        trace: What its visits take for one micro-batch.
         optimizer: makes the updates in RAM.
         on_device: makes updates in GPU memory, if any are made there.
         host_updates: why none are made there although there is a GPU tier, or "".
@@ -411,7 +411,7 @@ def _place(
 
     Args:
         run: the subject's, or one that differs in gradients and tiers.
-        capacities: of tiers that are to have another one than the run gives them.
+        capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
         most_ahead: see ``plan_run``.
         passes_parts: see ``plan_run``.
 
@@ -809,7 +809,7 @@ def with_residents(
     """Return the budgets with what decides about homes in GPU memory, and what weights take in RAM on their way in.
 
     Args:
-        profile: of this machine, if its GPU is the compute device; where it lacks a rate, bytes decide.
+        profile: Rates of this machine, if its GPU is the compute device; where one is lacking, bytes decide.
     """
     budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
     if program.compute_tier == "ram":

@@ -36,10 +36,10 @@ class SimulatedRates:
         nvme_bytes_per_s: reads and writes together.
         bus_bytes_per_s: each direction between RAM and GPU.
         flops_per_s: achieved in forward and backward, whatever computes beside products or launches them included.
-        update_params_per_s: of the optimizer kernel on the host.
-        gpu_update_params_per_s: of the one on a GPU; None: what takes a GPU's place is the host.
-        products_flops_per_s: of products on a GPU that make matrices orthogonal within updates on the host; None: there
-            are none, or they are part of ``update_params_per_s``.
+        update_params_per_s: Rate of the optimizer kernel on the host.
+        gpu_update_params_per_s: Rate of the one on a GPU; None: what takes a GPU's place is the host.
+        products_flops_per_s: Rate of products on a GPU that make matrices orthogonal for updates on the host; None:
+            there are none, or they are part of ``update_params_per_s``.
         peer_bytes_per_s: each direction between the ranks of a host.
         network_bytes_per_s: each direction between hosts, for each rank.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
@@ -93,7 +93,8 @@ class SimulatedStep:
     """Means of one step after the first ones.
 
     Attributes:
-        step_s: of it compute_s computing (updates included), the rest stalls.
+        step_s: Seconds of a step.
+        compute_s: What of them is computing, updates included; the rest is stalls.
         stall_s: by cause.
         prefetch_on_time: copies per step.
         prefetch_late: copies per step.

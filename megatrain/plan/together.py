@@ -43,7 +43,7 @@ class RankRates:
     """What was measured where one rank runs.
 
     Attributes:
-        name: of the rank, for people.
+        name: What people call the rank.
         machine: its rates; None: it was not measured.
         drives: what the run has there (its n-th drive, ``output_dir``, the model's folder) -> the rates of the drive
             under it; None: it was not measured.
@@ -71,8 +71,8 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     choose by, and the seconds of a predicted step: those of the rank that takes longest.
 
     Args:
-        run: of this rank.
-        gather: of the ranks.
+        run: What this rank is asked for.
+        gather: Returns what all ranks say, in their order.
 
     Raises:
         RanksDifferError: one rank has other tiers.
@@ -102,7 +102,7 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
     """Return a plan with weights gathered no further ahead than on the rank that has least room for it.
 
     Args:
-        plan: of a rank, whose blocks may have other homes, and leave other room, than those of others.
+        plan: What one rank does: its blocks may have other homes, and leave other room, than those of others.
         most_ahead: on all ranks.
         capacities: as for ``plan_run``.
     """

@@ -33,7 +33,7 @@ def with_ways_out(
     """Return the refusal of a run with its ways out, if there are any.
 
     Args:
-        error: of the run's plan.
+        error: Why the run could not be planned.
         least_bytes: plans the run with a change.
         can_cut_experts: whether the model has experts that ``model.split_experts`` would cut.
     """

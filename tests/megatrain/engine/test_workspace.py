@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, Cuts, ProgramBuilder, StepProgram, Tick, keeping_graphs
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.workspace import (
@@ -17,7 +18,6 @@ from megatrain.engine.workspace import (
     step_workspace_bytes,
     visit_transients,
 )
-from megatrain.models.graph import build_graph
 from megatrain.optim.elementwise import AdamW
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Sharding, Shares
