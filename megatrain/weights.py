@@ -377,7 +377,7 @@ class Weights:
         self._count(key)
 
     def _fill_layout(self, layout: UnitLayout) -> None:
-        if layout.name in self._plan.program.packed:
+        if layout.name in self._plan.program.encodings:
             self._fill_packed(layout)
             return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))
@@ -489,7 +489,7 @@ class Weights:
     @contextmanager
     def master(self, layout: UnitLayout) -> Iterator[ReadMaster]:
         """Yield what reads a unit's fp32 master weights, in ranges. No update may be pending."""
-        if layout.name in self._plan.program.packed:
+        if layout.name in self._plan.program.encodings:
             yield partial(self._read_packed, layout)
             return
         weights, lows = self._weight_parts(layout), list(self._low_parts(layout))

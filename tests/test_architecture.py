@@ -155,11 +155,9 @@ def test_no_circle_of_imports() -> None:
 #: pair that is gone must go from here, and none may come: what is wanted of a room above is handed in from there.
 UPWARD = {
     "a feature inside of the core: the core states a protocol, which the feature implements in a file of its own": {
-        "megatrain.engine.access -> megatrain.models.packed",
         "megatrain.engine.forward -> megatrain.engine.preferences",
         "megatrain.engine.head -> megatrain.engine.preferences",
         "megatrain.engine.objective -> megatrain.engine.preferences",
-        "megatrain.engine.program -> megatrain.models.packed",
         "megatrain.engine.step -> megatrain.engine.preferences",
     },
 }
@@ -194,7 +192,7 @@ ARGUMENTS = {
     "megatrain.engine.head.ChunkedHead": 13,
     "megatrain.engine.visit.UnitVisit": 11,
 }
-MOST_STEP_PROGRAM_FIELDS = 10
+MOST_STEP_PROGRAM_FIELDS = 9
 MOST_KNOWING_THE_CONFIG = 13
 MOST_LINES_TO_READ = 4_900  # some room for mends: what shortens them is fewer features in them, not fewer comments
 MOST_VAGUE_ENTRIES = 210

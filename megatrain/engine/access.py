@@ -19,8 +19,8 @@ from megatrain.engine.program import (
     activation_key,
     attention_key,
     cache_key,
+    decoded_bytes,
     layouts_of_unit,
-    unpacked_bytes,
     uses_of_layouts,
 )
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from megatrain.engine.streamed import StreamedModel
     from megatrain.engine.updates import LayerScales, Updater
     from megatrain.models.graph import Unit
-    from megatrain.models.packed import Packing
     from megatrain.optim.threads import KernelThreads
     from megatrain.ranks.lanes import Lanes
     from tiered import Mode, TieredStore
@@ -49,27 +48,19 @@ __all__ = ["CountedTotal", "StoreAccess", "fp32_like", "zero_gaps"]
 CountedTotal = tuple[str, torch.Tensor | float, int]
 
 
-class UnpackedWeights:
-    """Room for the weights that a visit unpacks from blocks of packed bytes. Used by one thread.
+class DecodedWeights:
+    """Room for the weights that a visit makes of what their blocks hold. Used by one thread.
 
     It is one buffer for a whole step: from layer to layer the allocator of a device would be asked for large pieces of
     changing sizes between small ones, and take more than there is planned for.
 
     Args:
-        nbytes: of the visit that unpacks most.
+        nbytes: room for the visit that decodes most.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes, self._taken = nbytes, 0
         self._buffer: torch.Tensor | None = None
-
-    @contextmanager
-    def of(self, packing: Packing, block: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield a layout's weights, made from its leased block. Last in, first out."""
-        with self.room(packing.unpacked_bytes, block.device) as room:
-            weights = room.view(packing.dtype)
-            packing.unpack(block, weights)
-            yield weights
 
     @contextmanager
     def room(self, nbytes: int, device: torch.device) -> Iterator[torch.Tensor]:
@@ -156,7 +147,7 @@ class StoreAccess:
         self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
         self._shapes: dict[str, torch.Size] = {}
         self.background = BackgroundUpdates()
-        self._unpacked = UnpackedWeights(unpacked_bytes(graph, trace, program))
+        self._decoded = DecodedWeights(decoded_bytes(graph, trace, program))
         self.squared_norms: dict[str, float | torch.Tensor] = {}
         self.window_bytes = self.update_window_bytes = 0
         self.with_gradient: dict[str, set[str]] = {}
@@ -203,9 +194,9 @@ class StoreAccess:
         """Make the updates that come last; every other op must have run."""
         while (op := self._next_op()) is not None:
             assert op.phase in self.own_phases, f"the step ended before {op}"
-            self._unpacked.free()
+            self._decoded.free()
             self._run(op)
-        self._unpacked.free()
+        self._decoded.free()
 
     def _start(self, step: int, *, updates: bool, passes: bool) -> None:
         self._first_tick = step * len(self._program.ticks)
@@ -322,72 +313,65 @@ class StoreAccess:
 
     @contextmanager
     def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
-        """Yield the unit's parameters by full name: views of the leased slots, or of what these are unpacked to."""
+        """Yield the unit's parameters by full name: views of the leased slots, or of what is decoded from these."""
         program = self._program
         layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, unit.index)]
         passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
         held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
-        with self._leases(held) as blocks, ExitStack() as unpacked:
+        with self._leases(held) as blocks, ExitStack() as decoded:
             tensors: dict[str, torch.Tensor | MatrixParts] = {}
             for layout in layouts:
-                keys = program.weight_keys(layout)
-                if layout.name in program.averages.keys:
-                    tensors.update(unpacked.enter_context(self._averaged(layout, visit, blocks)))
+                if program.decoded_bytes(visit, layout):
+                    tensors.update(decoded.enter_context(self._decoded_weights(layout, visit, blocks)))
                 elif layout.name in program.cuts.weights:
+                    keys = program.weight_keys(layout)
                     tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, self._leases)
-                elif layout.name in program.packed:
-                    weight = unpacked.enter_context(self._unpacked.of(program.packed[layout.name], blocks[keys[0]]))
-                    tensors.update(views(weight, layout))
                 else:
-                    tensors.update(views(blocks[keys[0]], layout))
+                    (key,) = program.weight_keys(layout)
+                    tensors.update(views(blocks[key], layout))
             yield tensors
 
     @contextmanager
-    def _averaged(
+    def _decoded_weights(
         self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
     ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
-        """Yield the parameters of a layout, made of its average.
+        """Yield the parameters of a layout whose blocks do not hold them as they are.
 
         Args:
-            layout: of the weights.
-            visit: that uses them.
-            blocks: that are leased, by key.
+            layout: Layout of the weights.
+            visit: The visit that uses them.
+            blocks: What is leased already, by key: all blocks of the layout, or none.
         """
-        program, keys, name = self._program, self._program.weight_keys(layout), layout.entries[0].name
-        is_cut, is_rounded = layout.name in program.cuts.weights, program.rounding_bytes(visit, layout) > 0
+        program, keys = self._program, self._program.weight_keys(layout)
+        name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
 
         @contextmanager
         def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
             (key,) = own
-            with self._leases(own) as leased, self._rounded(layout, visit, leased) as part:
+            with self._leases(own) as leased, self._decode(layout, visit, leased) as part:
                 yield {key: part}
 
-        if is_cut and not is_rounded:
-            yield {name: LeasedParts(layout, keys, blocks, self._leases)}
-        elif keys[0] not in blocks:
+        if keys[0] not in blocks:
             yield {name: LeasedParts(layout, keys, {}, lease)}
-        else:
-            with self._rounded(layout, visit, {key: blocks[key] for key in keys}) as whole:
-                if is_cut:
-                    parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
-                    yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
-                else:
-                    yield dict(views(whole, layout))
+            return
+        with self._decode(layout, visit, {key: blocks[key] for key in keys}) as whole:
+            if is_cut:
+                parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
+                yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
+            else:
+                yield dict(views(whole, layout))
 
     @contextmanager
-    def _rounded(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield averages as weights, those of leased blocks one after the other; the only block where that is one."""
-        nbytes = self._program.rounding_bytes(visit, layout)
-        if not nbytes:
-            (whole,) = leased.values()
-            yield whole
-            return
-        blocks, stop = list(leased.values()), 0
-        with self._unpacked.room(nbytes, blocks[0].device) as room:
-            weights = room.view(self._program.averages.dtype)
-            for block in blocks:
-                start, stop = stop, stop + len(block)
-                weights[start:stop].copy_(block)
+    def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the weights of some leased blocks of a layout, one after the other in one flat tensor."""
+        program, encoding = self._program, self._program.encodings[layout.name]
+        lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
+        device, stop = next(iter(leased.values())).device, 0
+        with self._decoded.room(program.decoded_bytes(visit, layout), device) as room:
+            weights = room.view(encoding.dtype)
+            for key, block in leased.items():
+                start, stop = stop, stop + lengths[key]
+                encoding.decode(block, weights[start:stop])
             yield weights[:stop]
 
     def skip_weights(self, unit: Unit, visit: int) -> None:

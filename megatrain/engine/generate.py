@@ -379,13 +379,12 @@ def frozen_program(
     """
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
-        packing, stays = frozen.packed.get(layout.name), layout.name in frozen.in_place
-        has_it = (
-            frozen.in_folder and not layout.trainable
-        )  # adapters are in a folder of their own, and read into a block
-        block = weight_block(layout, layout.num_elements, graph.dtype, packing, in_folder=has_it, in_place=stays)
+        encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place
+        # Adapters are in a folder of their own, and read into a block.
+        has_it = frozen.in_folder and not layout.trainable
+        block = weight_block(layout, layout.num_elements, graph.dtype, encoding, in_folder=has_it, in_place=stays)
         blocks[block.key] = block
-    return StepProgram(blocks, (), compute_tier, updates=GroupUpdates(are_deferred=False), packed=frozen.packed)
+    return StepProgram(blocks, (), compute_tier, updates=GroupUpdates(are_deferred=False), encodings=frozen.encodings)
 
 
 def generation_program(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch
 from torch import Tensor
 
+from megatrain.engine.encoding import AveragedWeight, Encoding
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
@@ -37,13 +38,11 @@ from tiered.units import round_up
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
     from megatrain.models.graph import ModelGraph, Unit
-    from megatrain.models.packed import Packing
     from megatrain.optim.base import Optimizer
 
 __all__ = [
     "DURABLE_KINDS",
     "KINDS",
-    "Averages",
     "BlockAccess",
     "BlockPlan",
     "Cuts",
@@ -66,18 +65,19 @@ __all__ = [
     "activations_of",
     "attention_key",
     "cache_key",
+    "decoded_bytes",
     "evaluation_program",
     "gathers_before",
     "gradient_key",
     "keeping_graphs",
     "kind_of_key",
+    "layout_of_key",
     "layouts_of_unit",
     "part_keys",
     "reading_averages",
     "saving_attention",
     "state_key",
     "stored_keys",
-    "unpacked_bytes",
     "uses_of_layouts",
     "weight_block",
     "weight_key",
@@ -184,7 +184,7 @@ Stays = Mapping[tuple[int, str], int]
 #: (key, mode) of blocks that are leased together.
 Group = tuple[tuple[str, Mode], ...]
 
-_ROUNDING_ALIGNMENT_BYTES = 64
+_DECODED_ALIGNMENT_BYTES = 64
 
 #: Kinds of blocks whose contents outlive a step: a checkpoint holds these.
 DURABLE_KINDS: tuple[Kind, ...] = ("weights", "optimizer")
@@ -201,7 +201,7 @@ class BlockPlan:
         part_of: key that all parts together would have; empty: it is no part.
         in_folder: it is never written, and the model's folder has its contents: no checkpoint needs to hold it.
         in_place: and it can be read from there each time that it is used: its home may be the folder.
-        num_packed: The elements that a block of packed bytes is unpacked to.
+        num_packed: The elements that a block of packed bytes is decoded to; 0: the block has no packed bytes.
     """
 
     key: str
@@ -259,19 +259,6 @@ class Tick:
     def uses(self) -> Group:
         """All blocks of the tick, in the order of their leases."""
         return (*self.held, *(use for group in self.passing for use in group))
-
-
-@dataclass(frozen=True, slots=True)
-class Averages:
-    """Blocks that are read in the place of weights: averages of these, in fp32.
-
-    Attributes:
-        keys: layout -> its blocks, one for each part of its state.
-        dtype: that layers compute in; averages are rounded to it wherever they are used.
-    """
-
-    keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,12 +322,12 @@ class FrozenWeights:
     Attributes:
         in_folder: Whether the model's folder has them: no checkpoint needs to hold them.
         in_place: Names of layouts that may stay there: each use reads them.
-        packed: Layouts whose blocks hold packed bytes, unpacked in the compute tier for each visit.
+        encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with.
     """
 
     in_folder: bool = False
     in_place: Collection[str] = ()
-    packed: Mapping[str, Packing] = field(default_factory=dict)
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -360,8 +347,8 @@ class StepProgram:
         updates: When and where groups are updated.
         recompute: What is kept for the backward.
         sharding: What this rank has of the step.
-        packed: Layouts whose weight is a block of packed bytes, unpacked in the compute tier for each visit.
-        averages: What is read in the place of weights.
+        encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with: it is decoded
+            in the compute tier for each visit.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
     """
 
@@ -372,8 +359,7 @@ class StepProgram:
     updates: GroupUpdates = field(default_factory=GroupUpdates)
     recompute: Recompute = field(default_factory=Recompute)
     sharding: Sharding = field(default_factory=Sharding)
-    packed: Mapping[str, Packing] = field(default_factory=dict)
-    averages: Averages = field(default_factory=Averages)
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
@@ -386,30 +372,33 @@ class StepProgram:
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
         """Return the keys of a weight, of its parts if it is cut; or of what is read in its place."""
-        if layout.name in self.averages.keys:
-            return list(self.averages.keys[layout.name])
+        encoding = self.encodings.get(layout.name)
+        if encoding is not None and encoding.keys:
+            return list(encoding.keys)
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the ranges of elements that a layout's weight is blocks of, or shares of them."""
-        is_cut = layout.name in self.cuts.weights or layout.name in self.averages.keys
+        encoding = self.encodings.get(layout.name)
+        is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
 
-    def rounding_bytes(self, visit: int, layout: UnitLayout) -> int:
-        """Return the room in which a visit has a weight that is made of averages; 0: these are the weight."""
-        keys, dtype = self.averages.keys.get(layout.name, ()), self.averages.dtype
-        if not self.sharding.shares.are_whole:  # they are rounded on the way into full copies
+    def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
+        """Return the room that a visit decodes a weight into; 0: its blocks hold the weight itself."""
+        encoding = self.encodings.get(layout.name)
+        if encoding is None or not self.sharding.shares.are_whole:  # shares are decoded on the way into full copies
             return 0
-        if not keys or (dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or layout.name in self.cuts.weights)):
+        keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
+        if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
             return 0
-        sizes = [len(part) * dtype.itemsize for part in self.parts_of(layout)]
+        sizes = [len(part) * encoding.dtype.itemsize for part in self.weight_parts_of(layout)]
         nbytes = max(sizes) if self.passes_weight(visit, layout.name) else sum(sizes)
-        return round_up(nbytes, _ROUNDING_ALIGNMENT_BYTES)  # weights lie one beside the other
+        return round_up(nbytes, _DECODED_ALIGNMENT_BYTES)  # weights lie one beside the other
 
     def gathered_dtype(self, key: str) -> torch.dtype:
         """Return the dtype in which a block is gathered: averages are rounded before."""
         block = self.blocks[key]
-        return block.dtype if block.kind == "weights" else self.averages.dtype
+        return block.dtype if block.kind == "weights" else self.encodings[layout_of_key(block.whole)].dtype
 
     def gathered_bytes(self, key: str) -> int:
         """Return what a rank sends of a block to each of the others."""
@@ -734,7 +723,7 @@ def evaluation_program(program: StepProgram) -> StepProgram:
     Each unit's weights are leased once, for all micro-batches of the pass.
     """
     passes: dict[tuple[Phase, int, ModelPhase | None], Tick] = {}
-    read = {key for keys in program.averages.keys.values() for key in keys}
+    read = {key for encoding in program.encodings.values() for key in encoding.keys}
     for tick in program.ticks:
         if tick.phase in ("forward", "head") or (tick.phase == "gather" and tick.serves != "backward"):
             held, *passing = (
@@ -757,14 +746,15 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
         graph: the model.
         kind: The kind of state that averages are.
     """
-    keys, read = dict[str, Sequence[str]](), dict[str, Group]()
+    encodings, read = dict(program.encodings), dict[str, Group]()
     for layout in graph.layouts.values():
         found = program.state_keys(layout, kind)
         if found[0] in program.blocks:
             weights = program.weight_keys(layout)
             of_weights = [(key,) for key in found] if len(found) == len(weights) else [tuple(found)]
             read.update((key, tuple((each, "r") for each in own)) for key, own in zip(weights, of_weights, strict=True))
-            keys[layout.name] = found
+            nbytes = layout.num_elements * program.blocks[found[0]].dtype.itemsize
+            encodings[layout.name] = AveragedWeight(tuple(found), nbytes, graph.dtype)
 
     def reading(group: Group) -> Group:
         return tuple(use for key, mode in group for use in read.get(key, ((key, mode),)))
@@ -774,7 +764,7 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
         for tick in program.ticks
     )
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}
-    return replace(program, blocks=blocks, ticks=ticks, averages=Averages(keys, graph.dtype))
+    return replace(program, blocks=blocks, ticks=ticks, encodings=encodings)
 
 
 class ProgramBuilder:
@@ -860,7 +850,7 @@ class ProgramBuilder:
             cuts=Cuts(self._parts, self._cut_weights, self._passing),
             updates=self._updates,
             sharding=self._sharding,
-            packed=self._frozen.packed,
+            encodings=self._frozen.encodings,
         )
 
     def _with_moves(
@@ -907,7 +897,7 @@ class ProgramBuilder:
                     layout,
                     self._shares.num_elements(range(layout.num_elements)),
                     self._graph.dtype,
-                    self._frozen.packed.get(layout.name),
+                    self._frozen.encodings.get(layout.name),
                     in_folder=in_folder,
                     in_place=layout.name in self._frozen.in_place,
                 )
@@ -1214,7 +1204,7 @@ def weight_block(
     layout: UnitLayout,
     num_elements: int,
     dtype: torch.dtype,
-    packing: Packing | None,
+    encoding: Encoding | None,
     *,
     in_folder: bool,
     in_place: bool,
@@ -1225,29 +1215,26 @@ def weight_block(
         layout: Where the parameters lie in it.
         num_elements: How many of them the block holds: all, or a rank's share.
         dtype: that layers compute in.
-        packing: How the block's bytes are unpacked; None: it holds the weights themselves.
+        encoding: How the block holds the weights; None: as they are.
         in_folder: as in ``BlockPlan``.
         in_place: it can be read from the folder, if it is there.
     """
     return BlockPlan(
         weight_key(layout.name),
         "weights",
-        num_elements if packing is None else packing.nbytes,
-        dtype if packing is None else torch.uint8,
+        num_elements if encoding is None else encoding.nbytes,
+        dtype if encoding is None else torch.uint8,
         in_folder=in_folder,
         in_place=in_folder and in_place,
-        num_packed=0 if packing is None else layout.num_elements,
+        num_packed=0 if encoding is None else layout.num_elements,
     )
 
 
-def unpacked_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return what the weights take that one visit unpacks from its blocks, or rounds; the head's visits are one."""
-    packed = program.packed
+def decoded_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
+    """Return what the weights take, at most, that one visit decodes; the head's visits are one."""
 
     def of_visit(visit: int, unit: int) -> int:
-        names = layouts_of_unit(graph, unit)
-        rounded = sum(program.rounding_bytes(visit, graph.layouts[name]) for name in names)
-        return rounded + sum(packed[name].unpacked_bytes for name in names if name in packed)
+        return sum(program.decoded_bytes(visit, graph.layouts[name]) for name in layouts_of_unit(graph, unit))
 
     by_visit = [of_visit(number, visit.unit) for number, visit in enumerate(trace.visits)]
     head = sum(nbytes for nbytes, visit in zip(by_visit, trace.visits, strict=True) if visit.is_head)
@@ -1256,6 +1243,11 @@ def unpacked_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -
 
 def weight_key(layout: str) -> str:
     return f"{layout}/weight"
+
+
+def layout_of_key(key: str) -> str:
+    """Return the layout of a block of its weight, state or gradients, given the key of all parts together."""
+    return key.rpartition("/")[0]
 
 
 def state_key(layout: str, state: str) -> str:

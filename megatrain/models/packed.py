@@ -2,7 +2,7 @@
 
 A frozen layout of a quantized folder is one block of bytes: what the files have of its quantized weights, as it is,
 and its other weights in the dtype that layers compute in. So tiers and links carry the small form. The weights exist
-in the compute tier only, for one tick: ``Packing.unpack`` makes them there from the leased block, with the bits that
+in the compute tier only, for one tick: ``Packing.decode`` makes them there from the leased block, with the bits that
 the host makes of the same bytes. Reading the block from files is the business of ``in_place.py``.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatrain.models.quantized import Decoder
     from megatrain.models.regions import Region
 
-__all__ = ["Packing", "cut", "decoding_bytes", "pack"]
+__all__ = ["Packing", "cut", "pack"]
 
 #: What starts in a block starts at a multiple of this: a cache line of a GPU, and of any number's size.
 _ALIGNMENT_BYTES = 128
@@ -57,7 +57,7 @@ class PlainWeight:
     Attributes:
         source: the box in the file.
         target: where it goes.
-        offset: of a layout with quantized weights.
+        offset: first byte in the block, of a layout with quantized weights.
     """
 
     source: TensorRecord
@@ -70,7 +70,7 @@ class PackedWeight:
     """Numbers of a quantized tensor, from ``first`` on.
 
     Attributes:
-        decoder: of the tensor.
+        decoder: makes the tensor's numbers of its packed bytes.
         offsets: bytes of the block at which the tensors begin that the decoder computes from; where the block has a
             range of one, where the whole would begin.
         first: number of the tensor.
@@ -85,16 +85,16 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """How a layout lies in a block of packed bytes.
+    """How a layout lies in a block of packed bytes; an ``Encoding``.
 
     Attributes:
         plain: its weights that are not quantized.
         weights: those that are; none: the block is an ordinary one.
         raw: (name of a tensor in the files, range of its bytes) that is in the block as it is -> (offset, decoder).
         gaps: bytes of the block that nothing fills.
-        nbytes: of the block.
-        num_elements: of the layout.
-        dtype: that layers compute in.
+        nbytes: size of the block.
+        num_elements: length of the layout.
+        dtype: the dtype that layers compute in.
     """
 
     plain: tuple[PlainWeight, ...]
@@ -106,11 +106,11 @@ class Packing:
     dtype: torch.dtype
 
     @property
-    def unpacked_bytes(self) -> int:
-        """What the weights take."""
-        return self.num_elements * self.dtype.itemsize
+    def keys(self) -> tuple[str, ...]:
+        """None: the bytes are in the weight's own block."""
+        return ()
 
-    def unpack(self, block: Tensor, weights: Tensor) -> None:
+    def decode(self, block: Tensor, weights: Tensor) -> None:
         """Write a layout's weights. Kernels are queued and nothing waits for them, as for any operation of torch.
 
         What lies between parameters is left as it is.
@@ -129,6 +129,13 @@ class Packing:
                 for first, place in cut(packed.target.view(weights), size):
                     place.copy_(self._decoded(packed, packed.first + first, place.numel(), block).view(place.shape))
 
+    def decoding_bytes(self, device: torch.device) -> int:
+        """Return what ``decode`` allocates at once beside block and weights."""
+        most = _numbers_at_once(device)
+        targets = {replace(packed.target, offset=0) for packed in self.weights}
+        pieces = (piece for target in targets for _, piece in cut(target.view(), most))
+        return _DECODING_BYTES * max((piece.numel() for piece in pieces), default=0)
+
     def _decoded(self, packed: PackedWeight, first: int, count: int, block: Tensor) -> Tensor:
         spans = zip(packed.offsets, packed.decoder.spans(first, count), strict=True)
         numbers = packed.decoder.numbers(first, count, [block[at + s.start : at + s.stop] for at, s in spans])
@@ -143,8 +150,8 @@ def cut(place: Tensor, num_elements: int) -> Iterator[tuple[int, Tensor]]:
     """Cut a place for numbers that follow each other into pieces of whole rows: yield (first number, piece).
 
     Args:
-        place: of any strides.
-        num_elements: of a piece, about.
+        place: view of a flat tensor, of any strides.
+        num_elements: length of a piece, about.
     """
     if place.numel() == 0:
         return
@@ -169,9 +176,9 @@ def pack(
     """Return how a layout lies in a block; None: a weight is not merely moved from the files, or not in them.
 
     Args:
-        layout: of frozen weights.
+        layout: the frozen weights.
         regions_of: what of the folder's tensors makes a parameter.
-        folder: of the model.
+        folder: the model's folder.
         dtype: that layers compute in.
     """
     plain: list[PlainWeight] = []
@@ -230,18 +237,6 @@ def _has_whole_matrices(region: Region, record: TensorRecord) -> bool:
         return False
     matrix = record.shape[-2:]
     return region.shape[-2:] == matrix and region.source_start % max(1, matrix[0] * matrix[1]) == 0
-
-
-def decoding_bytes(packings: Sequence[Packing], device: torch.device) -> int:
-    """Return what unpacking takes beside blocks and weights."""
-    most = _numbers_at_once(device)
-    largest = (
-        piece.numel()
-        for packing in packings
-        for target in {replace(packed.target, offset=0) for packed in packing.weights}
-        for _, piece in cut(target.view(), most)
-    )
-    return _DECODING_BYTES * max(largest, default=0)
 
 
 def _numbers_at_once(device: torch.device) -> int:

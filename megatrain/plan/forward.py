@@ -17,9 +17,9 @@ from megatrain.engine.program import (
     FrozenWeights,
     ProgramBuilder,
     StepProgram,
+    decoded_bytes,
     evaluation_program,
     reading_averages,
-    unpacked_bytes,
 )
 from megatrain.engine.trace import trace_generation
 from megatrain.engine.workspace import step_workspace_bytes
@@ -33,6 +33,7 @@ from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import (
     STAY_SHARE,
+    decoding_workspace_bytes,
     fastest,
     find_frozen,
     make_graph,
@@ -40,7 +41,6 @@ from megatrain.plan.planner import (
     settle_rows,
     tier_budgets,
     trace_run,
-    unpacking_bytes,
     with_folder,
     with_open_room,
     with_residents,
@@ -122,7 +122,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     padded = bool(run.data.table.packing) or run.batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded, top_k=top_k)
     compute_tier = machine.compute_tier(run.tiers, run.device)
-    in_place, packed = find_frozen(run, graph)
+    in_place, encodings = find_frozen(run, graph)
     program = ProgramBuilder(
         graph,
         trace,
@@ -130,12 +130,12 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         order="layer",
         compute_tier=compute_tier,
         optimizer=None,
-        frozen=FrozenWeights(not run.model.from_scratch, in_place, packed),
+        frozen=FrozenWeights(not run.model.from_scratch, in_place, encodings),
     ).build()
     program = evaluation_program(program)
-    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
+    decoding = decoding_workspace_bytes(graph, trace, program, run.traced_on)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches)
-    known = tier_budgets(run, workspace + unpacking)
+    known = tier_budgets(run, workspace + decoding)
     known = with_workspace(known, score_bytes(run, top_k, width), "ram")
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
@@ -203,8 +203,8 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
     compute_tier = machine.compute_tier(run.tiers, run.device)
-    in_place, packed = find_frozen(run, graph)
-    frozen = FrozenWeights(not run.model.from_scratch, in_place, packed)
+    in_place, encodings = find_frozen(run, graph)
+    frozen = FrozenWeights(not run.model.from_scratch, in_place, encodings)
     weights = frozen_program(graph, compute_tier=compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
@@ -245,9 +245,9 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     """Return what a pass holds on the compute device outside of blocks."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
-    unpacking = unpacking_bytes(graph, trace, program, run.traced_on)
+    decoding = decoding_workspace_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
-    return step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches) + logits + unpacking + whole
+    return step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches) + logits + decoding + whole
 
 
 def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> RunSpec:
@@ -277,7 +277,7 @@ def plan_averages(plan: Plan) -> Plan:
     """
     graph, trace = plan.graph, plan.trace
     program = reading_averages(evaluation_program(plan.program), graph, EMA.name)
-    rounding = unpacked_bytes(graph, trace, program) - unpacked_bytes(graph, trace, plan.program)
+    rounding = decoded_bytes(graph, trace, program) - decoded_bytes(graph, trace, plan.program)
     known = {name: replace(budget, residency=None) for name, budget in plan.budgets_by_tier.items()}
     budget = known[program.compute_tier]
     workspace = budget.workspace_bytes + round_up(rounding, PAGE_BYTES)

@@ -140,12 +140,12 @@ class GraphKeeper:
         """
         visits = self.trace.visits
         are_run_again = [n for n, visit in enumerate(visits) if visit.has_backward and not visit.is_head]
-        left_out = {number for number in are_run_again if self._unpacks(visits[number].unit)}
+        left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
         left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
         return [number for number in are_run_again if number not in left_out]
 
-    def _unpacks(self, unit: int) -> bool:
-        return any(name in self._program.packed for name in layouts_of_unit(self._graph, unit))
+    def _is_decoded(self, unit: int) -> bool:
+        return any(name in self._program.encodings for name in layouts_of_unit(self._graph, unit))
 
     def _last(self, num_layers: int) -> Iterator[int]:
         """Yield the visits of so many of the last layers, and of all that comes after the first of them."""

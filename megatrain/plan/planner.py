@@ -19,6 +19,7 @@ from megatrain.converters.liger import check_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
+from megatrain.engine.encoding import decoding_bytes
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     FrozenWeights,
@@ -30,7 +31,6 @@ from megatrain.engine.program import (
     saving_attention,
     state_key,
     stored_keys,
-    unpacked_bytes,
 )
 from megatrain.engine.sharing import sharing_gradients
 from megatrain.engine.trace import trace_visits
@@ -40,7 +40,6 @@ from megatrain.machine.machine import profile_of
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
 from megatrain.models.load import open_loader
-from megatrain.models.packed import decoding_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
@@ -70,10 +69,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.base.layout import UnitLayout
+    from megatrain.engine.encoding import Encoding
     from megatrain.machine.machine import LoadedProfile, MachineProfile
     from megatrain.models.graph import ModelGraph
     from megatrain.models.in_place import FrozenBlock
-    from megatrain.models.packed import Packing
     from megatrain.optim.base import Optimizer
     from megatrain.plan.kept import KeptGraphs
     from megatrain.plan.plan import RunSpec
@@ -359,7 +358,7 @@ class _Subject:
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
         in_place: the frozen layouts that may stay in the model's folder, by name.
-        packed: the frozen layouts whose blocks are packed bytes, by name.
+        encodings: as in ``StepProgram``.
     """
 
     run: RunSpec
@@ -371,7 +370,7 @@ class _Subject:
     compute_tier: str
     packing_warning: str
     in_place: Mapping[str, FrozenBlock]
-    packed: Mapping[str, Packing]
+    encodings: Mapping[str, Encoding]
 
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
@@ -387,9 +386,9 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph), seed=run.seed)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
-    in_place, packed = find_frozen(run, graph)
+    in_place, encodings = find_frozen(run, graph)
     return _Subject(
-        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, packed
+        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, encodings
     )
 
 
@@ -423,7 +422,7 @@ def _place(
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
         workspace = step_workspace_bytes(graph, trace, program, run.num_together)
-        budgets = tier_budgets(run, workspace + unpacking_bytes(graph, trace, program, run.traced_on))
+        budgets = tier_budgets(run, workspace + decoding_workspace_bytes(graph, trace, program, run.traced_on))
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, nbytes in _update_workspace_bytes(subject, program).items():
             budgets[tier] = replace(budgets[tier], workspace_bytes=budgets[tier].workspace_bytes + nbytes)
@@ -560,11 +559,13 @@ def make_graph(run: RunSpec) -> ModelGraph:
     return graph
 
 
-def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Packing]]:
-    """Return the frozen layouts that may stay in the model's folder, and those whose blocks are packed bytes."""
+def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Encoding]]:
+    """Return the frozen layouts that may stay in the model's folder, and how the blocks of others hold them."""
     frozen = _frozen_blocks(run, graph)
-    packed = {name: block.packing for name, block in frozen.items() if block.packing is not None}
-    return frozen if FOLDER in run.placement.homes["in place"] else {}, packed
+    encodings: dict[str, Encoding] = {
+        name: block.packing for name, block in frozen.items() if block.packing is not None
+    }
+    return frozen if FOLDER in run.placement.homes["in place"] else {}, encodings
 
 
 def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
@@ -580,10 +581,10 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
         return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
 
 
-def unpacking_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, device: torch.device) -> int:
-    """Return what weights take in the compute tier that are unpacked there, and unpacking them."""
-    packings = list(program.packed.values())
-    return round_up(unpacked_bytes(graph, trace, program) + decoding_bytes(packings, device), PAGE_BYTES)
+def decoding_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, device: torch.device) -> int:
+    """Return what weights take in the compute tier that are decoded there, and decoding them."""
+    decoding = decoding_bytes(program.encodings.values(), device)
+    return round_up(decoded_bytes(graph, trace, program) + decoding, PAGE_BYTES)
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
@@ -617,7 +618,7 @@ def _builder(run: RunSpec, subject: _Subject, *, updates_beside_device: bool, ga
             in_compute_tier=subject.on_device is not None,
             beside_device=updates_beside_device,
         ),
-        frozen=FrozenWeights(not run.model.from_scratch, subject.in_place, subject.packed),
+        frozen=FrozenWeights(not run.model.from_scratch, subject.in_place, subject.encodings),
         sharding=run.sharding(gathers_ahead),
     )
 

@@ -31,12 +31,12 @@ def test_unpacked_on_the_device_as_on_the_host(method: str, tmp_path: Path) -> N
     for part in FolderSource({"a": block}, torch.bfloat16).parts("a"):
         part(packed)
     on_host = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
-    block.packing.unpack(packed, on_host)
+    block.packing.decode(packed, on_host)
     there, on_device = packed.to("cuda"), torch.zeros(layout.num_elements, dtype=torch.bfloat16, device="cuda")
-    block.packing.unpack(there, on_device)  # the first one copies a table of 2 KiB
+    block.packing.decode(there, on_device)  # the first one copies a table of 2 KiB
     on_device.zero_()
     with no_waits_allowed():
-        block.packing.unpack(there, on_device)
+        block.packing.decode(there, on_device)
     assert torch.equal(on_device.cpu(), on_host)
 
 

@@ -227,7 +227,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
             part(packed)
         read = packed.view(torch.float32) if block.packing is None else torch.zeros(layout.num_elements)
         if block.packing is not None:
-            block.packing.unpack(packed, read)
+            block.packing.decode(packed, read)
             num_packed += 1
         assert torch.equal(read, filled) and filled.any(), layout.name
     assert num_packed > 2
@@ -251,7 +251,7 @@ def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, m
             part(packed)
         read = packed.view(torch.float32) if block.packing is None else torch.zeros(layout.num_elements)
         if block.packing is not None:
-            block.packing.unpack(packed, read)
+            block.packing.decode(packed, read)
         assert torch.equal(read, filled)
         blocks.append(read)
     assert torch.equal(blocks[0], blocks[1])
