@@ -19,7 +19,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.head import shifted_labels
+from megatrain.engine.labels import shifted_labels
 from megatrain.open_run import open_run
 from megatrain.optim.base import FORMATS, Format, Optimizer, Segment, StateKind, Update, decays
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError

@@ -5,7 +5,6 @@ What is below the trainer takes these records and knows no config. Each record l
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +18,8 @@ from megatrain.converters.adapters import LoraSpec
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME, DataSpec
 from megatrain.data.scores import ScoresError, read_kind
-from megatrain.engine.objective import Distillation, Objective
-from megatrain.engine.preferences import PreferenceLoss
+from megatrain.engine.cross_entropy import CrossEntropy
+from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.machine import machine
 from megatrain.machine.machine import DriveSpec, TierSpecs
@@ -29,7 +28,9 @@ from megatrain.models.hub import locate
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
+from megatrain.tasks.distillation import Distillation
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
+from megatrain.tasks.preference import PreferenceLoss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -104,14 +105,12 @@ def _objective(config: RunConfig) -> Objective:
         ConfigError: they are not there, or others than the config says.
     """
     training, table = config.training, config.distill
-    plain = Objective(
-        training.label_smoothing_factor,
-        training.neftune_noise_alpha,
-        preference=resolve_preference(config),
-        z_loss=training.z_loss,
-    )
+    noise = training.neftune_noise_alpha
+    preference = resolve_preference(config)
+    if preference is not None:
+        return Objective(preference, noise)
     if config.task != "distill" or table.scores is None:
-        return plain
+        return Objective(CrossEntropy(training.label_smoothing_factor, training.z_loss), noise)
     try:
         found = read_kind(table.scores)
     except ScoresError as error:
@@ -131,8 +130,7 @@ def _objective(config: RunConfig) -> Objective:
         problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
     if problems:
         raise ConfigError("[distill]", problems)
-    spec = Distillation(table.temperature, table.alpha, table.rest)
-    return replace(plain, distillation=spec, teacher_k=table.top_k or found.top_k)
+    return Objective(Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k), noise)
 
 
 def check_scorable(config: RunConfig) -> None:

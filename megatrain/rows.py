@@ -10,6 +10,7 @@ from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.models.graph import ModelGraph, num_learned_positions
+from megatrain.tasks.distillation import Distillation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,7 +57,9 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
     data, teacher = plan.run.data, None
     if data.scores is not None:
         vocab_size = plan.graph.config.get_text_config().vocab_size
-        teacher = TeacherScores(data.scores, plan.run.objective.teacher_k, vocab_size)
+        loss = plan.run.objective.loss
+        assert isinstance(loss, Distillation), loss
+        teacher = TeacherScores(data.scores, loss.k, vocab_size)
         teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
     return BatchLoader(
         dataset,

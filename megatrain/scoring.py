@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.table import ScoreConfig
     from megatrain.engine.forward import LayerRunner
-    from megatrain.engine.vocabulary import TokenScores
+    from megatrain.engine.token_scores import TokenScores
     from megatrain.plan.plan import Plan
     from megatrain.tasks.task import MicroBatches
 

@@ -122,9 +122,7 @@ class StepMeter:
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
             kept=self._plan.program.recompute.kept_graphs,
-            kept_parts=0
-            if self._plan.run.objective.preference is not None
-            else self._plan.program.recompute.kept_parts,
+            kept_parts=0 if self._plan.run.objective.loss.compares_rows else self._plan.program.recompute.kept_parts,
             saved_attention=self._plan.program.recompute.saved_attention,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
@@ -151,7 +149,7 @@ class StepMeter:
             rss_bytes=psutil.Process().memory_info().rss,
             model_flops=flops.model,
             hardware_flops=flops.hardware,
-            preferences=result.preferences,
+            preferences=result.figures,
         )
 
 

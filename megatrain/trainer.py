@@ -437,7 +437,7 @@ class Trainer:
             self.observer.on_message,
             self.group,
         )
-        return task_of(self.run.task, self.run.objective.preference).prepare(before)
+        return task_of(self.run.task, self.run.objective.loss).prepare(before)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     ),
     "data": ("megatrain.data",),
     "plan": ("megatrain.plan", "megatrain.tiers"),
-    "tasks": ("megatrain.tasks", "megatrain.engine.preferences"),
+    "tasks": ("megatrain.tasks",),
     "checkpoint": ("megatrain.checkpoint", "megatrain.weights"),
     "run": ("megatrain.run",),
     "launch": ("megatrain.ranks.launch",),

@@ -40,7 +40,7 @@ class StepBatch:
         micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
             they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
             document per row, padded on the right). Rows with images have what their processor makes of these as well;
-            those of preferences what ``megatrain.engine.preferences`` says.
+            those of preferences what ``megatrain.tasks.preference`` says.
         num_real_tokens: tokens that are not padding, in the whole step.
         num_trained_tokens: labels that are not -100, in the whole step. At least 1.
         epoch: epoch of the step, from 0.

@@ -28,37 +28,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
+from megatrain.engine.cross_entropy import PLAIN
 from megatrain.engine.head import (
     ChunkedHead,
     HeadPlan,
-    LabelledRows,
     TrunkOutput,
     accepts_use_cache,
-    count_labels,
-    joined_scores,
     plan_head,
-    shifted_labels,
     without_auxiliary_loss,
-    without_labels,
 )
 from megatrain.engine.host_io import MicroBatches, read_numbers
+from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, shifted_labels, without_labels
+from megatrain.engine.loss import MicroBatchLoss, PartialMean
 from megatrain.engine.objective import Objective
-from megatrain.engine.preferences import (
-    Examples,
-    PartialMean,
-    StepSize,
-    describe_examples,
-    examples_from,
-    step_size,
-    without_examples,
-)
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
+from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
 from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
-from megatrain.engine.vocabulary import PartWeight, RunningTopK, TokenScores
+from megatrain.engine.vocabulary import PartWeight
 
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockAccess, VisitTrace
@@ -91,7 +80,7 @@ class QueuedLoss:
     Attributes:
         terms: Scalars on the compute device; the loss is their sum in double precision, in this order.
         num_trained_tokens: Tokens with a label, after the shift.
-        figures: Of a loss over preferences.
+        figures: What the loss tells of the step beside its value.
     """
 
     terms: tuple[Tensor, ...]
@@ -189,24 +178,11 @@ class LayerRunner:
         move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
         self._plan: HeadPlan | None = plan_head(graph)
-        for name in ("label_smoothing_factor", "z_loss"):
-            if getattr(self._objective, name) and self._plan is None:
-                raise UnsupportedModelError(
-                    type(graph.model).__name__,
-                    f"it has its own loss function, with which training.{name} cannot be used",
-                )
-        if self._objective.distillation is not None and self._plan is None:
-            raise UnsupportedModelError(
-                type(graph.model).__name__, 'it has its own loss function, with which task = "distill" cannot be used'
-            )
-        if self._objective.preference is not None and self._plan is None:
-            raise UnsupportedModelError(
-                type(graph.model).__name__,
-                'it has its own loss function, in whose place no loss over preferences (task = "dpo") can be put',
-            )
+        refusal = self._objective.loss.refusal
+        if refusal and self._plan is None:
+            raise UnsupportedModelError(type(graph.model).__name__, f"it has its own loss function, {refusal}")
         self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
         self._parts_in_turn = parts_in_turn
-        self._size: StepSize | None = None  # of the running step, for a loss over preferences
         self._figures: list[PartialMean] = []
         default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
         self._head_columns = default if head_columns is None else min(head_columns, default)
@@ -303,7 +279,7 @@ class LayerRunner:
         num_items: int | None = None,
         seed: int = 0,
         first_number: int = 0,
-        size: StepSize | None = None,
+        size: object = None,
     ) -> QueuedLoss:
         """Queue forward and backward of all micro-batches on the current stream; gradients go to the access.
 
@@ -311,11 +287,11 @@ class LayerRunner:
 
         Args:
             micro_batches: `input_ids` and `labels` [B, S], optionally `attention_mask`, `position_ids`; CPU tensors.
-                Those of preferences have the keys of `preferences.py` as well: all, or none.
+                With what the loss reads beside them (``base.batch_keys.LOSS_KEYS``) all have it, or none.
             num_items: Trained tokens that the loss is the mean over; None: those of these micro-batches.
             seed: Seed of the step; each micro-batch has its own random stream (`micro_batch_seed`).
             first_number: Number in the step of the first of these micro-batches.
-            size: Of preferences, what their loss is the mean over; None: the examples of these micro-batches.
+            size: What the loss needs to know of the whole step (``Loss.size_of_step``); None: these are all of it.
 
         Raises:
             NoTrainedTokensError: no position has a label, or the loss is a mean over no tokens.
@@ -334,21 +310,18 @@ class LayerRunner:
         groups = [numbers] if self._order == "layer" else [[number] for number in numbers]
         losses: list[Tensor] = []
         random_state = self._random.get()
-        given = [without_examples(batch) for batch in micro_batches]
-        described: list[dict[str, Tensor]] = []
-        if self._objective.preference is not None and REFERENCE in micro_batches[0]:
-            described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
-            given = [{**batch, **_marked(each)} for batch, each in zip(given, described, strict=True)]
+        loss, labelled = self._objective.loss, {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
+        read = {
+            number: loss.read(batch, shifted[number], labelled[number][0]) for number, batch in enumerate(micro_batches)
+        }
+        size = loss.size_of_step(micro_batches, shifted) if size is None else size
         try:
             # All groups at once: staging a second time would wait for the copies of the first.
-            batches, rows = self._micro_batches.place(dict(enumerate(given)), dict(enumerate(shifted)))
-            examples = {
-                number: examples_from(each, _unmarked(batches[number], each)) for number, each in enumerate(described)
-            }
-            self._size = None if not described else size or step_size(described)
+            batches, rows, placed = self._micro_batches.place(dict(enumerate(micro_batches)), labelled, read)
+            by_number = {number: loss.of_micro_batch(read[number], placed[number], size) for number in numbers}
             for group in groups:
                 own = {number: batches.pop(number) for number in group}
-                losses += self.run_pass(own, rows, total, seed, first_number, examples)
+                losses += self.run_pass(own, rows, by_number, total, seed, first_number)
         finally:
             self._end_pass(random_state)
         figures, self._figures = tuple(self._figures), []
@@ -376,7 +349,8 @@ class LayerRunner:
         try:
             with torch.no_grad(), without_auxiliary_loss(model):
                 chosen = {number: micro_batches[number] for number in counts}
-                batches, rows = self._micro_batches.place(chosen, {number: shifted[number] for number in counts})
+                labelled = {number: labelled_rows(shifted[number]) for number in counts}
+                batches, rows, _ = self._micro_batches.place(chosen, labelled)
                 losses = self._forward_pass(batches, rows, counts)
         finally:
             model.train()
@@ -409,10 +383,11 @@ class LayerRunner:
             UnsupportedModelError: as in `forward_backward`; or there are no hidden states to be had.
         """
         model, random_state = self._graph.model, self._random.get()
-        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
+        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        labelled = {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
         model.eval()
         try:
-            batches, rows = self._micro_batches.place(dict(enumerate(micro_batches)), shifted)
+            batches, rows, _ = self._micro_batches.place(dict(enumerate(micro_batches)), labelled)
             return list(self.score_pass(batches, rows, k, temperature, on_hidden))
         finally:
             model.train()
@@ -438,7 +413,7 @@ class LayerRunner:
                     yield from head.score(items, k, temperature)
                 return
             for number, output, _ in outputs:
-                positions, labels, _ = rows[number]
+                positions, labels = rows[number]
                 logits = output["logits"].flatten(0, -2).index_select(0, positions)
                 top = RunningTopK(labels, k, temperature)
                 top.add(logits, 0)
@@ -456,7 +431,7 @@ class LayerRunner:
         """Run the forward as `evaluate` does; return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: As in `forward_backward`; what only a loss over preferences reads is not looked at.
+            micro_batches: As in `forward_backward`; what losses read beside labels is not looked at.
 
         Raises:
             VisitOrderError: as in `forward_backward`.
@@ -470,9 +445,9 @@ class LayerRunner:
         model.eval()
         try:
             with torch.no_grad(), without_auxiliary_loss(model), self._trunk.prepared():
-                batches, rows = self._micro_batches.place(
-                    {number: without_examples(micro_batches[number]) for number in chosen},
-                    {number: shifted[number].reshape(-1) for number in chosen},
+                batches, rows, _ = self._micro_batches.place(
+                    {number: micro_batches[number] for number in chosen},
+                    {number: labelled_rows(shifted[number].reshape(-1)) for number in chosen},
                 )
                 outputs = self._trunk.run(batches, None, 0)
                 self._trunk.check_visit_count()
@@ -496,20 +471,20 @@ class LayerRunner:
         self,
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
+        losses_by_number: Mapping[int, MicroBatchLoss],
         num_items: int,
         seed: int,
         first_number: int = 0,
-        examples: Mapping[int, Examples] = MappingProxyType({}),
     ) -> list[Tensor]:
         """Run forward and backward over one group of micro-batches and return their loss terms.
 
         Args:
             batches: By number of the micro-batch, on the compute device.
-            rows: Positions that have a label, their shifted labels, and what a teacher says of them.
+            rows: Positions that have a label, and their shifted labels.
+            losses_by_number: The loss of each micro-batch.
             num_items: Trained tokens that the loss is the mean over.
             seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
-            examples: By number, those of micro-batches of preferences.
         """
         with (
             torch.enable_grad(),
@@ -518,7 +493,7 @@ class LayerRunner:
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
             outputs = self._trunk.run(batches, num_items, seed, first_number)
-            losses, roots, grads = self._run_heads(outputs, batches, rows, num_items, examples)
+            losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
             del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
             self.visits.start_backward()
@@ -547,8 +522,8 @@ class LayerRunner:
         outputs: Sequence[SuspendedOutput],
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
+        losses_by_number: Mapping[int, MicroBatchLoss],
         num_items: int,
-        examples: Mapping[int, Examples],
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Return loss terms, and the roots of the backward with their gradients."""
         losses: list[Tensor] = []
@@ -560,7 +535,7 @@ class LayerRunner:
                 roots.append(output["loss"])
                 grads.append(torch.ones_like(output["loss"]))
             return losses, roots, grads
-        with self._head_on(batches, rows, outputs, examples) as (head, items):
+        with self._head_on(batches, rows, outputs, losses_by_number) as (head, items):
             for _, terms, crossing, gradients in head.run(items, num_items):
                 losses += terms
                 roots += crossing
@@ -574,9 +549,9 @@ class LayerRunner:
         batches: Mapping[int, dict[str, Any]],
         rows: Mapping[int, LabelledRows],
         outputs: Sequence[SuspendedOutput],
-        examples: Mapping[int, Examples] = MappingProxyType({}),
+        losses_by_number: Mapping[int, MicroBatchLoss] = MappingProxyType({}),
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
-        """Yield the head and its inputs, with the trunk's stubs out of its units."""
+        """Yield the head and its inputs, with the trunk's stubs out of its units; without losses, of an evaluation."""
         assert self._plan is not None
         first = len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
@@ -590,20 +565,17 @@ class LayerRunner:
             self._head_columns,
             self._stand_in,
             self._kept_parts,
-            self._objective,
             self._parts_in_turn,
             self._activity,
-            self._size,
         )
         items = [
             TrunkOutput(
                 number,
                 output,
                 without_labels(batches[number]),
-                *rows[number][:2],
+                *rows[number],
                 random_state,
-                rows[number][2],
-                examples.get(number),
+                losses_by_number.get(number, PLAIN),
             )
             for number, output, random_state in outputs
         ]
@@ -614,19 +586,6 @@ class LayerRunner:
         self._random.set(random_state)
         self.visits.clear()
         self._micro_batches.forget()
-
-
-#: What comes before the names of tensors that describe examples, while they travel with a micro-batch to the device.
-_MARK = "examples."
-
-
-def _marked(described: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {_MARK + name: value for name, value in described.items()}
-
-
-def _unmarked(batch: dict[str, Any], described: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Take the tensors that describe examples out of a micro-batch on the device."""
-    return {name: batch.pop(_MARK + name) for name in described}
 
 
 def move_buffers(model: torch.nn.Module, device: torch.device) -> None:

@@ -15,32 +15,23 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.progress import Activity
 from megatrain.engine.arguments import has_differentiable, tree_map
-from megatrain.engine.objective import Objective, TeacherRows, replaced_loss
-from megatrain.engine.preferences import Examples, PartialMean, StepSize
+from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax, replaced_loss
+from megatrain.engine.loss import MicroBatchLoss, PartialMean, RowsLoss
 from megatrain.engine.state import without_saved_tensors
+from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
 from megatrain.engine.visit import BoundUnit, PartedWeight, installed_stubs, optional_gradients
-from megatrain.engine.vocabulary import (
-    CutProbe,
-    PartWeight,
-    RunningDistillation,
-    RunningSoftmax,
-    RunningTopK,
-    TokenScores,
-    VocabularyPart,
-    vocabulary_ranges,
-)
+from megatrain.engine.vocabulary import CutProbe, PartWeight, VocabularyPart, vocabulary_ranges
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
 
 if TYPE_CHECKING:
@@ -48,54 +39,19 @@ if TYPE_CHECKING:
     from megatrain.engine.state import RandomStates
     from megatrain.models.graph import ModelGraph, Unit
 
-#: Of the rows of a micro-batch with a label: positions, labels, and what a teacher says of them.
-LabelledRows = tuple[Tensor, Tensor, TeacherRows | None]
-
 __all__ = [
     "ChunkedHead",
     "HeadPlan",
-    "LabelledRows",
     "TrunkOutput",
     "accepts_use_cache",
-    "count_labels",
-    "joined_scores",
-    "labelled_rows",
     "plan_head",
-    "shifted_labels",
     "without_auxiliary_loss",
-    "without_labels",
 ]
 
 _LOGITS_NBYTES = 64 << 20
 _ROWS = 2048
 _COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
 _AUXILIARY_FLAG = "output_router_logits"
-
-
-def shifted_labels(labels: Tensor) -> Tensor:
-    """Return for every position the label of the next token, -100 at the end, as transformers shifts them."""
-    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
-
-
-def count_labels(shifted: Tensor) -> int:
-    """Return the number of positions with a label, on the host: `numpy` refuses a tensor on a device."""
-    return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
-
-
-def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the positions [N] with a label, and their labels [N].
-
-    Args:
-        shifted: [B * S], on the host.
-    """
-    labels = shifted.numpy()
-    rows = np.flatnonzero(labels != IGNORED_LABEL)
-    return torch.from_numpy(rows), torch.from_numpy(labels[rows])
-
-
-def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch without its labels."""
-    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -332,8 +288,7 @@ class TrunkOutput:
         rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
         labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
-        teacher: What a teacher says of these rows, in distillation.
-        examples: Of preferences; None: the loss is cross entropy.
+        loss: The loss of the micro-batch.
     """
 
     micro_batch: int
@@ -342,8 +297,7 @@ class TrunkOutput:
     rows: Tensor
     labels: Tensor
     random_state: tuple[Tensor, ...]
-    teacher: TeacherRows | None = None
-    examples: Examples | None = None
+    loss: MicroBatchLoss = PLAIN
 
 
 #: Loss terms of a micro-batch, tensors that cross the cut, and their gradients.
@@ -360,7 +314,7 @@ class _HeadRows:
         rows: Their positions.
         labels: Their labels.
         leaf: Their hidden states [1, rows, H].
-        softmax: Their loss, where the vocabulary comes in parts, in distillation, or of preferences.
+        loss: Their loss; None: the model's own loss function computes it.
         kept: Logits that the second pass need not make again, by part.
         gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
     """
@@ -370,7 +324,7 @@ class _HeadRows:
     rows: Tensor
     labels: Tensor
     leaf: Tensor
-    softmax: RunningSoftmax | RunningDistillation | None
+    loss: RowsLoss | None
     kept: list[Tensor] = field(default_factory=list)
     gradient: Tensor | None = None
 
@@ -431,14 +385,12 @@ class ChunkedHead:
         stand_in: For the weight that makes the logits, if there are parts.
         kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
             no bits.
-        objective: The terms of the loss.
         in_turn: Have all rows pass a part of the vocabulary before the next one, so that one part is needed at a time;
             nothing is kept then. It changes no bits.
         activity: Progress within the step, for status.
-        size: Of the step, for the loss of preferences.
 
     Attributes:
-        figures: What that loss tells of the micro-batches that were run.
+        figures: What the loss tells of the micro-batches that were run.
     """
 
     def __init__(
@@ -452,14 +404,10 @@ class ChunkedHead:
         columns: int = 0,
         stand_in: PartWeight | None = None,
         kept_parts: int = 1,
-        objective: Objective | None = None,
         in_turn: bool = False,
         activity: Activity | None = None,
-        size: StepSize | None = None,
     ) -> None:
-        self._objective = objective or Objective()
         assert columns == 0 or stand_in is not None, columns
-        self._preference, self._size = self._objective.preference, size
         self.figures: list[PartialMean] = []
         self._columns, self._stand_in = columns, stand_in
         self._kept_parts = kept_parts
@@ -508,16 +456,16 @@ class ChunkedHead:
             if self._passing is not None:
                 pieces = [piece for item in outputs for piece in self._pieces(item, 1)]
                 self._take_in_all(pieces)
-                return [piece.softmax.loss() for piece in pieces if piece.softmax is not None]
+                return [piece.loss.loss() for piece in pieces if piece.loss is not None]
             for item in outputs:
                 self._resume(item)
                 for piece in self._pieces(item, 1):
-                    if piece.softmax is None:
+                    if piece.loss is None:
                         losses.append(self._loss(item, piece.output, piece.labels, 1))
                         continue
                     for part in self._parts:
                         self._take_in(piece, part, is_kept=False)
-                    losses.append(piece.softmax.loss())
+                    losses.append(piece.loss.loss())
         return losses
 
     def score(self, outputs: Sequence[TrunkOutput], k: int, temperature: float) -> Iterator[TokenScores]:
@@ -605,52 +553,42 @@ class ChunkedHead:
         leaves.at(item)
         hidden_grad = self._hidden_grad(item)
         with without_auxiliary_loss(self._model):
-            if item.examples is not None:
-                losses.append(self._run_examples(item, item.examples, leaves, hidden_grad))
+            if item.loss.compares_rows:
+                losses.append(self._run_compared(item, num_items, leaves, hidden_grad))
                 return self._result(item, num_items, losses, hidden_grad)
             for piece in self._pieces(item, num_items):
                 losses.append(self._run_piece(piece, num_items, leaves))
                 piece.note_gradient(hidden_grad)
         return self._result(item, num_items, losses, hidden_grad)
 
-    def _run_examples(
-        self, item: TrunkOutput, examples: Examples, leaves: Leaves, hidden_grad: Tensor | None
-    ) -> Tensor:
-        """Return the loss of a micro-batch of preferences, and add its gradients to those of its weights and rows.
+    def _run_compared(self, item: TrunkOutput, num_items: int, leaves: Leaves, hidden_grad: Tensor | None) -> Tensor:
+        """Return the loss of a micro-batch that compares rows, and add its gradients to those of weights and rows.
 
-        All of its rows are looked at before the gradient of any: an answer is spread over pieces, and is compared with
-        another one.
+        All of its rows are taken in before the gradient of any: what is compared is spread over pieces.
         """
-        softmaxes = self._look_at_all(item)
-        loss = self._weigh(examples, softmaxes)
-        for piece, softmax in zip(self._pieces(item, 1), softmaxes, strict=True):
-            piece.softmax = softmax
+        rows = self._take_in_rows(item, num_items)
+        loss = self._compare(item, rows)
+        for piece, own in zip(self._pieces(item, num_items), rows, strict=True):
+            piece.loss = own
             for part in reversed(self._whole_or_parts()):
                 self._add_gradients(piece, part, leaves)
             piece.note_gradient(hidden_grad)
         return loss
 
-    def _look_at_all(self, item: TrunkOutput) -> list[RunningSoftmax]:
+    def _take_in_rows(self, item: TrunkOutput, num_items: int) -> list[RowsLoss]:
         """Have all pieces of a micro-batch pass all parts of the vocabulary; copies of their rows are not kept."""
-        softmaxes: list[RunningSoftmax] = []
-        for piece in self._pieces(item, 1, with_softmax=True):
-            assert isinstance(piece.softmax, RunningSoftmax)
+        rows: list[RowsLoss] = []
+        for piece in self._pieces(item, num_items, takes_logits=True):
+            assert piece.loss is not None
             for part in self._whole_or_parts():
                 self._take_in(piece, part, is_kept=False)
-            softmaxes.append(piece.softmax)
-        return softmaxes
+            rows.append(piece.loss)
+        return rows
 
-    def _weigh(self, examples: Examples, softmaxes: Sequence[RunningSoftmax]) -> Tensor:
-        """Return the loss of a micro-batch of preferences whose rows were looked at, and weigh their gradients."""
-        assert self._preference is not None
-        assert self._size is not None
-        if not softmaxes:
-            return torch.zeros((), device=examples.repeats.device)
-        logps = [softmax.log_probs() for softmax in softmaxes]
-        loss, gradient, figures = self._preference.gradient(torch.cat(logps), examples, self._size)
+    def _compare(self, item: TrunkOutput, rows: Sequence[RowsLoss]) -> Tensor:
+        """Return the loss of a micro-batch that compares rows, all of which were taken in."""
+        loss, figures = item.loss.compare(rows)
         self.figures += figures
-        for softmax, own in zip(softmaxes, torch.split(gradient, [len(each) for each in logps]), strict=True):
-            softmax.weigh(-own)
         return loss
 
     def _whole_or_parts(self) -> Sequence[VocabularyPart | None]:
@@ -665,18 +603,17 @@ class ChunkedHead:
         with ExitStack() as stack:
             self._bound_weights(stack)
             if self._passing is not None:
-                by_item = [list(self._pieces(item, 1, with_softmax=True)) for item in outputs]
+                by_item = [list(self._pieces(item, 1, takes_logits=True)) for item in outputs]
                 self._take_in_all([piece for pieces in by_item for piece in pieces])
-                found = [
-                    [piece.softmax for piece in own if isinstance(piece.softmax, RunningSoftmax)] for own in by_item
-                ]
+                found = [[piece.loss for piece in own] for own in by_item]
             else:
                 found = []
                 for item in outputs:
                     self._resume(item)
-                    found.append(self._look_at_all(item))
+                    found.append([*self._take_in_rows(item, 1)])
+        softmaxes = [[each for each in own if isinstance(each, RunningSoftmax)] for own in found]
         empty = torch.zeros(0)
-        return [torch.cat([each.log_probs() for each in softmaxes]) if softmaxes else empty for softmaxes in found]
+        return [torch.cat([each.log_probs() for each in own]) if own else empty for own in softmaxes]
 
     def _run_in_turn(self, outputs: Sequence[TrunkOutput], num_items: int, stack: ExitStack) -> list[HeadResult]:
         """Run all pieces of all micro-batches, part by part of the vocabulary.
@@ -692,10 +629,10 @@ class ChunkedHead:
                 stack.close()
                 units = self._bound_weights(stack)
             leaves = self._leaves(stack, units)
-            weighed: list[Tensor | None] = []
+            compared: list[Tensor | None] = []
             for item, own in zip(outputs, pieces, strict=True):
-                softmaxes = [piece.softmax for piece in own if isinstance(piece.softmax, RunningSoftmax)]
-                weighed.append(None if item.examples is None else self._weigh(item.examples, softmaxes))
+                rows = [piece.loss for piece in own if piece.loss is not None]
+                compared.append(self._compare(item, rows) if item.loss.compares_rows else None)
             for place in self._places(leaves):
                 with place as parts:
                     for part in reversed(parts):
@@ -704,11 +641,11 @@ class ChunkedHead:
                                 leaves.at(piece.item)
                                 self._add_gradients(piece, part, leaves)
         results: list[HeadResult] = []
-        for item, own, loss in zip(outputs, pieces, weighed, strict=True):
+        for item, own, loss in zip(outputs, pieces, compared, strict=True):
             hidden_grad = self._hidden_grad(item)
             for piece in own:
                 piece.note_gradient(hidden_grad)
-            losses = [loss] if loss is not None else [each.softmax.loss() for each in own if each.softmax is not None]
+            losses = [loss] if loss is not None else [each.loss.loss() for each in own if each.loss is not None]
             results.append(self._result(item, num_items, losses, hidden_grad))
         return results
 
@@ -766,8 +703,15 @@ class ChunkedHead:
         has_gradient = hidden.requires_grad and len(item.rows)
         return torch.zeros_like(hidden.detach().reshape(-1, hidden.shape[-1])) if has_gradient else None
 
-    def _pieces(self, item: TrunkOutput, num_items: int, *, with_softmax: bool = False) -> Iterator[_HeadRows]:
-        """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves."""
+    def _pieces(self, item: TrunkOutput, num_items: int, *, takes_logits: bool = False) -> Iterator[_HeadRows]:
+        """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves.
+
+        Args:
+            item: The micro-batch.
+            num_items: Rows with a label of the whole step.
+            takes_logits: Have the loss take in logits that are whole as well, in place of the model's own function.
+        """
+        in_parts = takes_logits or self._columns > 0
         hidden: Tensor = item.output["last_hidden_state"]
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         bare = _bare_output(item.output)
@@ -776,16 +720,10 @@ class ChunkedHead:
             leaf = flat.index_select(0, rows).unsqueeze(0).requires_grad_(hidden.requires_grad)
             output = copy.copy(bare)
             output["last_hidden_state"] = leaf
-            softmax: RunningSoftmax | RunningDistillation | None = None
-            objective, vocab_size = self._objective, self._plan.vocab_size
-            if item.teacher is not None and objective.distillation is not None and torch.is_grad_enabled():
-                teacher = item.teacher.between(start, start + self._rows)
-                softmax = RunningDistillation(labels, teacher, vocab_size, num_items, objective.distillation)
-            elif self._columns or with_softmax or (objective.z_loss and torch.is_grad_enabled()):
-                # An evaluation is plain cross entropy.
-                terms = (objective.label_smoothing_factor, objective.z_loss) if torch.is_grad_enabled() else ()
-                softmax = RunningSoftmax(labels, vocab_size, num_items, *terms)
-            yield _HeadRows(item, output, rows, labels, leaf, softmax)
+            loss = item.loss.of_rows(
+                labels, start, vocab_size=self._plan.vocab_size, num_items=num_items, in_parts=in_parts
+            )
+            yield _HeadRows(item, output, rows, labels, leaf, loss)
 
     def _result(
         self, item: TrunkOutput, num_items: int, losses: list[Tensor], hidden_grad: Tensor | None
@@ -799,7 +737,7 @@ class ChunkedHead:
 
     def _run_piece(self, piece: _HeadRows, num_items: int, leaves: Leaves) -> Tensor:
         """Return the loss of a piece, and add its gradients to those of its weights and of its rows."""
-        if piece.softmax is None:
+        if piece.loss is None:
             loss = self._loss(piece.item, piece.output, piece.labels, num_items)
             leaves.add_gradients(piece, loss, torch.ones_like(loss), [])
             return loss.detach()
@@ -808,25 +746,25 @@ class ChunkedHead:
             self._take_in(piece, part, is_kept=number >= len(parts) - self._kept_parts)
         for part in reversed(parts):
             self._add_gradients(piece, part, leaves)
-        return piece.softmax.loss()
+        return piece.loss.loss()
 
     def _take_in(self, piece: _HeadRows, part: VocabularyPart | None, *, is_kept: bool) -> None:
         """Take in the logits of a part, None: of all, for the loss; keep them with their graph for the second pass."""
-        assert piece.softmax is not None
+        assert piece.loss is not None
         # Not `no_grad`: the kernels must be those of the second pass.
         saving = nullcontext() if is_kept or not torch.is_grad_enabled() else without_saved_tensors()
         with saving:
             logits = self._logits(piece.item, piece.output, part)
-        piece.softmax.add(logits.detach(), 0 if part is None else part.start)
+        piece.loss.add(logits.detach(), 0 if part is None else part.start)
         if is_kept and torch.is_grad_enabled():
             piece.kept.append(logits)
 
     def _add_gradients(self, piece: _HeadRows, part: VocabularyPart | None, leaves: Leaves) -> None:
         """Add the gradients that come by the logits of a part, made again unless they were kept."""
-        assert piece.softmax is not None
+        assert piece.loss is not None
         logits = piece.kept.pop() if piece.kept else self._logits(piece.item, piece.output, part)
         trained = [part.weight] if part is not None and part.weight.requires_grad else []
-        gradient = piece.softmax.gradient(logits.detach(), 0 if part is None else part.start)
+        gradient = piece.loss.gradient(logits.detach(), 0 if part is None else part.start)
         leaves.add_gradients(piece, logits, gradient, trained)
 
     def _logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
@@ -904,16 +842,6 @@ class ChunkedHead:
             return self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )
-
-
-def joined_scores(parts: Sequence[TokenScores]) -> TokenScores:
-    """Return the scores of the rows of several, one after the other, on the host."""
-    return TokenScores(
-        torch.cat([part.log_probs.cpu() for part in parts]),
-        torch.cat([part.top_ids.cpu() for part in parts if len(part.top_ids)] or [parts[0].top_ids.cpu()]),
-        torch.cat([part.top_log_probs.cpu() for part in parts if len(part.top_ids)] or [parts[0].top_log_probs.cpu()]),
-        torch.cat([part.rest_log_probs.cpu() for part in parts]),
-    )
 
 
 def _vocabulary_parts(

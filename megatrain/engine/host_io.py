@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +15,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megatrain.base.batch_keys import TEACHER_KEYS
+from megatrain.base.batch_keys import LOSS_KEYS
 from megatrain.engine.device_kernels import reads_sync_host
-from megatrain.engine.head import LabelledRows, labelled_rows
-from megatrain.engine.objective import TeacherRows, teacher_rows
+from megatrain.engine.labels import LabelledRows
 from tiered.ext import HostSlab
 from tiered.units import MiB, round_up
 
@@ -50,41 +50,41 @@ class MicroBatches:
         self.mirror = HostMirror() if reads_sync_host(device) else None
 
     def place(
-        self, micro_batches: Mapping[int, Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
-    ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows]]:
-        """Return micro-batches, and their rows with a label, on the compute device. No host sync.
+        self,
+        micro_batches: Mapping[int, Mapping[str, Tensor]],
+        labelled: Mapping[int, LabelledRows],
+        read_by_loss: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({}),
+    ) -> tuple[dict[int, dict[str, Any]], dict[int, LabelledRows], dict[int, dict[str, Tensor]]]:
+        """Return micro-batches, their rows with a label, and what the loss reads, on the compute device. No host sync.
 
         Args:
             micro_batches: By number, on the host. All of a pass at once: a second call waits for the copies of the
                 first.
-            shifted: By the same numbers, the shifted labels [B * S].
+            labelled: By the same numbers, positions with a label and their labels.
+            read_by_loss: By the same numbers, what ``Loss.read`` returned; without it, nothing.
 
         Returns:
-            By number the micro-batch, and the positions with a label, their labels, and what a teacher says of them.
+            The same, by number; of a micro-batch what its model reads.
         """
         host = {
             (number, key): value
             for number, batch in micro_batches.items()
             for key, value in batch.items()
-            if key not in TEACHER_KEYS
+            if key not in LOSS_KEYS
         }
-        labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
-        parts: dict[tuple[int, int | str], Tensor] = {}
-        for number, pair in labelled.items():
-            parts |= {(number, 0): pair[0], (number, 1): pair[1]}
-            parts |= {(number, key): rows for key, rows in teacher_rows(micro_batches[number], pair[0]).items()}
-        placed = self._staging.upload({**host, **parts})
+        beside: dict[tuple[int, int, str], Tensor] = {}
+        for number, (positions, labels) in labelled.items():
+            beside |= {(number, 0, "positions"): positions, (number, 0, "labels"): labels}
+            beside |= {(number, 1, name): tensor for name, tensor in read_by_loss.get(number, {}).items()}
+        placed = self._staging.upload({**host, **beside})
         batches: dict[int, dict[str, Any]] = {number: {} for number in micro_batches}
         for (number, key), tensor in host.items():
             batches[number][key] = placed[number, key]
             if self.mirror is not None:
                 self.mirror.know(placed[number, key], tensor)
-        found: dict[int, LabelledRows] = {}
-        for number in labelled:
-            of_teacher = [placed[number, key] for key in TEACHER_KEYS if (number, key) in parts]
-            teacher = TeacherRows(*of_teacher) if of_teacher else None
-            found[number] = placed[number, 0], placed[number, 1], teacher
-        return batches, found
+        rows = {number: (placed[number, 0, "positions"], placed[number, 0, "labels"]) for number in labelled}
+        read = {number: {name: placed[number, 1, name] for name in read_by_loss.get(number, {})} for number in labelled}
+        return batches, rows, read
 
     def forget(self) -> None:
         """Drop the host copies: the pass is over."""

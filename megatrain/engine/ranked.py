@@ -629,7 +629,7 @@ class RankedAccess(StoreAccess):
         Args:
             layouts: Those whose gradients are complete, the same on all ranks; norms that all know already stay.
             terms: Scalars whose sum is this rank's loss.
-            figures: Totals of this rank's preferences.
+            figures: What this rank's losses tell of their micro-batches.
 
         Returns:
             The terms and figures of all ranks, in the order of their micro-batches.

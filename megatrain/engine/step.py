@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from megatrain.base.batch_keys import REFERENCE
 from megatrain.base.progress import Activity
 from megatrain.engine.access import StoreAccess
 from megatrain.engine.forward import LayerRunner, QueuedLoss
-from megatrain.engine.head import count_labels, shifted_labels
-from megatrain.engine.preferences import PartialMean, describe_examples, mean_figures, step_size
+from megatrain.engine.labels import count_labels, shifted_labels
+from megatrain.engine.loss import PartialMean, mean_figures
 from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
 from megatrain.optim.base import Update
@@ -56,7 +55,7 @@ class StepResult:
         num_trained_tokens: tokens with a label.
         skipped: the gradient was not finite and is not used.
         left_out: layers whose gradients alone were not finite and are not used.
-        preferences: means of a loss over preferences, by TRL's names.
+        figures: means that the loss tells of the step, by name.
     """
 
     loss: float
@@ -64,7 +63,7 @@ class StepResult:
     num_trained_tokens: int
     skipped: bool = False
     left_out: tuple[str, ...] = ()
-    preferences: Mapping[str, float] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepEngine:
@@ -195,15 +194,12 @@ class StepEngine:
             return self._runner.queue(micro_batches, seed=seed)
         shifted = [shifted_labels(each["labels"]).reshape(-1) for each in micro_batches]
         counts = [count_labels(labels) for labels in shifted]
-        size = None
-        if REFERENCE in micro_batches[0]:  # a loss over preferences is the mean over the examples of all ranks
-            size = step_size([describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)])
         queued = self._runner.queue(
             [micro_batches[number] for number in own],
             num_items=sum(counts),
             seed=seed,
             first_number=own.start,
-            size=size,
+            size=self._recipe.objective.loss.size_of_step(micro_batches, shifted),
         )
         return replace(queued, num_trained_tokens=sum(counts))
 
@@ -212,11 +208,12 @@ class StepEngine:
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
         terms, figures = self._access.agree(layouts, queued.terms, own)
+        means = mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures])
         return StepResult(
             float(sum(terms)),
             global_norm([float(self._access.squared_norms[layout.name]) for layout in layouts]),
             queued.num_trained_tokens,
-            preferences=mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures]),
+            figures=self._recipe.objective.loss.told(means),
         )
 
     def _next_update(self, lr: float, *, scale: float) -> Update:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from megatrain.engine.objective import Objective
+
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
-    from megatrain.engine.objective import Objective
     from megatrain.engine.program import Stays, StepProgram, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
@@ -53,7 +54,7 @@ class StepRecipe:
             ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
         seed: Random numbers of dropout and noise come from it.
         order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time.
-        objective: Label smoothing and noise; None: plain cross entropy.
+        objective: What is minimised.
         compiler: Compiles layers; None: they run eagerly.
     """
 
@@ -64,5 +65,5 @@ class StepRecipe:
     nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     seed: int = 0
     order: Literal["layer", "micro_batch"] = "layer"
-    objective: Objective | None = None
+    objective: Objective = field(default_factory=Objective)
     compiler: LayerCompiler | None = None

@@ -27,7 +27,7 @@ from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, move_buffers
 from megatrain.engine.generate import GenerationRunner
-from megatrain.engine.objective import TeacherRows
+from megatrain.engine.objective import Objective
 from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
 from megatrain.engine.visit import METADATA_QUERIES
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
 
-    from megatrain.engine.objective import Objective
     from megatrain.engine.visit import BoundUnit
     from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
@@ -64,7 +63,6 @@ _IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known befor
 _ANY_NBYTES = 1 << 50  # of a fake tensor
 _LOSS_NBYTES = 4  # what each piece leaves until the end of the step
 _DEVICE_OF = torch.ops.prim.device.default
-_ROW_NBYTES = 32  # what a loss over preferences knows of each row, all rows of a micro-batch at once
 
 
 def trace_visits(
@@ -106,7 +104,7 @@ def trace_visits(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     device = _with_index(torch.device(device))
-    num_tokens = batch_size * seq_len
+    num_tokens, objective = batch_size * seq_len, objective or Objective()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
         tracer = _Tracer(graph, compute_dtype, device, head_rows, head_columns, objective, is_compiled)
@@ -122,22 +120,21 @@ def trace_visits(
                 # All pieces of the head are alike: a few are traced, the rest is added below.
                 num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
                 rows = torch.zeros(num_rows, dtype=torch.long, device=device)
-                teacher = _fake_teacher(num_rows, objective, device)
+                loss = objective.loss.of_micro_batch({}, objective.loss.made_up(num_rows, device), None)
             with (
                 _lists_are_read(),
                 nullcontext() if padded else rows_are_documents(),
                 _failures_explained(graph.model, "text" if example is None else "images"),
             ):
                 if top_k is None:
-                    tracer.runner.run_pass({0: batch}, {0: (rows, rows, teacher)}, num_tokens, 0)
+                    tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, {0: loss}, num_tokens, 0)
                 else:
-                    list(tracer.runner.score_pass({0: batch}, {0: (rows, rows, None)}, top_k, 1.0))
+                    list(tracer.runner.score_pass({0: batch}, {0: (rows, rows)}, top_k, 1.0))
             tracer.close()
     trace = tracer.trace()
     if top_k is not None:
         trace = replace(trace, logits_flops=0)  # nothing makes them a second time
-    has_preference = objective is not None and objective.preference is not None
-    trace = _with_all_pieces(trace, num_rows, num_tokens, _ROW_NBYTES if has_preference else 0)
+    trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
     return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
 
 
@@ -199,14 +196,6 @@ def trace_generation(
         num_tokens=batch_size * seq_len,
     )
     return trace, runner.kept_nbytes
-
-
-def _fake_teacher(num_rows: int, objective: Objective | None, device: torch.device) -> TeacherRows | None:
-    """Return what a teacher says of so many rows, if the objective is distillation."""
-    if objective is None or objective.distillation is None:
-        return None
-    words = torch.zeros(num_rows, objective.teacher_k, dtype=torch.int32, device=device)
-    return TeacherRows(words, words.float(), torch.zeros(num_rows, device=device))
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -964,7 +953,7 @@ def step_flops(
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.
         kept: visits whose graphs are kept: they are not recomputed.
-        kept_parts: parts of the vocabulary whose logits are kept, likewise; 0 with a loss over preferences.
+        kept_parts: parts of the vocabulary whose logits are kept, likewise; 0 with a loss that compares rows.
         saved_attention: visits whose recompute leaves attention out.
     """
     if not is_counted(trace):

@@ -28,6 +28,7 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
+    decoded_bytes,
     saving_attention,
     state_key,
     stored_keys,
@@ -459,8 +460,8 @@ def _place(
     def placed_with(gathers_ahead: int, *, updates_beside_device: bool) -> KeptGraphs:
         builder = _builder(run, subject, updates_beside_device=updates_beside_device, gathers_ahead=gathers_ahead)
         held = sharing_gradients(builder.build())
-        # A loss over preferences looks at all rows before it makes the logits of any again: none are kept.
-        keeps_parts = run.objective.preference is None
+        # A loss that compares rows looks at all of them before it makes the logits of any again: none are kept.
+        keeps_parts = not run.objective.loss.compares_rows
         held = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
         if not passes_parts and _holds_everything(budgets_with(held)[subject.compute_tier], held):
             return solved(held)
@@ -745,9 +746,8 @@ def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
 
 
 def teacher_bytes(run: RunSpec) -> int:
-    """Return what a step's rows of a teacher take, in distillation: words, their log-probabilities, and the rest."""
-    num_words = run.objective.teacher_k
-    return run.batch.num_tokens * (8 * num_words + 4) if run.objective.distillation is not None else 0
+    """Return what a step's rows hold for the loss beside their tokens: in distillation, what the teacher says."""
+    return run.batch.num_tokens * run.objective.loss.token_nbytes
 
 
 def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:

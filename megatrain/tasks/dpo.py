@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatrain.data.encoding import CHOSEN
-from megatrain.engine.head import shifted_labels
-from megatrain.engine.preferences import CollectedExamples, PreferenceLoss
+from megatrain.engine.labels import shifted_labels
+from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from megatrain.tasks.reference import RECORD, Reference
 from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from megatrain.data.dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
+    from megatrain.engine.loss import Loss
 
 __all__ = ["PreferenceTask"]
 
@@ -29,8 +30,8 @@ class PreferenceTask:
         loss: What the steps minimise.
     """
 
-    def __init__(self, loss: PreferenceLoss | None) -> None:
-        assert loss is not None, "preferences have a loss of their own"
+    def __init__(self, loss: Loss | None) -> None:
+        assert isinstance(loss, PreferenceLoss), loss
         self._loss = loss
 
     def tally(self) -> JudgedExamples:

@@ -9,13 +9,13 @@ from megatrain.tasks.dpo import PreferenceTask
 from megatrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
-    from megatrain.engine.preferences import PreferenceLoss
+    from megatrain.engine.loss import Loss
     from megatrain.tasks.task import Task
 
 __all__ = ["TASKS", "task_of"]
 
-#: Name -> what makes the task, given the loss over preferences that its steps minimise; None: they have another one.
-TASKS: Mapping[str, Callable[[PreferenceLoss | None], Task]] = {
+#: Name -> what makes the task, given what its steps minimise; None: cross entropy.
+TASKS: Mapping[str, Callable[[Loss | None], Task]] = {
     "pretrain": TextTask,
     "sft": TextTask,
     "distill": TextTask,
@@ -23,11 +23,11 @@ TASKS: Mapping[str, Callable[[PreferenceLoss | None], Task]] = {
 }
 
 
-def task_of(name: str, loss: PreferenceLoss | None) -> Task:
+def task_of(name: str, loss: Loss | None) -> Task:
     """Return the task of a run.
 
     Args:
         name: As in the config.
-        loss: What the steps minimise, if that is over preferences.
+        loss: What the steps minimise; None: cross entropy.
     """
     return TASKS[name](loss)

@@ -7,7 +7,7 @@ import torch
 
 from megatrain.base.layout import build_layout, views_of_parts
 from megatrain.engine import device_kernels
-from megatrain.engine.vocabulary import RunningSoftmax
+from megatrain.engine.cross_entropy import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
 
 pytestmark = [

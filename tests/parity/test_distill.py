@@ -21,15 +21,16 @@ from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.rows_report import DataError
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.objective import Distillation, Objective, TeacherRows
+from megatrain.engine.objective import Objective
 from megatrain.engine.trace import trace_visits
-from megatrain.engine.vocabulary import RunningDistillation, vocabulary_ranges
+from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.machine.machine import LoadedProfile
 from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.planner import plan_run, teacher_bytes
 from megatrain.resolve import resolve
 from megatrain.scoring import Scorer
+from megatrain.tasks.distillation import Distillation, RunningDistillation, TeacherRows
 from megatrain.trainer import Trainer
 from oracles.families import VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
@@ -129,8 +130,8 @@ def with_teacher(batches: Sequence[Mapping[str, Tensor]], temperature: float) ->
 )
 def test_every_gradient_is_that_of_plain_torch(family: str, options: dict[str, Any]) -> None:
     config = tiny_config(family)
-    spec = Distillation(2.0, 0.25, "bucket")
-    objective = Objective(distillation=spec, teacher_k=K)
+    spec = Distillation(2.0, 0.25, "bucket", K)
+    objective = Objective(spec)
     batches = with_teacher(padded_batches(), 2.0)
     model = build_model(config)
     graph = build_graph(config)

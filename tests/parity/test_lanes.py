@@ -17,7 +17,7 @@ from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.config import load_config
 from megatrain.engine import head
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.updates import Updater
 from megatrain.optim.base import Update
 from megatrain.plan import planner

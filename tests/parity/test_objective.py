@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
+from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.state import micro_batch_seed
@@ -79,7 +80,7 @@ def assert_close(expected: tuple[float, dict[str, Any]], found: tuple[float, dic
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_smoothed_labels_of_every_family(family: str) -> None:
     config = tiny_config(family, tied=False)
-    found = streamed(config, build_model(config), Objective(label_smoothing_factor=FACTOR))
+    found = streamed(config, build_model(config), Objective(CrossEntropy(FACTOR)))
     assert_close(smoothed_step(build_model(config), padded_batches()), found)
 
 
@@ -100,7 +101,7 @@ def test_noisy_embeddings_of_every_family(family: str) -> None:
 
 
 def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
-    objective = Objective(FACTOR, ALPHA)
+    objective = Objective(CrossEntropy(FACTOR), ALPHA)
     for family, changes in (
         ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2}),
         ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.3}),
@@ -122,7 +123,7 @@ def test_both_together_and_with_dropout_and_the_auxiliary_loss() -> None:
 @pytest.mark.parametrize("columns", [0, 20])
 def test_z_loss(family: str, smoothing: float, columns: int) -> None:
     config = tiny_config(family, tied=False)
-    found = streamed(config, build_model(config), Objective(smoothing, z_loss=0.1), columns=columns)
+    found = streamed(config, build_model(config), Objective(CrossEntropy(smoothing, z_loss=0.1)), columns=columns)
     model, batches, total = build_model(config), padded_batches(), 0.0
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
@@ -139,7 +140,7 @@ def test_z_loss(family: str, smoothing: float, columns: int) -> None:
 def test_a_loss_of_a_models_own_cannot_be_smoothed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
     with pytest.raises(UnsupportedModelError, match="label_smoothing_factor"):
-        trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(FACTOR))
+        trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(CrossEntropy(FACTOR)))
 
 
 def test_same_bits_in_every_placement(tiny_model: Path, tmp_path: Path) -> None:

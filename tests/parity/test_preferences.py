@@ -19,10 +19,11 @@ from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import to_row
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.head import shifted_labels
 from megatrain.engine.host_io import read_numbers
+from megatrain.engine.labels import shifted_labels
+from megatrain.engine.loss import mean_figures
 from megatrain.engine.objective import Objective
-from megatrain.engine.preferences import CollectedExamples, PreferenceLoss, mean_figures
+from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined
@@ -105,9 +106,10 @@ class Setup:
         self.batches = next(self.loader).micro_batches
 
     def step(self, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
-        runner, access = make_runner(self.config, self.policy, Objective(preference=self.loss), **options)
+        runner, access = make_runner(self.config, self.policy, Objective(self.loss), **options)
         queued = runner.queue(self.batches)
-        figures = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+        means = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+        figures = self.loss.told(means)
         return sum(read_numbers(queued.terms)), figures, access.finish()
 
 

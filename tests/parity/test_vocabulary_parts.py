@@ -17,12 +17,13 @@ from torch import Tensor
 from megatrain.converters.spec import build_graph
 from megatrain.engine import forward
 from megatrain.engine.access import rows_of_parts
+from megatrain.engine.cross_entropy import CrossEntropy, RunningSoftmax
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head import ChunkedHead, HeadPlan, plan_head
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.trace import trace_visits
-from megatrain.engine.vocabulary import RunningSoftmax, vocabulary_ranges
+from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.plan.planner import parts_without_room
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
@@ -215,7 +216,7 @@ def test_half_precision() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere2"])
 def test_smoothed_labels_and_evaluation(family: str) -> None:
-    config, objective = tiny_config(family), Objective(label_smoothing_factor=0.2)
+    config, objective = tiny_config(family), Objective(CrossEntropy(0.2))
     assert_close(step(config, objective=objective), step(config, objective=objective, head_columns=0))
     runners = [runner_of(config, objective=objective, head_columns=n)[0] for n in (0, COLUMNS)]
     losses = [runner.evaluate(padded_batches()) for runner in runners]

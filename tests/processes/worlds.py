@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatrain.config import load_config
-from megatrain.engine.head import count_labels, shifted_labels
+from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.ranked import describe_collectives
 from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.plan import Plan

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.base.layout import build_layout, views_of_parts
 from megatrain.engine import device_kernels
-from megatrain.engine.vocabulary import RunningSoftmax
+from megatrain.engine.cross_entropy import RunningSoftmax
 from megatrain.engine.weight_gradients import GradientAccumulator
 
 KERNELS = "megatrain.engine.triton_kernels"

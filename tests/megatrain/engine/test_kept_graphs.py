@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
+from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.forward import LayerRunner, StepLoss
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
@@ -120,7 +121,10 @@ def test_bfloat16() -> None:
 
 
 def test_noise_and_label_smoothing() -> None:
-    compare(tiny_config("llama", tied=True), objective=Objective(label_smoothing_factor=0.1, neftune_noise_alpha=5.0))
+    compare(
+        tiny_config("llama", tied=True),
+        objective=Objective(CrossEntropy(label_smoothing_factor=0.1), neftune_noise_alpha=5.0),
+    )
 
 
 def test_autocast() -> None:

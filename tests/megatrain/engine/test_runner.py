@@ -14,7 +14,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
 from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
-from megatrain.engine.head import shifted_labels
+from megatrain.engine.labels import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits

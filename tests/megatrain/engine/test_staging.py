@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatrain.engine.head import count_labels, labelled_rows
 from megatrain.engine.host_io import MicroBatches, Staging, read_numbers
+from megatrain.engine.labels import count_labels, labelled_rows
 from tiered import MiB
 from tiered.tiers.ram import HostSlab
 
@@ -91,7 +91,10 @@ def test_rows_with_a_label() -> None:
 def test_micro_batches_and_their_rows() -> None:
     labels = {3: torch.tensor([-100, 1]), 1: torch.tensor([4, -100])}
     micro_batches = {number: {"input_ids": torch.tensor([[number, 2]])} for number in labels}
-    batches, rows = MicroBatches(CPU).place(micro_batches, labels)
+    labelled = {number: labelled_rows(each) for number, each in labels.items()}
+    teacher = {3: {"scores": torch.tensor([0.5])}}
+    batches, rows, read = MicroBatches(CPU).place(micro_batches, labelled, teacher)
+    assert read == {3: {"scores": torch.tensor([0.5])}, 1: {}}
     assert {number: batch["input_ids"].tolist() for number, batch in batches.items()} == {3: [[3, 2]], 1: [[1, 2]]}
     assert {number: (pair[0].tolist(), pair[1].tolist()) for number, pair in rows.items()} == {
         3: ([1], [1]),

@@ -11,45 +11,37 @@ head runs twice over the rows of a micro-batch, for the sums and for the gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import fsum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
+from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax
+from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 __all__ = [
+    "CollectedExamples",
     "Examples",
     "LossType",
     "PartialMean",
     "PreferenceLoss",
     "StepSize",
-    "describe_examples",
-    "examples_from",
-    "mean_figures",
-    "step_size",
-    "without_examples",
 ]
 
-_KEYS = (REFERENCE, DESIRABLE)
+_ROW_NBYTES = 32  # log-probability, its gradient and what they are made of, all rows of a micro-batch at once
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
 _WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
 _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PartialMean:
-    """A part of a mean: ``total`` over ``count`` examples."""
-
-    name: str
-    total: Tensor | float
-    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +90,7 @@ class Examples:
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceLoss:
+class PreferenceLoss(Loss):
     """A loss over preferences, with the names and the meaning that TRL gives its settings.
 
     Attributes:
@@ -121,6 +113,18 @@ class PreferenceLoss:
     undesirable_weight: float = 1.0
 
     @property
+    def refusal(self) -> str:
+        return 'in whose place no loss over preferences (task = "dpo") can be put'
+
+    @property
+    def compares_rows(self) -> bool:
+        return True
+
+    @property
+    def row_nbytes(self) -> int:
+        return _ROW_NBYTES
+
+    @property
     def needs_reference(self) -> bool:
         """Whether it compares with a reference model."""
         return self.loss_type not in _WITHOUT_REFERENCE
@@ -129,6 +133,37 @@ class PreferenceLoss:
     def is_paired(self) -> bool:
         """Whether an example has a chosen and a rejected answer."""
         return self.loss_type != "kto"
+
+    def applied(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Switch dropout off, as TRL does: what the model says is compared with what its reference says."""
+        return _without_dropout(model)
+
+    def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Return what is compared in a micro-batch; nothing of one without examples."""
+        return describe_examples(batch, shifted) if REFERENCE in batch else {}
+
+    def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> StepSize | None:
+        """Return what the mean over the examples of a step is divided by; None: it has none."""
+        if REFERENCE not in micro_batches[0]:
+            return None
+        described = [describe_examples(*pair) for pair in zip(micro_batches, shifted, strict=True)]
+        return StepSize(
+            max(1, sum(each["rows"].shape[1] for each in described)),
+            max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
+        )
+
+    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+        """Return the loss of a micro-batch; plain cross entropy where it has no examples."""
+        if not host:
+            return PLAIN
+        assert isinstance(size, StepSize), size
+        return ComparedRows(self, examples_from(host, placed), size)
+
+    def told(self, means: dict[str, float]) -> dict[str, float]:
+        """Return the means of a step, and of KTO the margin of its rewards, which are means over different answers."""
+        if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
 
     def loss(self, logps: Tensor, examples: Examples, size: StepSize) -> tuple[Tensor, list[PartialMean]]:
         """Return the loss of a micro-batch's examples, a part of the step's mean, and what is told of them.
@@ -234,17 +269,38 @@ def _log_one_minus_exp(values: Tensor) -> Tensor:
     return torch.where(is_near, near, far)
 
 
-def mean_figures(figures: Iterable[PartialMean], numbers: Sequence[float]) -> dict[str, float]:
-    """Return the means of a step by name, given the totals of its figures as numbers."""
-    totals: dict[str, list[float]] = {}
-    counts: dict[str, int] = {}
-    for figure, number in zip(figures, numbers, strict=True):
-        totals.setdefault(figure.name, []).append(number)
-        counts[figure.name] = counts.get(figure.name, 0) + figure.count
-    means = {name: fsum(values) / max(1, counts[name]) for name, values in totals.items()}
-    if "kl" in means and {"rewards/chosen", "rewards/rejected"} <= set(means):
-        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
-    return means
+@dataclass(frozen=True, slots=True, eq=False)
+class ComparedRows(MicroBatchLoss):
+    """A loss over the preferences of one micro-batch.
+
+    Attributes:
+        loss: The loss of the step.
+        examples: The micro-batch's.
+        size: What the mean over the step is divided by.
+    """
+
+    loss: PreferenceLoss
+    examples: Examples
+    size: StepSize
+
+    @property
+    def compares_rows(self) -> bool:
+        return True
+
+    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+        """Return the log-probabilities of some rows, whose weights are known once all rows were taken in."""
+        return RunningSoftmax(labels, vocab_size, 1)
+
+    def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
+        """Return the loss of the micro-batch, and weigh the gradients of its rows."""
+        if not rows:
+            return torch.zeros((), device=self.examples.repeats.device), ()
+        softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
+        logps = [softmax.log_probs() for softmax in softmaxes]
+        loss, gradient, figures = self.loss.gradient(torch.cat(logps), self.examples, self.size)
+        for softmax, own in zip(softmaxes, torch.split(gradient, [len(each) for each in logps]), strict=True):
+            softmax.weigh(-own)
+        return loss, figures
 
 
 @dataclass(eq=False)
@@ -297,15 +353,11 @@ class CollectedExamples:
         if not count:
             return float("nan"), 0, {}
         loss, figures = preference.loss(logps.reshape(-1), examples, size)
-        return float(loss), sum(counts), mean_figures(figures, [float(figure.total) for figure in figures])
+        means = mean_figures(figures, [float(figure.total) for figure in figures])
+        return float(loss), sum(counts), preference.told(means)
 
 
 # -- from micro-batches --------------------------------------------------------------------------------------------
-
-
-def without_examples(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a micro-batch without what only the loss reads."""
-    return {key: value for key, value in batch.items() if key not in _KEYS}
 
 
 def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str, Tensor]:
@@ -329,14 +381,6 @@ def describe_examples(batch: Mapping[str, Tensor], shifted: Tensor) -> dict[str,
     }
 
 
-def step_size(described: Sequence[Mapping[str, Tensor]]) -> StepSize:
-    """Return the size of a step, given what `describe_examples` says of its micro-batches."""
-    return StepSize(
-        max(1, sum(each["rows"].shape[1] for each in described)),
-        max(1, sum(int(each["lengths"][0].numpy().sum()) for each in described)),
-    )
-
-
 def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> Examples:
     """Return the examples that `describe_examples` described, with their tensors where the loss is computed."""
     return Examples(
@@ -348,3 +392,16 @@ def examples_from(host: Mapping[str, Tensor], placed: Mapping[str, Tensor]) -> E
         int(np.count_nonzero(host["desirable"].numpy())),
         placed["counts"],
     )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off, as TRL does: what the model says is compared with what its reference says."""
+    layers = [(module, module.p) for module in model.modules() if isinstance(module, nn.Dropout)]
+    try:
+        for module, _ in layers:
+            module.p = 0.0
+        yield
+    finally:
+        for module, p in layers:
+            module.p = p

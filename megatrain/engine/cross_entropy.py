@@ -1,0 +1,212 @@
+"""Cross entropy: the loss that the core has, with smoothed labels and a z-loss, from logits part by part.
+
+It needs of a row's logits their maximum, the sum of their exponentials, and the one of the label. These come from one
+pass over the parts of the vocabulary; then the gradient of every part is known by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.engine import device_kernels
+from megatrain.engine.loss import Loss, MicroBatchLoss, RowsLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["PLAIN", "CrossEntropy", "RunningSoftmax", "column_of", "replaced_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class CrossEntropy(Loss, MicroBatchLoss):
+    """Cross entropy of every token with a label, mean over all of the step.
+
+    Attributes:
+        label_smoothing_factor: Share of every target that is spread evenly over the vocabulary; 0: none.
+        z_loss: ``z_loss * log(sum of the exponentials of the logits)**2``, mean over the tokens with a label, is added
+            to the loss, which keeps logits from drifting (PaLM, arXiv 2204.02311); 0: none.
+    """
+
+    label_smoothing_factor: float = 0.0
+    z_loss: float = 0.0
+
+    @property
+    def compares_rows(self) -> bool:
+        return False
+
+    @property
+    def refusal(self) -> str:
+        """Smoothing and z-loss change the loss function, which a model that has its own does not call."""
+        for name in ("label_smoothing_factor", "z_loss"):
+            if getattr(self, name):
+                return f"with which training.{name} cannot be used"
+        return ""
+
+    def applied(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """Have the model's own forward, which computes the loss of whole logits, smooth the labels."""
+        factor = self.label_smoothing_factor
+        return replaced_loss(model, _smoothed(factor)) if factor else nullcontext()
+
+    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> CrossEntropy:
+        """Return the loss itself: it needs to know no more of a micro-batch than its labels."""
+        return self
+
+    def of_rows(
+        self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool
+    ) -> RowsLoss | None:
+        """Return the loss of some rows; None: the model's own function computes it, smoothed as it is applied."""
+        if not in_parts and not self.z_loss:
+            return None
+        return RunningSoftmax(labels, vocab_size, num_items, self.label_smoothing_factor, self.z_loss)
+
+
+#: Cross entropy alone: what evaluations say, and what is trained where nothing else is asked for.
+PLAIN = CrossEntropy()
+
+
+class RunningSoftmax:
+    """Cross entropy of some rows whose logits come part by part: their loss after all parts, then each part's gradient.
+
+    Everything is computed in fp32. The loss is the sum over the rows of ``-log softmax(logits)[label] / num_items``;
+    with smoothing, ``smoothing`` of each target is spread evenly over the vocabulary; with a z-loss,
+    ``z_loss * logsumexp(logits)**2`` is added for each row.
+
+    Args:
+        labels: [rows], each a word.
+        vocab_size: words of all parts.
+        num_items: what the sum is divided by.
+        smoothing: 0: none.
+        z_loss: 0: none.
+    """
+
+    def __init__(
+        self, labels: Tensor, vocab_size: int, num_items: int, smoothing: float = 0.0, z_loss: float = 0.0
+    ) -> None:
+        self._labels, self._vocab_size, self._num_items = labels, vocab_size, num_items
+        self._smoothing, self._z_loss = smoothing, z_loss
+        zeros = torch.zeros(len(labels), dtype=torch.float32, device=labels.device)
+        self._largest = torch.full_like(zeros, -torch.inf)
+        self._sum = zeros  # of exponentials, less the largest logit so far
+        self._of_label = torch.zeros_like(zeros)
+        self._total = torch.zeros_like(zeros) if smoothing else None  # of the logits
+        self._weights: Tensor | None = None
+        self._log_sums: Tensor | None = None  # of all logits that were taken in; kept, as each part asks for it
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        self._log_sums = None
+        if device_kernels.are_for(logits):
+            device_kernels.take_in_logits(
+                logits,
+                self._labels,
+                start,
+                largest=self._largest,
+                exponentials=self._sum,
+                of_label=self._of_label,
+                totals=self._total,
+            )
+            return
+        values = logits.float()
+        at, is_here = column_of(self._labels, start, values.shape[1])
+        self._of_label = torch.where(is_here, values.gather(1, at).squeeze(1), self._of_label)
+        if self._total is not None:
+            self._total = self._total + values.sum(1)
+        largest = torch.maximum(self._largest, values.amax(1))
+        here = (values - largest.unsqueeze(1)).exp_().sum(1)
+        self._sum = self._sum * torch.exp(self._largest - largest) + here
+        self._largest = largest
+
+    def log_probs(self) -> Tensor:
+        """Return the log-probability of each row's label [rows], after all parts."""
+        return self._of_label - self._log_sum()
+
+    def weigh(self, weights: Tensor) -> None:
+        """Have each row's gradient be that of ``-log softmax(logits)[label]`` times a weight [rows]."""
+        self._weights = weights
+
+    def loss(self) -> Tensor:
+        """Return the loss, after all parts."""
+        log_sum = self._log_sum()
+        losses = log_sum - self._of_label
+        if self._total is not None:
+            even = log_sum - self._total / self._vocab_size
+            losses = (1 - self._smoothing) * losses + self._smoothing * even
+        if self._z_loss:
+            losses = losses + self._z_loss * log_sum.square()
+        return losses.sum() / self._num_items
+
+    def gradient(self, logits: Tensor, start: int) -> Tensor:
+        """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        if device_kernels.are_for(logits):
+            return device_kernels.gradient_of_logits(
+                logits,
+                self._labels,
+                start,
+                self._log_sum(),
+                weights=self._weights,
+                num_items=self._num_items,
+                z_loss=self._z_loss,
+                share=self._smoothing / self._vocab_size,
+                at_label=1 - self._smoothing,
+            )
+        log_sum = self._log_sum().unsqueeze(1)
+        found = (logits.float() - log_sum).exp_()
+        if self._z_loss:
+            found.mul_(1 + 2 * self._z_loss * log_sum)
+        if self._smoothing:
+            found.sub_(self._smoothing / self._vocab_size)
+        at, is_here = column_of(self._labels, start, found.shape[1])
+        # Scattered, not added: each row has one place, so the order of writes does not matter on any device.
+        found.scatter_(1, at, found.gather(1, at) - is_here.unsqueeze(1) * (1 - self._smoothing))
+        if self._weights is not None:
+            return found.mul_(self._weights.unsqueeze(1)).to(logits.dtype)
+        return found.div_(self._num_items).to(logits.dtype)
+
+    def _log_sum(self) -> Tensor:
+        if self._log_sums is None:
+            self._log_sums = self._largest + self._sum.log()
+        return self._log_sums
+
+
+def column_of(labels: Tensor, start: int, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return the column [rows, 1] of each row's label, and whether it is in this part (else the column is any)."""
+    at = labels - start
+    return at.clamp(0, num_columns - 1).unsqueeze(1), (at >= 0) & (at < num_columns)
+
+
+def _smoothed(factor: float) -> Callable[..., Tensor]:
+    """Return a loss of shifted labels: ``(1 - factor)`` of theirs, ``factor`` of the mean over the vocabulary."""
+
+    def loss(
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: int, shift_labels: Tensor, **rest: Any
+    ) -> Tensor:
+        total = nn.functional.cross_entropy(
+            logits.float().view(-1, vocab_size),
+            shift_labels.view(-1),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+            label_smoothing=factor,
+        )
+        return total / num_items_in_batch
+
+    return loss
+
+
+@contextmanager
+def replaced_loss(model: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
+    """Replace the loss function that transformers chose for a model."""
+    own = model.__dict__.get("_loss_function")
+    model.__dict__["_loss_function"] = function
+    try:
+        yield
+    finally:
+        del model.__dict__["_loss_function"]
+        if own is not None:
+            model.__dict__["_loss_function"] = own

@@ -1,0 +1,43 @@
+"""Which tokens are trained: the labels of a micro-batch, shifted to the places that they are predicted at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+
+__all__ = ["LabelledRows", "count_labels", "labelled_rows", "shifted_labels", "without_labels"]
+
+#: Positions of the rows of a micro-batch that have a label, and their labels.
+LabelledRows = tuple[Tensor, Tensor]
+
+
+def shifted_labels(labels: Tensor) -> Tensor:
+    """Return for every position the label of the next token, -100 at the end, as transformers shifts them."""
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+
+
+def count_labels(shifted: Tensor) -> int:
+    """Return the number of positions with a label, on the host: `numpy` refuses a tensor on a device."""
+    return int(np.count_nonzero(shifted.numpy() != IGNORED_LABEL))
+
+
+def labelled_rows(shifted: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the positions [N] with a label, and their labels [N].
+
+    Args:
+        shifted: [B * S], on the host.
+    """
+    labels = shifted.numpy()
+    rows = np.flatnonzero(labels != IGNORED_LABEL)
+    return torch.from_numpy(rows), torch.from_numpy(labels[rows])
+
+
+def without_labels(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a micro-batch without its labels."""
+    return {key: value for key, value in batch.items() if key != "labels"}

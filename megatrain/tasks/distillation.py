@@ -1,0 +1,185 @@
+"""Distillation: a student is trained on what a teacher says of every token, logits part by part of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.base.batch_keys import TEACHER_KEYS
+from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax
+from megatrain.engine.loss import Loss, MicroBatchLoss, RowsLoss
+
+__all__ = ["Distillation", "RunningDistillation", "TeacherRows"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TeacherRows:
+    """What a teacher says of some rows, at the temperature of the distillation.
+
+    Attributes:
+        ids: [rows, k] words, each once in a row.
+        log_probs: [rows, k] fp32, theirs.
+        rest_log_probs: [rows] fp32, log of the probability of all other words together.
+    """
+
+    ids: Tensor
+    log_probs: Tensor
+    rest_log_probs: Tensor
+
+    def between(self, start: int, stop: int) -> TeacherRows:
+        """Return some of the rows."""
+        return TeacherRows(self.ids[start:stop], self.log_probs[start:stop], self.rest_log_probs[start:stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Distillation(Loss):
+    """Training on a teacher's scores: ``alpha * cross entropy + (1 - alpha) * temperature**2 * KL(teacher, student)``.
+
+    Both are means over the tokens with a label. The divergence is the forward one, at the temperature, over the
+    teacher's k likeliest words; ``rest`` says what becomes of the probability p that the teacher gives to all others.
+
+    Attributes:
+        temperature: Temperature that the scores were made at; the student's logits are divided by it.
+        alpha: Share of the cross entropy.
+        rest: ``bucket``: all other words are one outcome, of probability p with the teacher and of their summed
+            probability with the student. ``ignore``: there is no term for them. ``renormalize``: the teacher's k
+            probabilities are scaled to a sum of 1.
+        k: The teacher's words for each token.
+    """
+
+    temperature: float = 1.0
+    alpha: float = 0.0
+    rest: Literal["bucket", "ignore", "renormalize"] = "bucket"
+    k: int = 0
+
+    @property
+    def refusal(self) -> str:
+        return 'with which task = "distill" cannot be used'
+
+    @property
+    def token_nbytes(self) -> int:
+        """What the teacher says of a token: words, their log-probabilities, and that of all others."""
+        return 8 * self.k + 4
+
+    def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        """Return what the teacher says of the rows with a label; nothing of micro-batches without a teacher."""
+        return {key: batch[key].flatten(0, 1).index_select(0, positions) for key in TEACHER_KEYS if key in batch}
+
+    def made_up(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
+        words = torch.zeros(num_rows, self.k, dtype=torch.int32, device=device)
+        return dict(zip(TEACHER_KEYS, (words, words.float(), torch.zeros(num_rows, device=device)), strict=True))
+
+    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+        """Return the loss of a micro-batch; plain cross entropy where it has nothing of a teacher."""
+        return TaughtRows(self, TeacherRows(*(placed[key] for key in TEACHER_KEYS))) if placed else PLAIN
+
+    def targets(self, teacher: TeacherRows) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities that the student is compared with: of the words, and of all others."""
+        log_probs = teacher.log_probs.float()
+        if self.rest == "renormalize":
+            log_probs = log_probs - log_probs.logsumexp(1, keepdim=True)
+        return log_probs, teacher.rest_log_probs.float()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaughtRows(MicroBatchLoss):
+    """The distillation of one micro-batch.
+
+    Attributes:
+        loss: The loss of the step.
+        teacher: What the teacher says of the rows with a label.
+    """
+
+    loss: Distillation
+    teacher: TeacherRows
+
+    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+        teacher = self.teacher.between(first, first + len(labels))
+        return RunningDistillation(labels, teacher, vocab_size, num_items, self.loss)
+
+
+class RunningDistillation:
+    """The loss of a student against a teacher's likeliest words, logits part by part; used as ``RunningSoftmax`` is.
+
+    Everything is computed in fp32. See ``Distillation`` for the loss.
+
+    Args:
+        labels: [rows], each a word.
+        teacher: what the teacher says of these rows.
+        vocab_size: words of all parts.
+        num_items: what the sum over the rows is divided by.
+        spec: the loss.
+    """
+
+    def __init__(
+        self, labels: Tensor, teacher: TeacherRows, vocab_size: int, num_items: int, spec: Distillation
+    ) -> None:
+        self._spec, self._num_items = spec, num_items
+        self._hard = RunningSoftmax(labels, vocab_size, num_items) if spec.alpha else None
+        self._ids = teacher.ids.long()
+        self._log_p, self._log_rest_p = spec.targets(teacher)
+        self._of_top = torch.zeros_like(self._log_p)
+        self._rest = torch.full_like(self._log_rest_p, -torch.inf)
+
+    def add(self, logits: Tensor, start: int) -> None:
+        """Take in the logits [rows, columns] of the words from ``start`` on."""
+        if self._hard is not None:
+            self._hard.add(logits, start)
+        values, at, is_here = self._tempered(logits, start)
+        self._of_top = torch.where(is_here, values.gather(1, at), self._of_top)
+        self._rest = torch.logaddexp(self._rest, values.scatter_(1, at, -torch.inf).logsumexp(1))
+
+    def loss(self) -> Tensor:
+        """Return the loss, after all parts."""
+        log_sum = self._log_sum()
+        found = _weighted(self._log_p, self._log_p - (self._of_top - log_sum.unsqueeze(1))).sum(1)
+        if self._spec.rest == "bucket":
+            found = found + _weighted(self._log_rest_p, self._log_rest_p - (self._rest - log_sum))
+        soft = found.sum() * ((1 - self._spec.alpha) * self._spec.temperature**2 / self._num_items)
+        return soft if self._hard is None else soft + self._spec.alpha * self._hard.loss()
+
+    def gradient(self, logits: Tensor, start: int) -> Tensor:
+        """Return the loss's gradient of a part's logits, in their dtype, after all parts were taken in."""
+        spec, log_sum = self._spec, self._log_sum().unsqueeze(1)
+        values, at, _ = self._tempered(logits, start)
+        found = values.sub_(log_sum).exp_()  # the student's probabilities; 0 in the column that is none
+        of_top = found.gather(1, at)
+        if spec.rest == "bucket":
+            # Of a word outside: its own probability, and its part in that of the bucket.
+            share = torch.exp(self._log_rest_p - (self._rest - log_sum.squeeze(1)))
+            found.mul_((1 - torch.where(self._rest.isneginf(), 0, share)).unsqueeze(1))
+        elif spec.rest == "ignore":
+            mass = self._log_p.exp().sum(1, keepdim=True)
+            found.mul_(mass)
+            of_top = of_top * mass
+        # Scattered, not added: each word has one place. Those of other parts share the column that is none.
+        found = found.scatter_(1, at, of_top - self._log_p.exp())[:, :-1]
+        found = found.mul_((1 - spec.alpha) * spec.temperature / self._num_items)
+        if self._hard is not None:
+            found = found + spec.alpha * self._hard.gradient(logits.float(), start)
+        return found.to(logits.dtype)
+
+    def _log_sum(self) -> Tensor:
+        return torch.logaddexp(self._rest, self._of_top.logsumexp(1))
+
+    def _tempered(self, logits: Tensor, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return logits at the temperature, the teacher's words' columns [rows, k], and whether they are in this part.
+
+        The logits have one column more, for the words of other parts.
+        """
+        num_columns = logits.shape[1]
+        values = functional.pad(logits.float() / self._spec.temperature, (0, 1), value=-torch.inf)
+        at = self._ids - start
+        is_here = (at >= 0) & (at < num_columns)
+        return values, torch.where(is_here, at, num_columns), is_here
+
+
+def _weighted(log_p: Tensor, values: Tensor) -> Tensor:
+    """Return ``exp(log_p) * values``; 0 where the probability is 0, whatever the value."""
+    p = log_p.exp()
+    return torch.where(p > 0, p * values, 0)
