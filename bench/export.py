@@ -28,7 +28,7 @@ from megatrain.base.observer import RunObserver
 from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
-from megatrain.engine.head import ChunkedHead
+from megatrain.engine.head_model import HeadModel
 from megatrain.resolve import resolve_checkpoint
 from megatrain.trainer import Trainer
 
@@ -174,14 +174,14 @@ def own_logits(config: Any, trainer: Trainer) -> tuple[torch.Tensor, torch.Tenso
         checkpoint = opened.load(find_candidates(resolve_checkpoint(config), print))
         assert checkpoint is not None and checkpoint.state.step == NUM_STEPS, checkpoint
         engine = opened.make_engine(1)
-        make_logits = ChunkedHead._logits
+        make_logits = HeadModel.logits
 
-        def noting(head: ChunkedHead, *given: Any) -> torch.Tensor:
+        def noting(head: HeadModel, *given: Any) -> torch.Tensor:
             logits = make_logits(head, *given)
             pieces.append(logits.detach().float().clone())
             return logits
 
-        with mock.patch.object(ChunkedHead, "_logits", noting):
+        with mock.patch.object(HeadModel, "logits", noting):
             engine.step([batch], number=0, lr=0.0)
     logits = torch.cat([piece.reshape(-1, piece.shape[-1]) for piece in pieces])
     return ids, logits[: ids.shape[0] * (ids.shape[1] - 1)]

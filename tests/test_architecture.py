@@ -172,7 +172,6 @@ MOST_METHODS = 30
 METHODS = {
     "megatrain.embed.optimizer.TieredOptimizer": 49,
     "megatrain.engine.access.StoreAccess": 39,
-    "megatrain.engine.head.ChunkedHead": 31,
     "megatrain.engine.ranked.RankedAccess": 37,
     "tiered.leasing.Leasing": 31,
     "tiered.movement.Movement": 47,
@@ -182,7 +181,6 @@ MOST_ARGUMENTS = 10
 ARGUMENTS = {
     "megatrain.engine.forward.LayerRunner": 17,
     "megatrain.engine.forward.Trunk": 12,
-    "megatrain.engine.head.ChunkedHead": 13,
     "megatrain.engine.visit.UnitVisit": 11,
 }
 MOST_STEP_PROGRAM_FIELDS = 9
@@ -229,7 +227,7 @@ def test_one_list_of_files_to_read() -> None:
 #: Words of the code that a reader cannot guess.
 KEY_WORDS = (
     *("block", "slot", "copy", "home", "lease", "tick", "program", "tape", "op", "held", "passing", "turn"),
-    *("unit", "layout", "part", "piece", "range", "region", "packed", "visit", "use site"),
+    *("unit", "layout", "part", "piece", "range", "region", "packed", "encoding", "visit", "use site"),
     *("rank", "share", "full copy", "gather", "exchange", "lane", "open sum"),
     *("kept graph", "saved attention", "carried tensor", "generation", "reference", "average", "workspace"),
 )

@@ -31,14 +31,10 @@ from torch import Tensor
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
 from megatrain.engine.cross_entropy import PLAIN
-from megatrain.engine.head import (
-    ChunkedHead,
-    HeadPlan,
-    TrunkOutput,
-    accepts_use_cache,
-    plan_head,
-    without_auxiliary_loss,
-)
+from megatrain.engine.head import ChunkedHead, HeadTiling
+from megatrain.engine.head_model import HeadModel, TrunkOutput, accepts_use_cache, without_auxiliary_loss
+from megatrain.engine.head_plan import HeadPlan, plan_head
+from megatrain.engine.head_weights import HeadWeights
 from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, shifted_labels, without_labels
 from megatrain.engine.loss import MicroBatchLoss, PartialMean
@@ -553,21 +549,14 @@ class LayerRunner:
     ) -> Iterator[tuple[ChunkedHead, list[TrunkOutput]]]:
         """Yield the head and its inputs, with the trunk's stubs out of its units; without losses, of an evaluation."""
         assert self._plan is not None
-        first = len(self.visits)
-        bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(self._plan.units)]
-        head = ChunkedHead(
-            self._graph.model,
-            self._plan,
-            bounds,
-            self._access,
-            self._random,
-            self._head_rows,
-            self._head_columns,
-            self._stand_in,
-            self._kept_parts,
-            self._parts_in_turn,
-            self._activity,
-        )
+        plan, first = self._plan, len(self.visits)
+        bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
+        tiling = HeadTiling(plan.vocab_size, self._head_rows, self._head_columns, self._kept_parts, self._parts_in_turn)
+        stand_in = self._stand_in if tiling.columns else None
+        model = HeadModel(self._graph.model, plan.trunk, stand_in, is_product=plan.is_product)
+        ranges = plan.ranges(tiling.columns) if tiling.columns else ()
+        weights = HeadWeights(bounds, self._access, plan.cut_weight or "", stand_in, ranges)
+        head = ChunkedHead(model, weights, tiling, self._random, self._activity)
         items = [
             TrunkOutput(
                 number,

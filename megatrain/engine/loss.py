@@ -147,9 +147,9 @@ class Loss(Protocol):
         """Return the loss of a micro-batch of a step.
 
         Args:
-            host: What ``read`` returned.
-            placed: The same on the compute device.
-            size: What ``size_of_step`` returned.
+            host: What ``read`` returned; nothing where a plan traces the loss.
+            placed: The same on the compute device; what ``made_up`` returned where a plan traces it.
+            size: What ``size_of_step`` returned; None where a plan traces it.
         """
 
     def told(self, means: dict[str, float]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from megatrain.config import RunConfig, load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
-from megatrain.engine import head
+from megatrain.engine import head_plan
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.optim.lr import learning_rate_schedule
@@ -128,7 +128,7 @@ def plan_of(config: RunConfig) -> Plan:
     def trace_once(graph: ModelGraph, *args: Any, **options: Any) -> VisitTrace:
         # How the vocabulary is cut decides what the head takes, and tests cut it otherwise.
         cut = [len(layout.parts) for layout in graph.layouts.values()]
-        key = repr((given, args, options, cut, head._borders.__qualname__))
+        key = repr((given, args, options, cut, head_plan._borders.__qualname__))
         if key not in _TRACES:
             _TRACES[key] = trace(graph, *args, **options)
         return _TRACES[key]

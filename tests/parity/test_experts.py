@@ -26,7 +26,7 @@ from megatrain.converters import experts
 from megatrain.converters.experts import ExpertsPart
 from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.head import plan_head
+from megatrain.engine.head_plan import plan_head
 from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
 from megatrain.models.graph import ModelGraph

@@ -15,7 +15,7 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.config import load_config
-from megatrain.engine import head
+from megatrain.engine import head_plan
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.updates import Updater
@@ -161,7 +161,7 @@ def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, mo
     """Layouts cut into parts; the embedding and the head take one part after the other."""
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
-    monkeypatch.setattr(head, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
+    monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
     monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
     with monkeypatch.context() as patch:
         for folder, tables in (("held", {}), ("passing", {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"})):

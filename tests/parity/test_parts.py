@@ -13,7 +13,7 @@ import torch
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine import head
+from megatrain.engine import head_plan
 from megatrain.engine.program import ProgramBuilder, kind_of_key
 from megatrain.export import export_checkpoint
 from megatrain.models.graph import ModelGraph
@@ -78,7 +78,7 @@ def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
     runs: dict[str, TieredRun] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head, "_borders", borders)
+        patch.setattr(head_plan, "_borders", borders)
         for name, options in RUNS.items():
             folder = tmp_path_factory.mktemp("whole")
             runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)

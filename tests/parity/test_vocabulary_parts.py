@@ -19,7 +19,8 @@ from megatrain.engine import forward
 from megatrain.engine.access import rows_of_parts
 from megatrain.engine.cross_entropy import CrossEntropy, RunningSoftmax
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.head import ChunkedHead, HeadPlan, plan_head
+from megatrain.engine.head_model import HeadModel
+from megatrain.engine.head_plan import HeadPlan, plan_head
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.trace import trace_visits
@@ -83,8 +84,8 @@ def assert_same(found: tuple[float, dict[str, Tensor]], expected: tuple[float, d
 def test_logits_that_are_a_product_are_made_without_the_model_with_the_same_bits(
     family: str, dtype: torch.dtype, in_turn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, calls = tiny_config(family), mock.Mock(wraps=ChunkedHead._call)
-    monkeypatch.setattr(ChunkedHead, "_call", lambda self, *args: calls(self, *args))
+    config, calls = tiny_config(family), mock.Mock(wraps=HeadModel._call)
+    monkeypatch.setattr(HeadModel, "_call", lambda self, *args: calls(self, *args))
     found = step(config, dtype=dtype, parts_in_turn=in_turn)
     num_calls = calls.call_count
     monkeypatch.setattr(forward, "plan_head", lambda graph: replace(plan_of(graph), is_product=False))
@@ -332,7 +333,7 @@ def test_kept_parts_are_in_the_plan() -> None:
 def test_same_bits_in_every_placement(
     dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatrain.engine.head._COLUMNS", 500)
+    monkeypatch.setattr("megatrain.engine.head_plan._COLUMNS", 500)
     monkeypatch.setattr("oracles.tiered_run._TRACES", {})  # those of other tests are of heads in one part
     kinds = ("weights", "gradients", "optimizer", "activations")
 

@@ -1,0 +1,211 @@
+"""The head of a model as its own forward computes it: logits, loss and auxiliary loss of some rows.
+
+The model's `forward` is called with a stub for the trunk: norms, scaling and soft caps of logits stay Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.cross_entropy import PLAIN, replaced_loss
+from megatrain.engine.visit import installed_stubs, optional_gradients
+from megatrain.engine.vocabulary import PartWeight, VocabularyPart
+
+if TYPE_CHECKING:
+    from megatrain.engine.loss import MicroBatchLoss, RowsLoss
+
+__all__ = ["HeadModel", "HeadRows", "TrunkOutput", "accepts_use_cache", "without_auxiliary_loss"]
+
+_AUXILIARY_FLAG = "output_router_logits"
+
+
+@dataclass(slots=True, eq=False)
+class TrunkOutput:
+    """Input of the head from one micro-batch.
+
+    Attributes:
+        micro_batch: Number of the micro-batch in the step.
+        output: The trunk's `ModelOutput`.
+        batch: The micro-batch on the compute device, without labels.
+        rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
+        labels: Their labels, same length.
+        random_state: The micro-batch's random stream at the cut.
+        loss: The loss of the micro-batch.
+    """
+
+    micro_batch: int
+    output: Any
+    batch: dict[str, Any]
+    rows: Tensor
+    labels: Tensor
+    random_state: tuple[Tensor, ...]
+    loss: MicroBatchLoss = PLAIN
+
+
+@dataclass(slots=True, eq=False)
+class HeadRows:
+    """Some rows of a micro-batch.
+
+    Attributes:
+        item: The micro-batch.
+        output: The trunk's output with these rows alone.
+        rows: Their positions.
+        labels: Their labels.
+        leaf: Their hidden states [1, rows, H].
+        loss: Their loss; None: the model's own loss function computes it.
+        kept: Logits that the second pass need not make again, by part.
+        gradient: Of the leaf so far: of a single part in its dtype, a sum in fp32.
+    """
+
+    item: TrunkOutput
+    output: Any
+    rows: Tensor
+    labels: Tensor
+    leaf: Tensor
+    loss: RowsLoss | None
+    kept: list[Tensor] = field(default_factory=list)
+    gradient: Tensor | None = None
+
+    def note_gradient(self, total: Tensor | None) -> None:
+        """Write the leaf's gradient into that of the trunk's output [B * S, H]."""
+        if total is not None:
+            assert self.gradient is not None
+            total.index_copy_(0, self.rows, self.gradient[0].to(total.dtype))
+            self.gradient = None
+
+
+class HeadModel:
+    """What a model computes behind its trunk.
+
+    Args:
+        model: The model.
+        trunk: The submodule whose output the head starts from.
+        stand_in: Stands for the weight that makes the logits, which come in parts; None: they are whole.
+        is_product: As in ``HeadPlan``.
+
+    Attributes:
+        has_auxiliary_loss: Whether the loss has an auxiliary term of the routers.
+    """
+
+    def __init__(self, model: nn.Module, trunk: nn.Module, stand_in: PartWeight | None, *, is_product: bool) -> None:
+        self._model, self._trunk, self._stand_in, self._is_product = model, trunk, stand_in, is_product
+        self.has_auxiliary_loss = _has_auxiliary_loss(model)
+        self._accepts_use_cache = accepts_use_cache(model)
+
+    def without_auxiliary_loss(self) -> AbstractContextManager[None]:
+        """Switch the routers' auxiliary loss off: it is computed once per micro-batch, not per piece."""
+        return without_auxiliary_loss(self._model)
+
+    def logits(self, item: TrunkOutput, output: Any, part: VocabularyPart | None) -> Tensor:
+        """Return the logits [rows, words of the part, None: all] that the model's own forward makes."""
+        if part is not None and self._is_product:
+            assert self._stand_in is not None
+            with self._stand_in.at(part):
+                logits = torch.nn.functional.linear(output["last_hidden_state"], self._stand_in)
+            return logits.reshape(-1, logits.shape[-1])
+        made: list[Tensor] = []
+        self._call_at(part, item, output, made)
+        return made[0].reshape(-1, made[0].shape[-1])
+
+    def loss(self, item: TrunkOutput, trunk_output: Any, shift_labels: Tensor, num_items: int) -> Tensor:
+        loss: Tensor = self._call(item, trunk_output, shift_labels.unsqueeze(0), num_items)["loss"]
+        return loss
+
+    def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
+        """Run the head once on a row without a loss of its own: what is left is the auxiliary term."""
+        outer: list[Tensor] = []
+        inner: list[Tensor] = []
+
+        def leaf(value: Any) -> Any:
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                return value
+            outer.append(value)
+            inner.append(value.detach().requires_grad_())
+            return inner[-1]
+
+        hidden: Tensor = item.output["last_hidden_state"]
+        rest = {key: tree_map(value, leaf) for key, value in item.output.items() if key != "last_hidden_state"}
+        full = copy.copy(item.output)
+        full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
+        for key, value in rest.items():
+            full[key] = value
+        if self._stand_in is not None:
+            # Its logits are dropped: one word, whose weight need not be there.
+            word = torch.zeros(1, self._stand_in.shape[1], dtype=self._stand_in.dtype, device=hidden.device)
+            loss: Tensor = self._call_at(VocabularyPart(0, 1, word), item, full, [])["loss"]
+        else:
+            unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
+            loss = self.loss(item, full, unlabelled, num_items)
+        if loss.requires_grad and inner:
+            found = optional_gradients([loss], [torch.ones_like(loss)], inner)
+            for tensor, gradient in zip(outer, found, strict=True):
+                if gradient is not None:
+                    crossing.append(tensor)
+                    grads.append(gradient)
+        return loss.detach()
+
+    def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
+        """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0.
+
+        None: with all of them.
+        """
+        assert part is None or self._stand_in is not None
+        at_part = nullcontext() if part is None or self._stand_in is None else self._stand_in.at(part)
+
+        def catch(*args: Any, **kwargs: Any) -> Tensor:
+            made.append(kwargs["logits"] if "logits" in kwargs else args[0])
+            return torch.zeros((), device=made[-1].device)
+
+        hidden = output["last_hidden_state"]
+        labels = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        with at_part, replaced_loss(self._model, catch):
+            found = self._call(item, output, labels, 1)
+        assert len(made) == 1 and made[0].shape[:-1].numel() == labels.numel(), [logits.shape for logits in made]
+        return found
+
+    def _call(self, item: TrunkOutput, trunk_output: Any, labels: Tensor, num_items: int) -> Any:
+        """Run the model's own forward behind the trunk; labels [1, rows] are shifted already."""
+        options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
+        with installed_stubs({self._trunk: lambda *args, **kwargs: trunk_output}):
+            return self._model(
+                **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
+            )
+
+
+@contextmanager
+def without_auxiliary_loss(model: nn.Module) -> Iterator[None]:
+    """Switch the routers' auxiliary loss off: it is computed once per micro-batch, not per piece."""
+    configs = {id(config): config for config in _configs(model) if getattr(config, _AUXILIARY_FLAG, False)}
+    try:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, False)
+        yield
+    finally:
+        for config in configs.values():
+            setattr(config, _AUXILIARY_FLAG, True)
+
+
+def _has_auxiliary_loss(model: nn.Module) -> bool:
+    """Return whether the loss has an auxiliary term of the routers."""
+    return any(getattr(config, _AUXILIARY_FLAG, False) for config in _configs(model))
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Return whether the model's forward takes `use_cache`."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return "use_cache" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    config: Any = model.config
+    return [config, config.get_text_config()]

@@ -1,0 +1,397 @@
+"""Where a model is cut before its head, found by trying the head on made-up rows on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatrain.engine.cross_entropy import replaced_loss
+from megatrain.engine.head_model import without_auxiliary_loss
+from megatrain.engine.visit import METADATA_QUERIES, installed_stubs
+from megatrain.engine.vocabulary import vocabulary_ranges
+
+if TYPE_CHECKING:
+    from megatrain.models.graph import ModelGraph, Unit
+
+__all__ = ["HeadPlan", "plan_head"]
+
+_LOGITS_NBYTES = 64 << 20
+_ROWS = 2048
+_COLUMNS = _LOGITS_NBYTES // (4 * _ROWS)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadPlan:
+    """Where a model is cut.
+
+    Attributes:
+        trunk: The submodule whose output the head starts from.
+        units: Units that run after the cut, in order of their first call.
+        vocab_size: Columns of the logits.
+        cut_weight: Owner's name of the weight whose product the logits are, if they may come a part of the vocabulary
+            at a time.
+        logit_nbytes: What the graph of one logit takes from the last product to the loss.
+        borders: Rows of the cut weight that its parts begin with, the first one left out.
+        is_product: Whether the logits are the product of the trunk's output with the cut weight, and nothing else: then
+            a part of them is made without the model's forward, which would be called for every piece and part.
+    """
+
+    trunk: nn.Module
+    units: tuple[Unit, ...]
+    vocab_size: int
+    cut_weight: str | None = None
+    logit_nbytes: int = 4
+    borders: tuple[int, ...] = ()
+    is_product: bool = False
+
+    def ranges(self, columns: int) -> list[tuple[int, int]]:
+        """Return the words of each part of the vocabulary; none has words of two blocks of the weight's gradient."""
+        return vocabulary_ranges(self.vocab_size, columns, self.borders)
+
+    @property
+    def default_columns(self) -> int:
+        """Words per part of the vocabulary; 0: logits must be whole. From the model alone, as it decides about bits."""
+        return _COLUMNS if self.cut_weight is not None else 0
+
+    def default_rows(self, columns: int) -> int:
+        """Return the rows per piece for so many words per part; from the model alone, as they decide about bits.
+
+        Whole logits: 64 MiB in fp32, a multiple of 64 rows.
+        """
+        return _ROWS if columns else max(64, round(_LOGITS_NBYTES / (4 * self.vocab_size) / 64) * 64)
+
+
+def plan_head(graph: ModelGraph) -> HeadPlan | None:
+    """Return where to cut the model; None if its loss cannot be computed in pieces.
+
+    The head is tried on the meta device: it must call `loss_function` once, with logits of the given rows and with the
+    shifted labels passed through.
+    """
+    model = graph.model
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        return None
+    layer = next((unit.layer for unit in graph.units if unit.layer), "")
+    path = layer.split(".")[:-1]
+    candidates = [model.get_submodule(".".join(path[: length + 1])) for length in range(len(path))]
+    candidates = [module for module in candidates if not isinstance(module, nn.ModuleList)]
+    probe = _HeadProbe(graph, candidates)
+    try:
+        probe.run()
+    except Exception:  # whatever fails on made-up rows cannot run on pieces
+        return None
+    if len(probe.trunks) != 1 or len(probe.losses) != 1:
+        return None
+    shape, labels_are_passed = probe.losses[0]
+    if shape[:2] != (1, 2) or not labels_are_passed:
+        return None
+    units = tuple(graph.units[index] for index in dict.fromkeys(probe.called))
+    cut_weight = _cut_weight(graph, candidates, probe)
+    borders = () if cut_weight is None else _borders(graph, cut_weight)
+    return HeadPlan(
+        probe.trunks[0],
+        units,
+        shape[-1],
+        cut_weight,
+        probe.logit_nbytes,
+        borders,
+        cut_weight is not None and probe.is_product,
+    )
+
+
+def _borders(graph: ModelGraph, name: str) -> tuple[int, ...]:
+    """Return the rows that parts of a weight begin with, if it is alone in its layout and parts are whole rows."""
+    for layout in graph.layouts.values():
+        if len(layout.entries) == 1 and layout.entries[0].name == name:
+            return layout.first_rows[1:]
+    return ()
+
+
+def _cut_weight(graph: ModelGraph, candidates: Sequence[nn.Module], whole: _HeadProbe) -> str | None:
+    """Return the weight of which a part can make a part of the logits, if a head that was tried has one.
+
+    A head with more weights than that one and a bias would run them again for every part: its logits are made whole.
+    """
+    if whole.cut_weight is None:
+        return None
+    vocab_size = whole.losses[0][0][-1]
+    shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
+    units = (graph.units[index] for index in whole.called)
+    others = {owner for unit in units for _, owner, _ in unit.params} - {whole.cut_weight}
+    if any(shapes[name] != (vocab_size,) for name in others):
+        return None
+    num_columns = max(1, vocab_size // 2)
+    half = _HeadProbe(graph, candidates, num_columns)
+    try:
+        half.run()
+    except Exception:  # it reshapes its logits by the size of the vocabulary, or has an operand of that size
+        return None
+    is_same = half.cut_weight == whole.cut_weight and half.losses[0][0][-1] == num_columns
+    return whole.cut_weight if is_same else None
+
+
+class _HeadProbe:
+    """Tries a model's head on made-up rows on the meta device.
+
+    Args:
+        graph: The model.
+        candidates: Submodules around the layers, outermost first; the first one that the model calls is the trunk.
+        num_columns: Make so many columns of the logits; None: all.
+
+    Attributes:
+        trunks: Candidates that were called.
+        called: Indexes of the units that were called.
+        losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
+        cut_weight: As in the plan.
+        logit_nbytes: As in the plan.
+        is_product: As in the plan.
+    """
+
+    def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
+        self._graph = graph
+        self._candidates = candidates
+        self.trunks: list[nn.Module] = []
+        self.called: list[int] = []
+        self.losses: list[tuple[torch.Size, bool]] = []
+        self.cut_weight: str | None = None
+        self.logit_nbytes = 0
+        self.is_product = False
+        self._num_columns = num_columns
+        self._cut = CutProbe({}, None)
+        self._saved: list[Tensor] = []  # by autograd
+        self._rows = self._loss = torch.empty(0, device="meta")
+
+    def run(self) -> None:
+        """Run the head; raises what the model's code raises."""
+        model = self._graph.model
+        embedding = model.get_output_embeddings()
+        config = self._graph.config.get_text_config()
+        width = embedding.weight.shape[1] if embedding is not None else config.hidden_size
+        rows = torch.empty(1, 2, width, device="meta", dtype=self._graph.dtype, requires_grad=True)
+        self._rows = rows
+        labels = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        stubs = {unit.module: self._unit_stub(unit) for unit in self._graph.units if not unit.is_container}
+        stubs.update((module, self._trunk_stub(module, rows)) for module in self._candidates)
+        loss = replaced_loss(model, self._loss_stub(model.loss_function, labels))
+        named = {name: weight for name, weight in model.named_parameters() if weight.dim() == 2}
+        self._cut = CutProbe(named, self._num_columns)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor)
+        with (
+            installed_stubs(stubs),
+            without_auxiliary_loss(model),
+            loss,
+            torch.enable_grad(),
+            hooks,
+            self._cut.watching(),
+        ):
+            output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
+        if output["loss"] is not self._loss:  # the model scales it or adds to it, which parts would leave out
+            self.cut_weight = None
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        self._saved.append(tensor)
+        return tensor
+
+    def _unit_stub(self, unit: Unit) -> Callable[..., Any]:
+        forward = unit.module.forward
+
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            self.called.append(unit.index)
+            return forward(*args, **kwargs)
+
+        return stub
+
+    def _trunk_stub(self, module: nn.Module, rows: Tensor) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            self.trunks.append(module)
+            return _rows_only_output(rows)
+
+        return stub
+
+    def _loss_stub(self, loss_function: Callable[..., Any], labels: Tensor) -> Callable[..., Any]:
+        def stub(*args: Any, **kwargs: Any) -> Any:
+            logits = kwargs["logits"] if "logits" in kwargs else args[0]
+            passed = kwargs.get("shift_labels") is labels and kwargs.get("num_items_in_batch") == 2
+            self.losses.append((logits.shape, passed))
+            self.cut_weight = self._cut.weight_of(logits)
+            self.is_product = self._cut.is_product(logits, self._rows)
+            saved = [tensor for tensor in self._saved if tensor.numel() == logits.numel()]  # not the weight
+            graph = [tensor for tensor in (logits, *saved) if tensor.shape[-1:] == logits.shape[-1:]]
+            sizes = {tensor.untyped_storage()._cdata: tensor.element_size() for tensor in graph}
+            self.logit_nbytes = sum(sizes.values())
+            if self._num_columns is not None:
+                self._loss = logits.sum()
+                return self._loss
+            with self._cut.paused():
+                value = loss_function(*args, **kwargs)  # it saves no logits, only what it computes of them
+            self._loss = value
+            return value
+
+        return stub
+
+
+def _rows_only_output(rows: Tensor) -> Any:
+    """Return a trunk's output that fits every model: the rows, and None for every other attribute."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
+
+    class RowsOnlyOutput(BaseModelOutputWithPast):  # type: ignore[misc]
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    return RowsOnlyOutput(last_hidden_state=rows)
+
+
+# -- whether a head can be cut --------------------------------------------------------------------------------------
+
+#: Operators that leave the columns alone if their result has as many.
+_KEEPERS = frozenset(
+    {
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.clone.default,
+        torch.ops.aten.detach.default,
+        torch.ops.aten.alias.default,
+        torch.ops.aten.view.default,
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsqueeze.default,
+        torch.ops.aten.squeeze.dim,
+    }
+)
+
+
+class _Product:
+    """A product with a weight in a head's forward."""
+
+    def __init__(self, owner: str, rows: Tensor, bias: Tensor | None) -> None:
+        self.owner, self.rows, self.bias = owner, rows, bias
+        self.is_cuttable = True
+        self.is_changed = False  # an operator makes something of it before the loss
+
+
+class CutProbe:
+    """Watches a head's forward on made-up rows: which weight makes the logits, and may they come part by part?
+
+    They may if that weight is used once, by `F.linear`, if nothing is drawn at random, and if all that happens to its
+    columns until the loss is elementwise, with operands that are the same for every word.
+
+    Args:
+        weights: the head's parameters, by their owner's name.
+        num_columns: make so many columns alone, which a model that can be cut does not notice; None: all.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], num_columns: int | None = None) -> None:
+        self._owners = {id(weight): name for name, weight in weights.items()}
+        self._num_columns = num_columns
+        self._products: list[_Product] = []
+        self._used_otherwise: set[str] = set()
+        self._columns: dict[int, tuple[Tensor, _Product]] = {}  # with the tensor, so that its id is not used again
+        self._draws = self._is_paused = False
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch what runs inside."""
+        with _Functions(self), _Operators(self):
+            yield
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not watch what runs inside: the loss."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def weight_of(self, logits: Tensor) -> str | None:
+        """Return the owner's name of the weight that makes the logits, if they may come part by part."""
+        _, product = self._columns.get(id(logits), (None, None))
+        if product is None or not product.is_cuttable or self._draws:
+            return None
+        uses = sum(other.owner == product.owner for other in self._products)
+        return product.owner if uses == 1 and product.owner not in self._used_otherwise else None
+
+    def is_product(self, logits: Tensor, rows: Tensor) -> bool:
+        """Return whether the logits are the product of these rows with the weight, and nothing else."""
+        if self.weight_of(logits) is None:
+            return False
+        _, product = self._columns[id(logits)]
+        # Transformers slices the rows that are to have logits: all of them, in training.
+        is_whole = product.rows._base is rows and product.rows.shape == rows.shape
+        return not product.is_changed and product.bias is None and (product.rows is rows or is_whole)
+
+    def on_function(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function of torch, noting products with the head's weights, and other uses of them."""
+        owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
+        result = func(*args, **kwargs)
+        weight = args[1] if len(args) > 1 else kwargs.get("weight")
+        if func is functional.linear and id(weight) in self._owners:
+            if self._num_columns is not None:
+                result = result[..., : self._num_columns]
+            bias = args[2] if len(args) > 2 else kwargs.get("bias")
+            product = _Product(self._owners[id(weight)], args[0] if args else kwargs["input"], bias)
+            self._products.append(product)
+            self._columns[id(result)] = (result, product)
+            owners.remove(product.owner)
+        is_query = getattr(func, "__name__", "") in METADATA_QUERIES or not isinstance(result, Tensor)
+        self._used_otherwise.update(() if is_query else owners)
+        return result
+
+    def on_operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operator does to columns."""
+        if self._is_paused:
+            return
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._draws = True
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        marked = [(leaf, self._columns[id(leaf)][1]) for leaf in given if id(leaf) in self._columns]
+        for leaf, product in marked:
+            product.is_changed = True
+            others = [other for other in given if id(other) not in self._columns]
+            if not _keeps_columns(func, args, leaf, others, result):
+                product.is_cuttable = False
+            for made in tree_leaves(result):
+                if isinstance(made, Tensor):
+                    self._columns[id(made)] = (made, product)
+
+
+def _keeps_columns(func: Any, args: Any, columns: Tensor, others: list[Tensor], result: Any) -> bool:
+    """Return whether an operator computes each column by itself, all of them alike."""
+    if not isinstance(result, Tensor) or result.shape[-1:] != columns.shape[-1:]:
+        return False
+    if func is torch.ops.aten.slice.Tensor:
+        return (args[1] if len(args) > 1 else 0) not in (-1, columns.dim() - 1)
+    if torch.Tag.pointwise in func.tags:
+        return all(other.dim() == 0 or other.shape[-1] == 1 for other in others)
+    return func in _KEEPERS and result.numel() == columns.numel()
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, probe: CutProbe) -> None:
+        super().__init__()
+        self._probe = probe
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._probe.on_function(func, args, kwargs or {})
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, probe: CutProbe) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._probe.on_operator(func, args, kwargs or {}, result)
+        return result

@@ -1,0 +1,201 @@
+"""The weights of a head while it runs: leases of them and of their gradients, whole or by parts of the vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.head_model import HeadRows, TrunkOutput
+from megatrain.engine.visit import BoundUnit, PartedWeight, optional_gradients
+from megatrain.engine.vocabulary import PartWeight, VocabularyPart
+from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import BlockAccess, GradientSink
+
+__all__ = ["HeadWeights", "Leaves"]
+
+#: Units of the head with the number of each one's visit, and their trainable weights by name.
+BoundWeights = list[tuple[BoundUnit, int, dict[str, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaves:
+    """The trained weights of a head, by visit and name, and where their gradients go, by visit."""
+
+    weights: dict[tuple[int, str], Tensor]
+    sinks: dict[int, GradientSink]
+
+    def at(self, item: TrunkOutput) -> None:
+        """Go on to a micro-batch."""
+        for sink in self.sinks.values():
+            sink.at(item.micro_batch)
+
+    def add_gradients(self, piece: HeadRows, output: Tensor, gradient: Tensor, trained: list[Tensor]) -> None:
+        """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
+
+        Args:
+            piece: What the graph was made of.
+            output: End of the graph.
+            gradient: Of it.
+            trained: More leaves of the graph, with targets that their gradients go to.
+        """
+        rows = [piece.leaf] if piece.leaf.requires_grad else []
+        found = optional_gradients([output], [gradient], [*rows, *self.weights.values(), *trained])
+        if rows:
+            piece.gradient = _plus(piece.gradient, found.pop(0))
+        for (visit, name), own in zip(self.weights, found, strict=False):
+            if own is not None:
+                self.sinks[visit].add(name, own)
+        for leaf, own in zip(trained, found[len(self.weights) :], strict=True):
+            target = target_of(leaf)
+            if own is not None and target is not None:
+                indexes = torch.arange(target.first_row, target.first_row + len(own), device=own.device)
+                target.receiver.sink.add_rows(target.name, indexes, own)
+
+
+class HeadWeights:
+    """Leases the weights of a head, and their gradients.
+
+    Args:
+        bounds: The head's units and the number of each one's visit.
+        access: Weights and gradient accumulators.
+        cut_weight: Owner's name of the weight that makes the logits, where they come in parts; "": they are whole.
+        stand_in: Stands for that weight; None: logits are whole.
+        ranges: Words of each part of the vocabulary, `(start, stop)`.
+
+    Attributes:
+        parts: The parts of the vocabulary whose weight is there until the weights go; none where it passes.
+    """
+
+    def __init__(
+        self,
+        bounds: Sequence[tuple[BoundUnit, int]],
+        access: BlockAccess,
+        cut_weight: str = "",
+        stand_in: PartWeight | None = None,
+        ranges: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._bounds, self._access = bounds, access
+        self._cut, self._stand_in, self._ranges = cut_weight, stand_in, ranges
+        self.parts: list[VocabularyPart] = []
+        self._passing: PartedWeight | None = None  # the weight whose blocks are leased one at a time
+
+    @property
+    def passes(self) -> bool:
+        """Whether blocks of the weight that makes the logits are leased one at a time, each once in a tick."""
+        return self._passing is not None
+
+    def bound(self, stack: ExitStack) -> BoundWeights:
+        """Lease and bind the weights of all units until the stack closes; return unit, visit, trainable leaves."""
+        if self._bounds:
+            self._access.begin("head", self._bounds[0][1])
+        units: BoundWeights = []
+        for bound, visit in self._bounds:
+            weights = stack.enter_context(self._access.weights(bound.unit, visit))
+            own = stack.enter_context(bound.bound(weights))
+            if self._stand_in is not None and self._cut in weights:
+                weight = stack.enter_context(bound.replaced(self._cut, self._stand_in))
+                self.parts = self._parts_of(weight, stack)
+                stack.callback(self.parts.clear)  # views of what is leased
+            units.append((bound, visit, own))
+        return units
+
+    def leaves(self, stack: ExitStack, units: BoundWeights) -> Leaves:
+        """Lease the gradients of bound weights until the stack closes."""
+        leaves = Leaves({}, {})
+        for bound, visit, own in units:
+            leaves.weights.update(((visit, name), leaf) for name, leaf in own.items())
+            if own:
+                leaves.sinks[visit] = stack.enter_context(self._access.gradients(bound.unit, visit))
+                stack.enter_context(bound.receiver.into(leaves.sinks[visit]))
+        return leaves
+
+    def blocks(self) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+        """Yield the blocks of the weight that are leased in turn, with their parts of the vocabulary, in order.
+
+        Where everything is there, it is one block.
+        """
+        weight = self._passing
+        if weight is None:
+            yield nullcontext(self.parts)
+            return
+        yield from (self._block(weight, number) for number in range(len(weight.parts.rows)))
+
+    def places(self, leaves: Leaves) -> Iterator[AbstractContextManager[list[VocabularyPart]]]:
+        """Yield the blocks of weight and gradient that are leased in turn, with their parts of the vocabulary.
+
+        The last ones come first. Where everything is there, it is one place.
+        """
+        sinks = [sink for sink in leaves.sinks.values() if sink.rows_of_parts(self._cut)]
+        weight = self._passing
+        rows = weight.parts.rows if weight is not None else sinks[0].rows_of_parts(self._cut) if sinks else ()
+        for number in reversed(range(len(rows))):
+            gradient = sinks[0].part(self._cut, number) if sinks else nullcontext()
+            yield self._place(gradient, number, rows[number])
+        if not rows:
+            yield nullcontext(self.parts)
+
+    def rows_of(self, part: VocabularyPart, leaves: Leaves) -> AbstractContextManager[None]:
+        """Return the context in which gradients of one part of the vocabulary are added."""
+        for sink in leaves.sinks.values():
+            if sink.rows_of_parts(self._cut):
+                return sink.rows(self._cut, part.start, part.stop)
+        return nullcontext()
+
+    def _parts_of(self, weight: Tensor, stack: ExitStack) -> list[VocabularyPart]:
+        """Return the parts of the vocabulary whose weight is there until the stack closes: none where it passes."""
+        self._passing = None
+        if not isinstance(weight, PartedWeight):
+            return _vocabulary_parts(weight.detach(), 0, self._ranges, target_of(weight))
+        if weight.parts.passes:
+            self._passing = weight
+            return []
+        parts: list[VocabularyPart] = []
+        for number in range(len(weight.parts.rows)):
+            parts += stack.enter_context(self._block(weight, number))
+        return parts
+
+    @contextmanager
+    def _block(self, weight: PartedWeight, number: int) -> Iterator[list[VocabularyPart]]:
+        """Lease a block of the weight, and yield the parts of the vocabulary in it."""
+        rows = weight.parts.rows[number]
+        inside = [(start, stop) for start, stop in self._ranges if start in rows]
+        assert inside[-1][1] == rows.stop, (rows, inside)
+        with weight.parts.part(number) as block:
+            parts = _vocabulary_parts(block.to(weight.dtype), rows.start, inside, weight.target)
+            yield parts
+            parts.clear()
+
+    @contextmanager
+    def _place(
+        self, gradient: AbstractContextManager[None], number: int, rows: range
+    ) -> Iterator[list[VocabularyPart]]:
+        inside = [part for part in self.parts if part.start in rows]
+        weight = self._passing
+        with gradient, nullcontext(inside) if weight is None else self._block(weight, number) as parts:
+            yield parts
+
+
+def _vocabulary_parts(
+    rows: Tensor, first_row: int, ranges: Sequence[tuple[int, int]], target: GradientTarget | None
+) -> list[VocabularyPart]:
+    """Return parts of the vocabulary, given the weight's rows from ``first_row`` on."""
+    parts: list[VocabularyPart] = []
+    for start, stop in ranges:
+        own = rows[start - first_row : stop - first_row]
+        leaf = own if target is None else weight_leaf(own, replace(target, first_row=start))
+        parts.append(VocabularyPart(start, stop, leaf))
+    return parts
+
+
+def _plus(total: Tensor | None, gradient: Tensor | None) -> Tensor | None:
+    """Add a part's gradient of a piece to the sum, in fp32; that of a single part is passed on."""
+    if total is None or gradient is None:
+        return gradient if total is None else total
+    return total.float().add_(gradient)

@@ -1,0 +1,183 @@
+"""A loss that the engine does not know, handed in from above: whole logits and parts, in turn and not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.converters.spec import build_graph
+from megatrain.engine.cross_entropy import RunningSoftmax
+from megatrain.engine.forward import LayerRunner
+from megatrain.engine.host_io import read_numbers
+from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
+from megatrain.engine.objective import Objective
+from megatrain.engine.trace import trace_visits
+from oracles.families import padded_batches, tiny_config
+from oracles.huggingface import build_model
+from oracles.memory_access import MemoryAccess
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ROWS, COLUMNS = 4, 16
+
+
+class RunningFocal(RunningSoftmax):
+    """``-(1 - p)**gamma * log(p)`` of each row's label."""
+
+    def __init__(self, labels: Tensor, vocab_size: int, num_items: int, gamma: float) -> None:
+        super().__init__(labels, vocab_size, num_items)
+        self._count, self._gamma = num_items, gamma
+
+    def loss(self) -> Tensor:
+        log_p = self.log_probs()
+        missing = 1 - log_p.exp()
+        # By each log-probability: what the gradients of cross entropy are weighed with.
+        slope = missing**self._gamma - self._gamma * missing ** (self._gamma - 1) * log_p.exp() * log_p
+        self.weigh(slope / self._count)
+        return -(missing**self._gamma * log_p).sum() / self._count
+
+    def gradient(self, logits: Tensor, start: int) -> Tensor:
+        self.loss()
+        return super().gradient(logits, start)
+
+
+@dataclass(frozen=True)
+class Focal(Loss, MicroBatchLoss):
+    """Each row by itself."""
+
+    gamma: float = 2.0
+
+    @property
+    def compares_rows(self) -> bool:
+        return False
+
+    @property
+    def refusal(self) -> str:
+        return "in whose place no focal loss can be put"
+
+    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> Focal:
+        return self
+
+    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+        return RunningFocal(labels, vocab_size, num_items, self.gamma)
+
+
+@dataclass(frozen=True)
+class Likeliest(Loss):
+    """Weighs each row by its probability's share in that of its micro-batch: rows are compared."""
+
+    @property
+    def compares_rows(self) -> bool:
+        return True
+
+    def read(self, batch: Mapping[str, Tensor], shifted: Tensor, positions: Tensor) -> dict[str, Tensor]:
+        return {"count": torch.tensor([float(len(positions))])}
+
+    def made_up(self, num_rows: int, device: torch.device) -> dict[str, Tensor]:
+        return {"count": torch.zeros(1, device=device)}
+
+    def size_of_step(self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Sequence[Tensor]) -> int:
+        return len(micro_batches)
+
+    def of_micro_batch(self, host: Mapping[str, Tensor], placed: Mapping[str, Tensor], size: object) -> MicroBatchLoss:
+        return _LikeliestRows(placed["count"], size if isinstance(size, int) else 1)
+
+
+@dataclass(frozen=True)
+class _LikeliestRows(MicroBatchLoss):
+    count: Tensor
+    num_micro_batches: int
+
+    @property
+    def compares_rows(self) -> bool:
+        return True
+
+    def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
+        return RunningSoftmax(labels, vocab_size, 1)
+
+    def compare(self, rows: Sequence[RowsLoss]) -> tuple[Tensor, Sequence[PartialMean]]:
+        softmaxes = [each for each in rows if isinstance(each, RunningSoftmax)]
+        log_probs = torch.cat([each.log_probs() for each in softmaxes]).requires_grad_()
+        with torch.enable_grad():
+            loss = -log_probs.logsumexp(0) / self.num_micro_batches
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        sizes = [len(each.log_probs()) for each in softmaxes]
+        for each, own in zip(softmaxes, gradient.split(sizes), strict=True):
+            each.weigh(-own)
+        return loss.detach(), [PartialMean("rows", self.count, 1)]
+
+
+def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str, Tensor]]:
+    config = tiny_config("llama")
+    graph = build_graph(config)
+    access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
+    objective = Objective(loss)
+    columns = options.pop("head_columns", COLUMNS)
+    trace = trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=ROWS, head_columns=columns)
+    runner = LayerRunner(
+        graph,
+        access,
+        device="cpu",
+        compute_dtype=torch.float32,
+        head_rows=ROWS,
+        head_columns=columns,
+        objective=objective,
+        trace=trace,
+        **options,
+    )
+    queued = runner.queue(padded_batches())
+    means = mean_figures(queued.figures, read_numbers([each.total for each in queued.figures]))
+    return sum(read_numbers(queued.terms)), means, access.finish()
+
+
+def expected_step(of_rows: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return loss and gradients by whole logits, given a function of the log-probabilities of each micro-batch."""
+    model, total = build_model(tiny_config("llama")), torch.zeros(())
+    for batch in padded_batches():
+        inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+        labels = batch["labels"][:, 1:]
+        log_probs = model(**inputs, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        chosen = labels != -100
+        total = total + of_rows(log_probs[chosen].gather(1, labels[chosen].unsqueeze(1)).squeeze(1))
+    total.backward()
+    return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def num_items() -> int:
+    return sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in padded_batches())
+
+
+LOSSES: dict[str, tuple[Loss, Any]] = {
+    "each row by itself": (Focal(), lambda log_p: -((1 - log_p.exp()) ** 2 * log_p).sum() / num_items()),
+    "rows compared": (Likeliest(), lambda log_p: -log_p.logsumexp(0) / len(padded_batches())),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_one_more_loss_is_one_file(name: str) -> None:
+    loss, of_rows = LOSSES[name]
+    expected, gradients = expected_step(of_rows)
+    found, figures, own = step(loss)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert set(own) == set(gradients)
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for parameter, gradient in gradients.items():
+        assert torch.allclose(own[parameter], gradient, rtol=1e-4, atol=2e-6 * largest), parameter
+    assert figures == ({} if name == "each row by itself" else {"rows": num_items() / len(padded_batches())})
+    for options in ({"order": "micro_batch"}, {"parts_in_turn": True}):
+        again, same, bits = step(loss, **options)
+        assert again == found and same == figures
+        assert all(torch.equal(bits[parameter], gradient) for parameter, gradient in own.items())
+    assert step(loss, head_columns=0)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_with_a_loss_of_its_own_is_refused_in_the_losss_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.engine.forward.plan_head", lambda graph: None)
+    with pytest.raises(UnsupportedModelError, match="its own loss function, in whose place no focal loss can be put"):
+        trace_visits(build_graph(tiny_config("llama")), 1, 8, torch.float32, objective=Objective(Focal()))
