@@ -83,7 +83,7 @@ def add_rows(place: Tensor, held: range, rows: Tensor, groups: Tensor, ignored: 
         place: [len(held), N] fp32, of contiguous rows.
         held: which rows of the matrix these are; rows with another index are left out.
         rows: any float dtype.
-        groups: of the rows' indexes.
+        groups: What ``row_groups`` says of the rows' indexes.
         ignored: rows with this index are left out, too.
     """
     assert place.dtype == torch.float32 and place.stride(1) == 1, (place.dtype, place.stride())

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,10 +28,11 @@ from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, m
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+    from megatrain.tasks.table import LossType
+
 __all__ = [
     "CollectedExamples",
     "Examples",
-    "LossType",
     "PartialMean",
     "PreferenceLoss",
     "StepSize",
@@ -39,7 +40,6 @@ __all__ = [
 
 _ROW_NBYTES = 32  # log-probability, its gradient and what they are made of, all rows of a micro-batch at once
 
-LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
 _WITHOUT_REFERENCE = ("cpo", "orpo", "simpo")
 _BY_LENGTH = ("orpo", "simpo")  # rewards and logps are means over the tokens of an answer
 

@@ -38,11 +38,13 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
     "dpo": TaskFacts("preferences: which of two answers is better", "data/preferences.jsonl", 1e-6, 1e-5),
 }
 
+LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
+
 
 class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
     """``[preference]``: the loss of task = "dpo"."""
 
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"] = key(
+    loss_type: LossType = key(
         "sigmoid (DPO), hinge, ipo and robust compare a chosen and a rejected answer, and the model with the one that "
         "the run starts from; kto judges single answers against it; cpo, orpo and simpo compare two answers without "
         "it.",
