@@ -193,7 +193,7 @@ class Steps:
 
     @staticmethod
     def _least_bytes(config: Any) -> int:
-        return int(resolve(with_tight_ram(config)).tiers.ram_size.nbytes or 0)
+        return int(resolve(with_tight_ram(config)).tiers.table.ram.size.nbytes or 0)
 
     def _tell(self, name: str, ranks: Sequence[RankSteps]) -> None:
         row = self._report.row

@@ -184,7 +184,7 @@ def _drives(value: str, run: RunSpec) -> list[str]:
 
     if value in ("none", "0"):
         return ["tiers.nvme=[]"]
-    count = len(run.tiers.drives)
+    count = len(run.tiers.table.nvme)
     if not count:
         return [f'tiers.nvme=[{{ path = "{run.output_dir / "nvme"}", size = "{value}" }}]']
     is_share = value == "auto" or value.endswith("%")
@@ -219,7 +219,7 @@ def _measure(runs: Iterable[RunSpec]) -> PlanTimer:
     def say(what: str) -> None:
         click.echo(f"measuring {what} ...", err=True)
 
-    drives = [drive for run in runs for drive in run.tiers.drives]
+    drives = [drive for run in runs for drive in run.tiers.table.nvme]
     paths = list(dict.fromkeys(existing_parent(drive.path) for drive in drives))
     with terminated_as_interrupted():
         found = examine(paths, quick=True, on_progress=say)

@@ -386,7 +386,7 @@ class _Checkup:
     def _look_at_drives(self) -> Iterator[CheckResult]:
         """Show where each path of the NVMe tier lies, and what the config gives the tiers that is not there."""
         tiers = resolve_tiers(self._config)
-        for path in drive_paths(tiers.drives):
+        for path in drive_paths(tiers.table.nvme):
             yield CheckResult("drive", "ok", str(path))
         if self._device is None:
             return

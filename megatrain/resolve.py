@@ -22,7 +22,7 @@ from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.machine import machine
-from megatrain.machine.machine import DriveSpec, TierSpecs
+from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
 from megatrain.models.hub import locate
 from megatrain.plan.placement import FOLDER, PlacementSpec
@@ -282,18 +282,10 @@ def _tiers(
     given = [drive.rate for drive in table.nvme if drive.rate is not None]
     rates = machine.stripe_rates(paths, given, planned)
     return TierSpecs(
-        ram_size=table.ram.size,
-        gpu_size=table.gpu.size,
-        safety_margin=table.safety_margin,
-        drives=tuple(DriveSpec(each.path, each.size, each.mount_point, each.max_written) for each in table.nvme),
+        table,
         rates=tuple(rates),
         has_rates=len(given) == len(paths),
         emulates_gpu=emulates_gpu,
-        engine=table.engine,
-        direct=table.direct,
-        verify=table.verify,
-        on_full=table.on_disk_full,
-        allows_tmpfs=table.allow_tmpfs,
         file_bytes=file_bytes,
         machine=planned,
     )
@@ -302,7 +294,7 @@ def _tiers(
 def _tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
     """Return the tiers of a run, fast to slow."""
     first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
-    return [*first, "ram", *(["nvme"] if tiers.drives else [])]
+    return [*first, "ram", *(["nvme"] if tiers.table.nvme else [])]
 
 
 def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:

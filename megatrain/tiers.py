@@ -77,7 +77,7 @@ def open_store(
             links=links,
             path=str(checkpoints),
             keep_generations=run.checkpoint.table.save_total_limit,
-            on_full=run.tiers.on_full,
+            on_full=run.tiers.table.on_disk_full,
             on_notice=on_notice,
             on_event=on_event,
         )
@@ -85,7 +85,7 @@ def open_store(
         for tier in tiers:  # no store owns them
             tier.close()
         raise
-    for drive in run.tiers.drives:
+    for drive in run.tiers.table.nvme:
         write_readme(run.world.folder_in(drive.path), checkpoints)
     return store
 
@@ -102,14 +102,14 @@ def claim_folders(plan: Plan) -> None:
     """
     run = plan.run
     if not run.world.is_single:
-        folders = [drive.path for drive in run.tiers.drives]
+        folders = [drive.path for drive in run.tiers.table.nvme]
         if run.world.is_first:
             folders.append(run.output_dir / CHECKPOINTS_NAME)
         for folder in folders:
             claim_directory(folder)
     first = run.world.host_number * run.world.local_size
     own = {replace(run.world, rank=first + rank).folder_in(Path()).name for rank in range(run.world.local_size)}
-    for drive in run.tiers.drives:
+    for drive in run.tiers.table.nvme:
         for folder in Path(drive.path).glob("rank?????"):
             if folder.name not in own:
                 with contextlib.suppress(TieredError):  # another run has it
@@ -136,16 +136,16 @@ def make_tiers(
         else:
             tiers.append(
                 NvmeTier(
-                    [str(plan.run.world.folder_in(drive.path)) for drive in specs.drives],
+                    [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
                     budget.capacity_bytes,
                     rates=specs.rates,
                     chunk_bytes=specs.file_bytes,
-                    engine=specs.engine,
+                    engine=specs.table.engine,
                     past_ram=bool(budget.direct_to),
-                    verify=specs.verify,
-                    on_full=specs.on_full,
+                    verify=specs.table.verify,
+                    on_full=specs.table.on_disk_full,
                     on_notice=on_notice,
-                    max_written_bytes=[drive.max_written_bytes for drive in specs.drives],
+                    max_written_bytes=[drive.max_written for drive in specs.table.nvme],
                 )
             )
     return tiers

@@ -165,7 +165,7 @@ def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLe
         return RunLength(None)
     moved = plan.placement.run_traffic_bytes(num_steps)
     written = sum(nbytes for link, nbytes in moved.items() if link.endswith("->nvme"))
-    limits = [drive.max_written_bytes for drive in plan.run.tiers.drives]
+    limits = [drive.max_written for drive in plan.run.tiers.table.nvme]
     table = plan.run.checkpoint.table
     saves = 0 if table.save_strategy == "no" else 1
     if table.save_strategy == "steps":

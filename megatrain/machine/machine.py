@@ -22,7 +22,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME
-from megatrain.base.sizes import Size
+from megatrain.machine.table import TiersConfig
 from tiered.ext import (
     KvikioProbe,
     may_open_driver,
@@ -147,23 +147,6 @@ class _ProfileFile(_Record):
 
 
 @dataclass(frozen=True, slots=True)
-class DriveSpec:
-    """A folder on a drive.
-
-    Attributes:
-        path: the folder itself.
-        size: that may be used there.
-        mount_point: where its drive must be mounted; None: anywhere.
-        max_written_bytes: over all runs; None: no limit.
-    """
-
-    path: Path
-    size: Size
-    mount_point: Path | None = None
-    max_written_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class PlannedDrive:
     """A drive of a machine that is planned for; its rates are in the machine's profile, under the same key.
 
@@ -231,35 +214,19 @@ class TierSpecs:
     """What a run may use of a machine.
 
     Attributes:
-        ram_size: RAM for blocks.
-        gpu_size: GPU memory.
-        safety_margin: kept free where a size is "auto".
-        drives: folders of the NVMe tier; none: there is no such tier.
+        table: ``[tiers]``; without a drive there is no NVMe tier.
         rates: weight of each drive in what is striped, in any unit.
         has_rates: the config gives these.
         emulates_gpu: a part of RAM takes the place of GPU memory.
-        engine: how files are read and written.
-        direct: whether blocks may go between drives and GPU memory without passing RAM.
-        verify: when files are compared with their checksums.
-        on_full: what happens when a drive is full.
-        allows_tmpfs: a drive may be RAM.
         file_bytes: largest file of a block; None: the tier's own choice.
-        machine: that is planned for; None: this one.
+        machine: what is planned for; None: this one.
         profile: the rates to plan with; None: those of the machine.
     """
 
-    ram_size: Size
-    gpu_size: Size
-    safety_margin: Size
-    drives: tuple[DriveSpec, ...] = ()
+    table: TiersConfig
     rates: tuple[float, ...] = ()
     has_rates: bool = False
     emulates_gpu: bool = False
-    engine: Literal["posix", "auto", "kvikio"] = "posix"
-    direct: Literal["auto", "off", "on"] = "auto"
-    verify: Literal["resume", "always", "off"] = "resume"
-    on_full: Literal["pause", "error"] = "pause"
-    allows_tmpfs: bool = False
     file_bytes: int | None = None
     machine: PlannedMachine | None = None
     profile: LoadedProfile | None = None
@@ -578,15 +545,15 @@ def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
     Raises:
         ConfigError: the config wants it, and it does not work here.
     """
-    if tiers.direct == "off" or not tiers.drives or compute_tier(tiers, device) != "gpu":
+    if tiers.table.direct == "off" or not tiers.table.nvme or compute_tier(tiers, device) != "gpu":
         return False
     if tiers.emulates_gpu or tiers.machine is not None:
-        return tiers.direct == "on"
-    if tiers.direct == "auto" and (tiers.verify == "always" or not may_open_driver()):
+        return tiers.table.direct == "on"
+    if tiers.table.direct == "auto" and (tiers.table.verify == "always" or not may_open_driver()):
         return False
-    for drive in tiers.drives:
+    for drive in tiers.table.nvme:
         if reason := _probed(existing_parent(drive.path)).reason:
-            if tiers.direct == "auto":
+            if tiers.table.direct == "auto":
                 return False
             text = f'tiers.direct = "on", but GPUDirect Storage does not work on {drive.path}: {reason}'
             raise ConfigError("the config", [Problem("tiers.direct", text, 'Write "auto" or "off"')])
@@ -655,11 +622,11 @@ def ram_capacity_bytes(tiers: TierSpecs) -> int:
     """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
     planned = tiers.machine
     total = total_ram_bytes() if planned is None else planned.ram_bytes
-    margin = tiers.safety_margin.resolve(total)
+    margin = tiers.table.safety_margin.resolve(total)
     if tiers.emulates_gpu:
-        margin += tiers.gpu_size.resolve(total)
+        margin += tiers.table.gpu.size.resolve(total)
     free = available_ram_bytes() if planned is None else planned.free_ram_bytes
-    return tiers.ram_size.resolve(total, auto_bytes=max(0, free - margin))
+    return tiers.table.ram.size.resolve(total, auto_bytes=max(0, free - margin))
 
 
 def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
@@ -668,10 +635,10 @@ def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
     The margin is at least what libraries take.
     """
     if tiers.emulates_gpu:
-        return tiers.gpu_size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
+        return tiers.table.gpu.size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
     free, total = _gpu_memory(tiers.machine, device)
-    margin = max(tiers.safety_margin.resolve(total), library_bytes(total))
-    return tiers.gpu_size.resolve(total, auto_bytes=max(0, free - margin))
+    margin = max(tiers.table.safety_margin.resolve(total), library_bytes(total))
+    return tiers.table.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
 
 
 def library_bytes(total_bytes: int) -> int:
@@ -727,10 +694,10 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
     if tiers.machine is not None:
         return _planned_nvme_bytes(tiers, tiers.machine)
     capacity = 0
-    num_sharing = Counter(file_system_number(drive.path) for drive in tiers.drives if drive.size.is_auto)
-    for drive in tiers.drives:
+    num_sharing = Counter(file_system_number(drive.path) for drive in tiers.table.nvme if drive.size.is_auto)
+    for drive in tiers.table.nvme:
         disk = shutil.disk_usage(existing_parent(drive.path))
-        margin = tiers.safety_margin.resolve(disk.total)
+        margin = tiers.table.safety_margin.resolve(disk.total)
         share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(drive.path)])
         own = own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
         capacity += drive.size.resolve(disk.total, auto_bytes=share + own)
@@ -740,10 +707,10 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
 def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
     """Return the capacity over the drives of a planned machine, which are empty; beyond them "auto" is nothing."""
     totals = [drive.total_bytes for drive in planned.drives]
-    totals += [0] * (len(tiers.drives) - len(totals))
+    totals += [0] * (len(tiers.table.nvme) - len(totals))
     capacity = 0
-    for drive, total in zip(tiers.drives, totals, strict=False):
-        capacity += drive.size.resolve(total, auto_bytes=max(0, total - tiers.safety_margin.resolve(total)))
+    for drive, total in zip(tiers.table.nvme, totals, strict=False):
+        capacity += drive.size.resolve(total, auto_bytes=max(0, total - tiers.table.safety_margin.resolve(total)))
     return capacity
 
 

@@ -23,7 +23,8 @@ from tiered.units import GiB, MiB, format_size
 if TYPE_CHECKING:
     import torch
 
-    from megatrain.machine.machine import DriveSpec, PlannedMachine, TierSpecs
+    from megatrain.machine.machine import PlannedMachine, TierSpecs
+    from megatrain.machine.table import NvmeTierConfig
 
 __all__ = ["BeyondMachineError", "DrivePath", "Objection", "drive_paths", "find_objections", "refuse"]
 
@@ -71,7 +72,7 @@ class DrivePath:
     """
 
     key: str
-    spec: DriveSpec
+    spec: NvmeTierConfig
     file_system: FileSystem
     free_bytes: int
     total_bytes: int
@@ -90,7 +91,7 @@ class DrivePath:
         return f"{self.key}: {self.spec.path}: {self.file_system}, {self.room}"
 
 
-def drive_paths(drives: Sequence[DriveSpec]) -> list[DrivePath]:
+def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
     """Return where each path of the NVMe tier lies; makes and writes nothing."""
     found = []
     for number, drive in enumerate(drives):
@@ -126,12 +127,12 @@ def find_objections(
     """
     if tiers.machine is not None:
         return tuple(_planned(tiers, tiers.machine, device))
-    paths = drive_paths(tiers.drives)
+    paths = drive_paths(tiers.table.nvme)
     found = [
         *_ram(tiers, needs or {}),
         *_gpu(tiers, device, needs or {}),
         *_drive_sizes(paths),
-        *(each for path in paths for each in _place(path, allows_tmpfs=tiers.allows_tmpfs)),
+        *(each for path in paths for each in _place(path, allows_tmpfs=tiers.table.allow_tmpfs)),
         *_same_disk(paths),
     ]
     return tuple(sorted(found, key=lambda each: not each.refuses))
@@ -140,28 +141,29 @@ def find_objections(
 def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) -> Iterator[Objection]:
     """Compare sizes with a machine that is planned for."""
     yield from _memory(
-        {"tiers.ram.size": tiers.ram_size} | ({"tiers.gpu.size": tiers.gpu_size} if tiers.emulates_gpu else {}),
+        {"tiers.ram.size": tiers.table.ram.size}
+        | ({"tiers.gpu.size": tiers.table.gpu.size} if tiers.emulates_gpu else {}),
         0,
         planned.ram_bytes,
         planned.free_ram_bytes,
         f"{planned.name} has {_of(planned.ram_bytes, planned.free_ram_bytes)} of RAM",
     )
-    if device.type == "cuda" and planned.gpu_bytes is not None and not tiers.gpu_size.is_auto:
+    if device.type == "cuda" and planned.gpu_bytes is not None and not tiers.table.gpu.size.is_auto:
         total = planned.gpu_bytes
         has = f"a GPU of {planned.name} has {format_size(total)} of memory"
-        yield from _memory({"tiers.gpu.size": tiers.gpu_size}, 0, total, total, has)
-    if len(tiers.drives) > len(planned.drives):
-        text = f"{len(tiers.drives)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
+        yield from _memory({"tiers.gpu.size": tiers.table.gpu.size}, 0, total, total, has)
+    if len(tiers.table.nvme) > len(planned.drives):
+        text = f"{len(tiers.table.nvme)} paths in [[tiers.nvme]], but {planned.name} has {len(planned.drives)} drives"
         yield Objection("tiers.nvme", text, "Name as many paths as there are drives", "place")
-    for number, (drive, there) in enumerate(zip(tiers.drives, planned.drives, strict=False)):
+    for number, (drive, there) in enumerate(zip(tiers.table.nvme, planned.drives, strict=False)):
         wanted = 0 if drive.size.is_auto else drive.size.resolve(there.total_bytes)
         if wanted > there.total_bytes:
             key = f"tiers.nvme.{number}.size"
             has = f"{planned.name} has {format_size(there.total_bytes)} there ({there.name})"
             text = f'{key} = "{drive.size.text}" is more than there is: {has}'
             yield Objection(key, text, f'Write at most "{_whole(there.total_bytes)}", or "auto"', "size")
-    if len(tiers.drives) < len(planned.drives):
-        unused = len(planned.drives) - len(tiers.drives)
+    if len(tiers.table.nvme) < len(planned.drives):
+        unused = len(planned.drives) - len(tiers.table.nvme)
         text = (
             f"{planned.name} has {len(planned.drives)} drives, {unused} of which the config has no [[tiers.nvme]] for"
         )
@@ -170,10 +172,10 @@ def _planned(tiers: TierSpecs, planned: PlannedMachine, device: torch.device) ->
 
 def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
     """Compare the RAM tier, and the GPU tier that is emulated in RAM, with the RAM of this process."""
-    sizes = {"tiers.ram.size": tiers.ram_size}
+    sizes = {"tiers.ram.size": tiers.table.ram.size}
     names = ["ram"]
     if tiers.emulates_gpu:
-        sizes["tiers.gpu.size"] = tiers.gpu_size
+        sizes["tiers.gpu.size"] = tiers.table.gpu.size
         names.append("gpu")
     total, free = machine.total_ram_bytes(), machine.available_ram_bytes()
     has = f"this machine has {_of(total, free)} of RAM"
@@ -183,11 +185,11 @@ def _ram(tiers: TierSpecs, needs: Mapping[str, int]) -> Iterator[Objection]:
 
 
 def _gpu(tiers: TierSpecs, device: torch.device, needs: Mapping[str, int]) -> Iterator[Objection]:
-    if device.type != "cuda" or tiers.gpu_size.is_auto:
+    if device.type != "cuda" or tiers.table.gpu.size.is_auto:
         return
     free, total = machine.gpu_memory_bytes(device)
     has = f"this GPU, {machine.gpu_name(device)}, has {_of(total, free)} of memory"
-    yield from _memory({"tiers.gpu.size": tiers.gpu_size}, needs.get("gpu", 0), total, free, has)
+    yield from _memory({"tiers.gpu.size": tiers.table.gpu.size}, needs.get("gpu", 0), total, free, has)
 
 
 def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: str) -> Iterator[Objection]:

@@ -455,7 +455,7 @@ class Plan:
     def shape(self) -> StepShape:
         """What the estimate depends on besides."""
         tiers = self.run.tiers
-        paths = [drive.path for drive in tiers.drives]
+        paths = [drive.path for drive in tiers.table.nvme]
         return StepShape(self.run.num_own_tokens, self.run.max_steps, paths, tiers.rates, tiers.has_rates)
 
     @property

@@ -181,12 +181,12 @@ def _unseen_layers(plan: Plan) -> Iterator[Objection]:
     """
     tiers, device, trace = plan.run.tiers, plan.run.device, plan.trace
     layers = [visit for visit in trace.visits if plan.graph.units[visit.unit].is_layer]
-    if device.type != "cuda" or tiers.machine is not None or not tiers.gpu_size.is_auto:
+    if device.type != "cuda" or tiers.machine is not None or not tiers.table.gpu.size.is_auto:
         return
     if trace.exact or not layers or any(visit.forward.flops for visit in layers):
         return
     text = (
-        f'tiers.gpu.size = "{tiers.gpu_size.text}": how much memory the layers of this model need beside their '
+        f'tiers.gpu.size = "{tiers.table.gpu.size.text}": how much memory the layers of this model need beside their '
         f"blocks is not known, as none of them could be traced ({trace.guesses[0]})"
     )
     advice = 'Write a size that leaves room for them, such as "60%"'
@@ -780,7 +780,7 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
         budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
     capacity = machine.ram_capacity_bytes(tiers)
-    if tiers.ram_size.is_auto and not run.world.is_single:
+    if tiers.table.ram.size.is_auto and not run.world.is_single:
         capacity -= run.world.local_size * RANK_BYTES
     capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
     budgets["ram"] = TierBudget(
@@ -790,8 +790,8 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
         0 if on_gpu else workspace,
         num_processes=run.world.local_size,
     )
-    if tiers.drives:
-        shares = check_rates(tiers.rates, len(tiers.drives))
+    if tiers.table.nvme:
+        shares = check_rates(tiers.rates, len(tiers.table.nvme))
         capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
         budgets["nvme"] = TierBudget(
             "nvme",

@@ -139,7 +139,7 @@ def _as_slowest(estimate: Estimate, run: RunSpec, gather: Gather) -> Estimate:
 
 def _places(run: RunSpec) -> dict[str, Path]:
     """Return where a rank has files, by names that are the same on all ranks."""
-    drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.drives)}
+    drives = {f"tiers.nvme.{number}": drive.path for number, drive in enumerate(run.tiers.table.nvme)}
     return {**drives, "output_dir": run.output_dir, "the model's folder": Path(run.model.folder)}
 
 

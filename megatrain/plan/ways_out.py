@@ -15,7 +15,7 @@ import torch
 
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
-from megatrain.machine.machine import DriveSpec
+from megatrain.machine.table import NvmeTierConfig
 from megatrain.plan.placement import DoesNotFitError, WayOut
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def with_ways_out(
         if need is not None and need < error.need_bytes:
             ways.append(WayOut(change, error.tier, need, need <= error.have_bytes))
     # A first drive; room on those that there are is what the error asks for.
-    if not run.tiers.drives:
+    if not run.tiers.table.nvme:
         need = least_bytes(_with_drive(run), "nvme")
         if need:
             ways.append(WayOut("a [[tiers.nvme]]", "nvme", need, fits=True))
@@ -82,6 +82,8 @@ def _with_drive(run: RunSpec) -> RunSpec:
     homes = {kind: list(tiers) for kind, tiers in run.placement.homes.items()}
     for kind in run.placement.residents:
         homes[kind].append("nvme")
-    drive = DriveSpec(run.output_dir / "nvme", Size("0B", nbytes=0))
-    tiers = replace(run.tiers, drives=(drive,), rates=(1.0,), has_rates=False)
+    drive = NvmeTierConfig(path=run.output_dir / "nvme", size=Size("0B", nbytes=0))
+    tiers = replace(
+        run.tiers, table=run.tiers.table.model_copy(update={"nvme": (drive,)}), rates=(1.0,), has_rates=False
+    )
     return replace(run, tiers=tiers, placement=replace(run.placement, homes=homes))

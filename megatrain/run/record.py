@@ -89,7 +89,7 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
     """Return what the run is on: processor, RAM, GPU, and its drives."""
     profile = load_profile().machine
-    places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.drives}}
+    places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.table.nvme}}
     systems = {name: file_system_of(path) for name, path in places.items()}
     return {
         "host": platform.node(),

@@ -249,7 +249,7 @@ def verify(
         folder = stack.enter_context(scratch_folder(scratch))
         drives: list[Path] = []
         if "nvme" in tiers:
-            given = () if config is None else resolve_tiers(config).drives
+            given = () if config is None else resolve_tiers(config).table.nvme
             parents = [existing_parent(drive.path) for drive in given]
             drives = [stack.enter_context(scratch_folder(parent)) for parent in parents or [scratch, scratch]]
         on_progress("making a small model")

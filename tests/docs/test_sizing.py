@@ -71,7 +71,7 @@ def planned_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "compute_tier",
         lambda tiers, device: "gpu" if devices[-1] == "cuda" else compute_tier(tiers, device),
     )
-    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: tiers.gpu_size.resolve(0))
+    monkeypatch.setattr(machine, "gpu_capacity_bytes", lambda tiers, device: tiers.table.gpu.size.resolve(0))
 
 
 @pytest.mark.parametrize(("command", "printed"), examples(), ids=lambda block: f"line{block.line}")

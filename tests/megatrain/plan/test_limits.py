@@ -113,7 +113,7 @@ def test_the_memory_of_a_gpu(write: Write, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_drives_beyond_their_file_system(write: Write, tmp_path: Path) -> None:
-    total = drive_paths(tiers_of(write('[[tiers.nvme]]\npath = "a"')).drives)[0].total_bytes
+    total = drive_paths(tiers_of(write('[[tiers.nvme]]\npath = "a"')).table.nvme)[0].total_bytes
     one = f'[[tiers.nvme]]\npath = "a"\nsize = "{total + 1}B"\n'
     found = only(find_objections(tiers_of(write(one)), CPU), "tiers.nvme.0.size")
     assert found.kind == "size" and str(tmp_path / "a") in found.text and file_system_of(tmp_path).source in found.text
