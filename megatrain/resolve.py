@@ -369,12 +369,4 @@ def resolve_best(config: RunConfig) -> BestSpec:
 
 def resolve_logging(config: RunConfig) -> LoggingSpec:
     """Return where the figures of the run go."""
-    table = config.logging
-    return LoggingSpec(
-        report_to=table.report_to,
-        project=table.project,
-        run_name=config.run_name,
-        output_dir=config.output_dir,
-        values=resolved_values(config),
-        toml=to_toml(config),
-    )
+    return LoggingSpec(config.logging, config.run_name, config.output_dir, resolved_values(config), to_toml(config))

@@ -22,6 +22,8 @@ from tiered.units import GB, GiB
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from megatrain.run.table import LoggingConfig
+
 
 __all__ = ["METRICS_NAME", "Logger", "MetricsLog", "TrackerLog", "check_loggers", "last_evaluations", "make_loggers"]
 
@@ -49,16 +51,14 @@ class LoggingSpec:
     """Where the figures of a run go.
 
     Attributes:
-        report_to: names of places.
-        project: that trackers file the run under.
+        table: ``[logging]``.
         run_name: Name of the run, as trackers show it.
         output_dir: Folder of the run, where files of metrics go.
         values: the resolved config as nested tables.
         toml: the resolved config as a file.
     """
 
-    report_to: tuple[str, ...]
-    project: str
+    table: LoggingConfig
     run_name: str
     output_dir: Path
     values: Mapping[str, Any]
@@ -77,7 +77,7 @@ def check_loggers(spec: LoggingSpec) -> None:
             f'logging.report_to names "{name}"; not installed: {", ".join(missing)}',
             f'Install it: pip install "megatrain-tier[{name}]", or leave it out',
         )
-        for name in spec.report_to
+        for name in spec.table.report_to
         if name in _TRACKERS
         and (missing := [package for package in (name, "accelerate") if not importlib.util.find_spec(package)])
     ]
@@ -106,7 +106,7 @@ def make_loggers(
         MetricsLog(spec.output_dir / METRICS_NAME, continued_from=continued_from)
         if name == "jsonl"
         else TrackerLog(name, spec, continued_from, on_notice)
-        for name in spec.report_to
+        for name in spec.table.report_to
     ]
 
 
@@ -293,7 +293,7 @@ _TRACKERS: dict[str, _Tracker] = {
     # WANDB_MODE=offline needs no network. The service keeps what it has of a step.
     "wandb": _Tracker(
         lambda start: {
-            "run_name": start.spec.project,
+            "run_name": start.spec.table.project,
             "name": start.spec.run_name,
             "dir": str(start.spec.output_dir),
             "id": start.run_id,
@@ -305,7 +305,7 @@ _TRACKERS: dict[str, _Tracker] = {
     ),
     "mlflow": _Tracker(
         lambda start: {
-            "experiment_name": start.spec.project,
+            "experiment_name": start.spec.table.project,
             "run_name": start.spec.run_name,
             "run_id": start.run_id,
         },
@@ -317,7 +317,7 @@ _TRACKERS: dict[str, _Tracker] = {
     ),
     "swanlab": _Tracker(
         lambda start: {
-            "run_name": start.spec.project,
+            "run_name": start.spec.table.project,
             "name": start.spec.run_name,
             "log_dir": str(start.spec.output_dir / "swanlab"),
             "id": start.run_id,
@@ -329,7 +329,7 @@ _TRACKERS: dict[str, _Tracker] = {
     # Its runs are known by their names.
     "trackio": _Tracker(
         lambda start: {
-            "run_name": start.spec.project,
+            "run_name": start.spec.table.project,
             "name": f"{start.spec.run_name}-{start.run_id}",
             "resume": "allow",
             "config": _flat(start.spec.values),
@@ -339,7 +339,7 @@ _TRACKERS: dict[str, _Tracker] = {
     ),
     "comet_ml": _Tracker(
         lambda start: {
-            "run_name": start.spec.project,
+            "run_name": start.spec.table.project,
             "experiment_key": start.run_id,
             "mode": "get_or_create",
         },
