@@ -202,7 +202,7 @@ class OpenRun:
     def schedule_steps(self, first_step: int, num_steps: int) -> None:
         """Give the prefetcher steps, the first of which finds nothing to update."""
         schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
-        set_schedule(self.store, schedule, self.plan.run.prefetch_bytes)
+        set_schedule(self.store, schedule, self.plan.run.advanced.prefetch_bytes)
 
     def finish_updates(self) -> None:
         """Make the update that the last step left to the next one."""

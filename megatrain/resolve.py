@@ -68,7 +68,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     """
     device = machine.resolve_device(config.device, planned)
     tiers = resolve_tiers(config, planned)
-    training, advanced = config.training, config.advanced
+    training = config.training
     return RunSpec(
         name=config.run_name,
         task=config.task,
@@ -87,11 +87,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
         placement=_placement(config, _tier_names(tiers, device)),
-        keep_graphs=advanced.keep_graphs,
-        save_attention=advanced.save_attention,
-        stream_updates=advanced.stream_updates,
-        prefetch_bytes=advanced.prefetch if isinstance(advanced.prefetch, int) else None,
-        eviction=advanced.eviction_policy,
+        advanced=config.advanced,
         trace_steps=config.profile.trace_steps,
         checkpoint=resolve_checkpoint(config),
         export=config.export,

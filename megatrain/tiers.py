@@ -73,7 +73,7 @@ def open_store(
                 links.append(tier.link_to(next(ram for ram in tiers if ram.name == "ram")))
         store = TieredStore(
             tiers,
-            LRU() if run.eviction == "lru" else Belady(),
+            LRU() if run.advanced.eviction_policy == "lru" else Belady(),
             links=links,
             path=str(checkpoints),
             keep_generations=run.checkpoint.table.save_total_limit,

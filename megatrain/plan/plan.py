@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.placement import PlacementSpec
+    from megatrain.plan.table import AdvancedConfig
 
 
 #: Tokens that a micro-batch aims at where the config gives tokens per step only, by type of the device. Constants: the
@@ -135,11 +136,7 @@ class RunSpec:
         max_steps: Steps at most; None: as many as the data has.
         tiers: what it may use of the machine.
         placement: where kinds of blocks may live.
-        keep_graphs: layers whose graphs are kept for the backward; "auto": as many as fit.
-        stream_updates: layers whose state lives in RAM and that are updated in GPU memory; "auto": where it is faster.
-        save_attention: layers whose attention results are saved for the recompute; "auto": where it saves time.
-        prefetch_bytes: fetched ahead; None: no limit but the room.
-        eviction: policy of what leaves a full tier.
+        advanced: ``[advanced]``: what is kept for the backward, fetched ahead and evicted.
         trace_steps: numbers, from 1, of steps whose timeline is written.
         checkpoint: when it is saved.
         export: how the trained model is written.
@@ -163,11 +160,7 @@ class RunSpec:
     max_steps: int | None
     tiers: TierSpecs
     placement: PlacementSpec
-    keep_graphs: Literal["auto"] | int
-    save_attention: Literal["auto"] | int
-    stream_updates: Literal["auto"] | int
-    prefetch_bytes: int | None
-    eviction: Literal["schedule", "lru"]
+    advanced: AdvancedConfig
     trace_steps: tuple[int, ...]
     checkpoint: CheckpointSpec
     export: ExportConfig

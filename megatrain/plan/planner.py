@@ -151,8 +151,8 @@ def plan_run(
         ),
         packing_warning=subject.packing_warning,
     )
-    if run.stream_updates != "auto":
-        streaming = replace(plan, program=_streaming(plan, run.stream_updates))
+    if run.advanced.stream_updates != "auto":
+        streaming = replace(plan, program=_streaming(plan, run.advanced.stream_updates))
         if streaming.program.updates.streamed:
             plan = next(_placed_anew(streaming), plan)
 
@@ -163,7 +163,7 @@ def plan_run(
         plan = estimated(plan)
     else:
         plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated, profile))))
-        if run.stream_updates == "auto":
+        if run.advanced.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
     return replace(plan, objections=objections_to(plan))
 
@@ -226,10 +226,10 @@ def check_ranks(run: RunSpec) -> None:
         what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
         message = f"{what}, and {several} each has a part of every one"
         problems.append(Problem("optimizer.optim", message, "Write one that does not, as adamw or muon"))
-    if run.keep_graphs not in ("auto", 0):
+    if run.advanced.keep_graphs not in ("auto", 0):
         message = (
-            f"advanced.keep_graphs = {run.keep_graphs}: {several} weights are not in place from the forward to the "
-            "backward"
+            f"advanced.keep_graphs = {run.advanced.keep_graphs}: {several} weights are not in place from the forward "
+            "to the backward"
         )
         problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
     if problems:
@@ -280,7 +280,7 @@ def _processes(count: int) -> str:
 
 def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
     """Return the layers whose attention results are saved, as the config asks for; compiled layers save none."""
-    return run.save_attention if run.model.compile_backend is None else 0
+    return run.advanced.save_attention if run.model.compile_backend is None else 0
 
 
 def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan], profile: LoadedProfile) -> Iterator[Plan]:
@@ -437,11 +437,11 @@ def _place(
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together)
         # A full copy of a weight is nobody's home: it cannot wait for the backward.
-        keep_graphs = run.keep_graphs if run.world.is_single else 0
+        keep_graphs = run.advanced.keep_graphs if run.world.is_single else 0
         return keeper.solve(keep_graphs, attention_to_save(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
-        if run.world.is_single or run.prefetch_bytes == 0 or most_ahead == 0:
+        if run.world.is_single or run.advanced.prefetch_bytes == 0 or most_ahead == 0:
             return placed_with(0, updates_beside_device=updates_beside_device)
         try:
             found = placed_with(1, updates_beside_device=updates_beside_device)

@@ -92,3 +92,8 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
         "tests, and for trying a setup out; the processor computes.",
         False,
     )
+
+    @property
+    def prefetch_bytes(self) -> int | None:
+        """Bytes fetched ahead; None: no limit but the room."""
+        return self.prefetch if isinstance(self.prefetch, int) else None

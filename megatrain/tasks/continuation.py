@@ -115,7 +115,9 @@ class Continuation:
             if number <= 1 or self._is_exact:
                 store.set_schedule(None)
                 count = 1 if number == 0 or self._is_exact else max(1, num_new - 1)
-                set_schedule(store, programs[at].schedule(homes, count, first_step=number), plan.run.prefetch_bytes)
+                set_schedule(
+                    store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
+                )
             # Of a pass that makes a token of each prompt; the first one has all of their tokens.
             turn.access.num_tokens = sum(map(len, prompts)) if number == 0 else len(prompts)
             turn.access.start_step(number)

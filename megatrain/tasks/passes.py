@@ -86,7 +86,7 @@ class Passes:
             VisitOrderError: in eval mode the model calls its units in another order.
         """
         schedule = self._engine.program.schedule(self._plan.placement.homes, num_passes)
-        set_schedule(self._store, schedule, self._plan.run.prefetch_bytes)
+        set_schedule(self._store, schedule, self._plan.run.advanced.prefetch_bytes)
         for number, micro_batches in enumerate(batches):
             yield self._engine.run_pass(micro_batches, head, number=number)
             if should_stop():
