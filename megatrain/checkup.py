@@ -12,41 +12,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from megatrain.base.errors import UnsupportedModelError
-from megatrain.base.names import FINAL_NAME
-from megatrain.base.owner import living_owner
-from megatrain.checkpoint.drive_folders import describe_drives
-from megatrain.checkpoint.resume import (
+from megatrain.api import (
+    AdapterError,
+    CheckpointError,
     ConfigChangedError,
+    ConfigError,
+    ConversionError,
+    DataError,
+    DoesNotFitError,
+    ExportError,
+    FreezeError,
+    InitializationError,
     LostCheckpointsError,
+    ModelFolder,
+    ModelFolderError,
+    ModelGraph,
+    OptimizerError,
+    Plan,
+    ScheduleError,
+    TokenDataset,
+    TransformersVersionError,
     already_done,
     check_changes,
+    check_drives,
+    check_loggers,
+    check_positions,
+    check_token_ids,
+    config_from_toml,
+    describe_drives,
+    describe_model,
+    drive_paths,
     find_candidates,
-)
-from megatrain.checkpoint.state import CheckpointError
-from megatrain.config import ConfigError, load_config
-from megatrain.config.load import salvage
-from megatrain.config.resolved import changes_from, config_from_toml, with_commit, with_lanes, with_packing
-from megatrain.converters.adapters import AdapterError
-from megatrain.data.dataset import TokenDataset, load_dataset
-from megatrain.data.rows_report import DataError, check_losses
-from megatrain.data.sources import is_hub_name, source_files
-from megatrain.machine import machine
-from megatrain.models.checkpoint_names import ConversionError
-from megatrain.models.export import ExportError, check_target
-from megatrain.models.folder import ModelFolder, ModelFolderError, read_config, some
-from megatrain.models.graph import FreezeError, ModelGraph
-from megatrain.models.hub import missing_weights
-from megatrain.models.initialize import InitializationError
-from megatrain.models.internals import TransformersVersionError
-from megatrain.models.load import open_loader
-from megatrain.optim.lr import ScheduleError, make_schedule
-from megatrain.optim.plugins import OptimizerError
-from megatrain.plan.limits import drive_paths, find_objections
-from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.plan import Plan
-from megatrain.plan.planner import plan_run
-from megatrain.resolve import (
+    find_objections,
+    is_hub_name,
+    load_config,
+    load_dataset,
+    load_evaluation_sets,
+    machine,
+    make_loader,
+    make_samplers,
+    make_schedule,
+    missing_weights,
+    model_warnings,
+    open_loader,
+    plan_run,
+    plans_of_evaluations,
+    read_config,
     resolve,
     resolve_best,
     resolve_checkpoint,
@@ -56,14 +67,21 @@ from megatrain.resolve import (
     resolve_model,
     resolve_preference,
     resolve_tiers,
+    salvage,
+    schedule_warnings,
+    source_files,
+    task_of,
+    tokenizer_of,
+    with_decays,
+    with_kept_lanes,
 )
-from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
-from megatrain.run.loggers import check_loggers
-from megatrain.start import describe_model, with_decays, with_kept_lanes
-from megatrain.tasks.advice import model_warnings, schedule_warnings
-from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
-from megatrain.tasks.known import task_of
-from megatrain.tiers import check_drives
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.owner import living_owner
+from megatrain.config.resolved import changes_from, with_commit, with_lanes, with_packing
+from megatrain.data.rows_report import check_losses
+from megatrain.models.export import check_target
+from megatrain.models.folder import some
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.ext import check_ours
 from tiered.units import format_size
@@ -72,8 +90,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
+    from megatrain.api import DataReport
     from megatrain.config.schema import RunConfig
-    from megatrain.data.rows_report import DataReport
 
 #: What a problem is about: the config or the model, room, data, or storage that failed.
 Kind = Literal["config", "fit", "data", "failed"]

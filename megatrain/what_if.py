@@ -7,18 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.api import DoesNotFitError, load_config, measured_rates, plan_run, resolve, simulate_step
 from megatrain.base.errors import ConfigError
-from megatrain.config.load import load_config
-from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import plan_run
-from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.resolve import resolve
 from tiered.units import format_size
 
 if TYPE_CHECKING:
-    from megatrain.machine.machine import PlannedMachine
-    from megatrain.plan.measure import PlanTimer
-    from megatrain.plan.plan import Plan
+    from megatrain.api import Plan, PlannedMachine, PlanTimer
 
 __all__ = ["Alternative", "RunLength", "describe", "plan_alternative", "run_length"]
 

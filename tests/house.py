@@ -66,6 +66,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "megatrain.step_report",
         "megatrain.trainer",
     ),
+    "api": ("megatrain.api",),
     "tools": (
         "megatrain.checkup",
         "megatrain.doctor",
@@ -75,7 +76,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "megatrain.verify",
         "megatrain.what_if",
     ),
-    "api": ("megatrain.__init__",),
+    "package": ("megatrain.__init__",),
     "cli": ("cli",),
 }
 _FLOORS = {room: floor for floor, room in enumerate(ROOMS)}
@@ -187,6 +188,15 @@ def upward_pairs() -> set[tuple[str, str]]:
         (importer, imported)
         for importer, imported in file_pairs()
         if _FLOORS[room_of(importer)] < _FLOORS[room_of(imported)]
+    }
+
+
+def pairs_beside_the_api() -> set[tuple[str, str]]:
+    """Return (importer, imported) where a tool imports of `megatrain` what is neither public, below, nor a tool."""
+    return {
+        (importer, imported)
+        for importer, imported in file_pairs()
+        if room_of(importer) == "tools" and room_of(imported) not in ("tiered", "base", "api", "tools")
     }
 
 

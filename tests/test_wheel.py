@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -74,3 +75,20 @@ def test_the_packaged_example_runs(built: Path, tmp_path: Path, is_empty: bool) 
     assert page.stat().st_size > 10_000
     again = subprocess.run([program, "init", "--example"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def test_a_wheel_without_the_tools_trains(built: Path, tmp_path: Path) -> None:
+    program = installed(built, tmp_path, is_empty=False) / "megatrain-tier"
+    (package,) = (tmp_path / "env/lib").glob("python*/site-packages/megatrain")
+    for name in ("doctor", "embed", "report", "translate", "verify"):
+        shutil.rmtree(package / name)
+    code = (
+        "import megatrain, megatrain.api as api; print(megatrain.__file__, all(hasattr(api, n) for n in api.__all__))"
+    )
+    place, is_public = call([program.parent / "python", "-c", code], tmp_path).split()
+    assert Path(place).is_relative_to(tmp_path) and is_public == "True"
+    call([program, "init", "--example"], tmp_path)
+    config = tmp_path / "megatrain-example/first.toml"
+    said = call([program, "run", config, "--max-steps", "2", "--set", "compute_dtype=float32"], tmp_path)
+    assert "done   2 steps" in said
+    assert (tmp_path / "megatrain-example/outputs/first/final/model.safetensors").is_file()

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatrain.machine.machine import FileSystem, available_ram_bytes, file_system_of
+from megatrain.api import FileSystem, available_ram_bytes, file_system_of
 from tiered import NvmeTier, RamTier, TieredStore, Transfer
 from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatrain.api import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes, machine_toml
 from megatrain.doctor.drives import FULL, QUICK, DriveResult, check_path, measure_drive
 from megatrain.doctor.findings import (
     Finding,
@@ -22,8 +23,6 @@ from megatrain.doctor.findings import (
 from megatrain.doctor.host import launches_per_s
 from megatrain.doctor.processes import ProcessesResult, measure_processes
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
-from megatrain.machine.files import machine_toml
-from megatrain.machine.machine import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes
 from tiered.units import MiB
 
 #: RAM that is worked on, and seconds per measurement: quick, and in full.

@@ -15,10 +15,9 @@ from typing import Literal
 import psutil
 import torch
 
+from megatrain.api import Nature, cpu_name, default_num_threads, total_ram_bytes
 from megatrain.doctor.drives import DriveResult
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult
-from megatrain.machine.machine import Nature, cpu_name, total_ram_bytes
-from megatrain.optim.threads import default_num_threads
 from tiered.units import GB, GiB, KiB, format_rate, format_size
 
 

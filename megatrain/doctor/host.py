@@ -6,11 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from megatrain.config import load_config
-from megatrain.plan.estimate import work_of_phases
-from megatrain.plan.measure import measure_ticks
-from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.api import load_config, measure_ticks, plan_run, resolve, work_of_phases
 
 _MODEL = {
     "model_type": "llama",

@@ -19,12 +19,9 @@ from typing import Any
 
 import torch
 
+from megatrain.api import Collectives, World, cores_of_rank, init_by_file, machine
 from megatrain.doctor.drives import DriveEffort, Rates, measure_drive
 from megatrain.doctor.processors import measure_gpu, measure_processor
-from megatrain.machine import machine
-from megatrain.ranks.affinity import cores_of_rank
-from megatrain.ranks.collectives import Collectives
-from megatrain.ranks.world import World, init_by_file
 from tiered.units import MiB
 
 #: Far more than any of the measurements takes, with a start on a slow file system.

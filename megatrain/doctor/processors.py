@@ -14,11 +14,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megatrain.api import AdamW, KernelThreads, Segment, Update, available_ram_bytes
 from megatrain.engine.trace import CountingMode
-from megatrain.machine.machine import available_ram_bytes
-from megatrain.optim.base import Segment, Update
-from megatrain.optim.elementwise import AdamW
-from megatrain.optim.threads import KernelThreads, cut
+from megatrain.optim.threads import cut
 from tiered.ext import HostSlab
 from tiered.units import MiB
 

@@ -21,14 +21,22 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from megatrain.api import (
+    EMA,
+    GRADIENT_DTYPES,
+    ElementwiseOptimizer,
+    Optimizer,
+    Segment,
+    StateKind,
+    Update,
+    WeightAverage,
+)
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
-from megatrain.optim.average import EMA, WeightAverage, begin_average, exchange_average
-from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
+from megatrain.optim.average import begin_average, exchange_average
 from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
-from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
 from tiered.errors import TieredError
@@ -37,9 +45,9 @@ from tiered.ext import HostSlab
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from megatrain.api import KernelThreads
     from megatrain.base.layout import TensorEntry
     from megatrain.embed.weights import WeightBlock
-    from megatrain.optim.threads import KernelThreads
     from tiered import Mode, TieredStore
 
 

@@ -16,6 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from megatrain.api import (
+    EMA,
+    SGD,
+    STATE_DTYPES,
+    Adafactor,
+    AdamW,
+    KernelThreads,
+    Lion,
+    Muon,
+    NonFiniteGradientError,
+    StateDtype,
+    WeightAverage,
+)
+from megatrain.api import Optimizer as Arithmetic
 from megatrain.base.layout import build_layout
 from megatrain.embed.groups import (
     AsyncUpdates,
@@ -37,16 +51,11 @@ from megatrain.embed.groups import (
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.stores import home_order, num_ranks, room_for_homes, shared_state, this_rank
 from megatrain.embed.weights import block_of, mapped_copy
-from megatrain.optim.adafactor import Adafactor
-from megatrain.optim.average import EMA, WeightAverage, begin_average
-from megatrain.optim.base import Optimizer as Arithmetic
-from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
-from megatrain.optim.elementwise import SGD, AdamW, Lion
+from megatrain.optim.average import begin_average
+from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
-from megatrain.optim.moments import STATE_DTYPES, decode_moments, encode_moments, is_signed
-from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
-from megatrain.optim.table import StateDtype
-from megatrain.optim.threads import KernelThreads
+from megatrain.optim.moments import decode_moments, encode_moments, is_signed
+from megatrain.optim.muon import COEFFICIENTS, EPS
 from megatrain.ranks.dtensors import (
     add_over_shards,
     check_parameter,
@@ -59,8 +68,8 @@ from tiered import GenerationReader, read_manifest
 from tiered.errors import CapacityError, GenerationError
 
 if TYPE_CHECKING:
+    from megatrain.api import StateKind
     from megatrain.base.layout import TensorEntry
-    from megatrain.optim.base import StateKind
     from tiered import TieredStore
 
 __all__ = [

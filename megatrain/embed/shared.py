@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
+from megatrain.api import Collectives, RankLanes, RanksDifferError, Shares
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import compute_device, compute_tier
-from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.lanes import lanes_of_rank, total
-from megatrain.ranks.shares import RankLanes, Shares
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

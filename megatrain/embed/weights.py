@@ -31,8 +31,8 @@ from megatrain.optim.clip import partial_squares, squared_norm
 from tiered import checksum
 
 if TYPE_CHECKING:
+    from megatrain.api import KernelThreads
     from megatrain.base.layout import TensorEntry, UnitLayout
-    from megatrain.optim.threads import KernelThreads
     from tiered import Lease, TieredStore
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from megatrain.api import NUM_LOSSES, resolved_values
 from megatrain.base.toml import format_value
-from megatrain.checkpoint.state import NUM_LOSSES
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, leaf_schema, plain
-from megatrain.config.resolved import resolved_values
 from megatrain.report.history import RunHistory
 from tiered.errors import TieredError
 from tiered.ext import WearCounter

@@ -11,15 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatrain.api import (
+    FINAL_STATES,
+    METRICS_NAME,
+    PLAN_NAME,
+    SUMMARY_NAME,
+    RunStatus,
+    config_from_toml,
+    read_entries,
+    read_record,
+    read_status,
+)
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import RESOLVED_NAME
 from megatrain.base.owner import living_owner
 from megatrain.base.timeline import TIMELINE_NAME, read_usage
-from megatrain.config.resolved import config_from_toml
 from megatrain.config.schema import RunConfig
-from megatrain.run.loggers import METRICS_NAME
-from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
-from megatrain.run.status import FINAL_STATES, RunStatus, read_status
 
 __all__ = ["NotARunError", "RunHistory", "read_history"]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megatrain.api import now_text
 from megatrain.base.observer import format_rank
-from megatrain.checkpoint.state import now_text
 from megatrain.report.charts import COLOR_OF_PART, FRAME, NUM_COLORS, laid_over, lay_out, make_charts
 from megatrain.report.compare import compare, names_of, setting_differences
 from megatrain.report.figures import Compared, Figures, PathWrites

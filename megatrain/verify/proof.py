@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.api import (
+    ModelFolder,
+    Trainer,
+    World,
+    check_ranks,
+    existing_parent,
+    no_progress_bars,
+    resolve,
+    resolve_tiers,
+    to_toml,
+)
 from megatrain.base.batch_keys import IGNORED_LABEL
-from megatrain.config.resolved import to_toml
 from megatrain.config.schema import RunConfig
 from megatrain.doctor.drives import scratch_folder
-from megatrain.machine.machine import existing_parent
-from megatrain.models.folder import ModelFolder
-from megatrain.models.small import no_progress_bars
-from megatrain.plan.planner import check_ranks
-from megatrain.ranks.world import World
-from megatrain.resolve import resolve, resolve_tiers
-from megatrain.trainer import Trainer
 from megatrain.verify.setting import (
     GRADIENT_RATE,
     Setting,
@@ -39,9 +42,7 @@ from tiered.units import format_size
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.data.loader import StepBatch
-    from megatrain.optim.table import OptimizerConfig
-    from megatrain.plan.plan import RunSpec
+    from megatrain.api import OptimizerConfig, RunSpec, StepBatch
 
 
 @dataclass(frozen=True, slots=True)

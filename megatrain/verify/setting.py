@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 
+from megatrain.api import (
+    DoesNotFitError,
+    ModelFolder,
+    OptimizerConfig,
+    SmallModel,
+    plan_run,
+    read_config,
+    resolve,
+    resolve_compute_dtype,
+    resolve_device,
+    resolve_model,
+    write_small_model,
+)
 from megatrain.config.schema import RunConfig
 from megatrain.engine.program import KINDS
-from megatrain.machine.machine import resolve_compute_dtype, resolve_device
-from megatrain.models.folder import ModelFolder, read_config
-from megatrain.models.small import SmallModel, default_config, kept_patterns, write_small_model
-from megatrain.optim.table import OptimizerConfig
-from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve, resolve_model
+from megatrain.models.small import default_config, kept_patterns
 
 __all__ = ["Setting", "dtypes_of", "gradient_optimizer", "make_config", "make_setting", "optimizer_of"]
 

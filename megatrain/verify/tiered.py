@@ -11,16 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatrain.api import METRICS_NAME, Trainer, load_config
 from megatrain.base.names import CHECKPOINTS_NAME, FINAL_NAME
 from megatrain.base.observer import RunObserver, StepMetrics
-from megatrain.config import load_config
-from megatrain.run.loggers import METRICS_NAME
-from megatrain.trainer import Trainer
 from tiered import checksum, read_manifest
 
 if TYPE_CHECKING:
-    from megatrain.data.loader import StepBatch
-    from megatrain.plan.plan import Plan
+    from megatrain.api import Plan, StepBatch
 
 
 @dataclass
