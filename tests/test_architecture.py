@@ -37,9 +37,11 @@ RANKS = {
     "tiered.links": 6,
     "tiered.records": 6,
     "tiered.events": 7,
-    "tiered.prefetch": 7,
+    "tiered.hops": 7,
+    "tiered.occupancy": 7,
+    "tiered.prefetch": 8,
     "tiered.simulation": 7,
-    "tiered.movement": 8,
+    "tiered.movement": 9,
     "tiered.leasing": 9,
     "tiered.by_name": 10,
     "tiered.mapping": 10,
@@ -251,8 +253,6 @@ METHODS = {
     "megatrain.embed.optimizer.TieredOptimizer": 49,
     "megatrain.engine.access.StoreAccess": 39,
     "megatrain.engine.ranked.RankedAccess": 37,
-    "tiered.leasing.Leasing": 31,
-    "tiered.movement.Movement": 47,
     "tiered.store.TieredStore": 42,
 }
 MOST_ARGUMENTS = 10

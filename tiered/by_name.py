@@ -77,27 +77,27 @@ class ByName:
         movement = self._movement
         with movement.changed:
             self._leasing.check_open()
-            before = movement.schedule
+            before = movement.prefetcher.schedule
             if before is not None:
                 raise ValueError("this store follows a schedule (set_schedule): it fetches ahead by that one")
             for key in keys:
                 self._leasing.block(key)
             self._leasing.tier(tier)
-            first = movement.now + 1
+            first = movement.prefetcher.now + 1
             schedule = Schedule(Access(first + at, key, tier, mode) for at, key in enumerate(keys))
-            movement.follow(schedule, None)
-            movement.pump()
+            movement.prefetcher.follow(schedule, None)
+            movement.prefetcher.pump()
         try:
             for at, key in enumerate(keys):
                 with movement.changed:
-                    movement.now = first + at
-                    movement.pump()
+                    movement.prefetcher.now = first + at
+                    movement.prefetcher.pump()
                 with self._leasing.acquire(key, tier, mode) as lease:
                     yield lease
         finally:
             with movement.changed:
-                if movement.schedule is schedule:
-                    movement.follow(None, 0)
+                if movement.prefetcher.schedule is schedule:
+                    movement.prefetcher.follow(None, 0)
 
     def _place(self, key: str) -> str | None:
         """Return the slowest addressable tier that has the newest bytes of a block; None: they are in files."""

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
     from tiered.file_io import drop_cached, open_direct, read_all, read_document_file, replace_file
+    from tiered.hops import route
     from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
     from tiered.links.route import default_links
     from tiered.links.source import BlockSource, ReadPart, SourceTier
-    from tiered.movement import route
     from tiered.policies import Candidate, EvictionPolicy
     from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
     from tiered.tiers.base import (
@@ -186,7 +186,7 @@ _HOMES = {
     "remove_leftovers": "tiers.cleanup",
     "remove_orphan": "tiers.cleanup",
     "reusable_bytes": "tiers.directory",
-    "route": "movement",
+    "route": "hops",
     "snapshot_folders": "durable.ownership",
     "unlock_directory": "tiers.directory",
     "view_as": "tiers.ram",

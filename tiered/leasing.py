@@ -123,7 +123,7 @@ class Leasing:
         if block.writer is not None:
             return Waiting("lease")
         if mode != "w":
-            waiting = self.movement.bring(block, copy.tier, for_use=self.movement.now, demand=True)
+            waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
             if waiting is not None:
                 return waiting
         if mode == "r":
@@ -133,10 +133,10 @@ class Leasing:
         if block.num_readers:
             return Waiting("lease")
         if copy.slot is None:
-            slot = self.movement.make_room(block, copy.tier, for_use=self.movement.now, demand=True)
+            slot = self.movement.make_room(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
             if slot is None:
                 return self.movement.no_room(block, copy.tier)
-            self.movement.take_slot(copy, slot)
+            self.movement.occupancy.take_slot(copy, slot)
             copy.move(CopyState.FILLING)
         return None
 
@@ -182,13 +182,14 @@ class Leasing:
             movement.counters.prefetch_late += late
             movement.counters.prefetch_on_time += not late
         movement.mark_used(copy)
-        copy.leased_at = movement.now
+        schedule, now = movement.prefetcher.schedule, movement.prefetcher.now
+        copy.leased_at = now
         copy.drop_when_clean = False
-        if self.trace is not None or (movement.schedule is not None and not copy.is_home):
-            access = Access(movement.now, block.spec.key, copy.tier, mode)
+        if self.trace is not None or (schedule is not None and not copy.is_home):
+            access = Access(now, block.spec.key, copy.tier, mode)
             if self.trace is not None:
                 self.trace.accesses.append(access)
-            if movement.schedule is not None and not copy.is_home and access not in movement.schedule:
+            if schedule is not None and not copy.is_home and access not in schedule:
                 movement.counters.schedule_misses += 1
         assert copy.slot is not None
         tier = self.movement.tiers[copy.tier]
@@ -234,7 +235,7 @@ class Leasing:
                 copies = (lease._copy for lease in leases if lease.tier == name)
                 if slots := [copy.slot for copy in copies if copy.slot is not None]:
                     tier.record_use(slots, stream)
-            with movement.pumping_once():
+            with movement.prefetcher.pumping_once():
                 for lease in leases:
                     block, copy = lease._block, lease._copy
                     self.leases.discard(lease)
@@ -252,7 +253,7 @@ class Leasing:
     def _written(self, block: Block, copy: Copy) -> None:
         """The copy now holds the newest bytes: every other copy is superseded."""
         block.version += 1
-        self.movement.num_changes += not copy.is_home
+        self.movement.occupancy.num_changes += not copy.is_home
         for other in block.copies.values():
             if other is copy:
                 continue
@@ -315,10 +316,6 @@ class Leasing:
             if copy in besides or not (copy.pins or copy in mine):
                 freeable += copy.slot_bytes
         return usage.free_bytes + freeable
-
-    def _room_for_copies(self, tier: str) -> int:
-        """Return the bytes of ``tier`` that neither homes nor reservations take."""
-        return self.movement.tiers[tier].usage().free_bytes + self.movement.copy_bytes[tier]
 
     def leased_bytes_locked(self, tier: str) -> int:
         """Return the bytes of leased copies in a tier."""
@@ -387,37 +384,36 @@ class Leasing:
                 if block.home.state is CopyState.CLEAN and block.spec.home not in self.movement.read_only_tiers:
                     block.home.move(CopyState.STALE)
                 self.movement.unsaved.pop(block, None)
-            self.movement.pump()
+            self.movement.prefetcher.pump()
             self.movement.changed.notify_all()
 
     def pin(self, key: str, tier: str) -> None:
         """Count one more pin; see ``TieredStore.pin``."""
+        occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
             need = self.tier(tier).slot_bytes(block.spec.nbytes)
             copy = block.copy_in(tier)
             if not copy.is_home and copy.pins == 0:
-                if self.movement.pinned_bytes[tier] + need > self._room_for_copies(tier):
+                if occupancy.pinned_bytes[tier] + need > occupancy.bytes_for_copies(tier):
                     raise self._capacity_error(tier, need, f"to pin '{key}'")
-                self.movement.pinned_bytes[tier] += need
-                self.movement.pinned_buffers[tier, need] += 1
+                occupancy.add_pinned(tier, need, 1)
             copy.pins += 1
-            self.movement.num_changes += 1
+            occupancy.num_changes += 1
 
     def unpin(self, key: str, tier: str) -> None:
         """Count one pin less; see ``TieredStore.unpin``."""
+        occupancy = self.movement.occupancy
         with self.movement.changed:
             block = self.block(key)
             copy = block.copy_in(tier)
             if copy.pins == 0:
                 raise LeaseError(f"block '{key}' is not pinned in tier '{tier}'")
             copy.pins -= 1
-            self.movement.num_changes += 1
+            occupancy.num_changes += 1
             if not copy.is_home and copy.pins == 0:
-                slot_bytes = self.tier(tier).slot_bytes(block.spec.nbytes)
-                self.movement.pinned_bytes[tier] -= slot_bytes
-                self.movement.pinned_buffers[tier, slot_bytes] -= 1
-            self.movement.pump()
+                occupancy.add_pinned(tier, self.tier(tier).slot_bytes(block.spec.nbytes), -1)
+            self.movement.prefetcher.pump()
             self.movement.changed.notify_all()
 
     def prefetch(self, key: str, tier: str) -> Transfer:
@@ -431,7 +427,7 @@ class Leasing:
             copy = block.copy_in(tier)
             if copy.state.is_valid:
                 return skipped
-            self.movement.bring(block, tier, for_use=self.movement.now, demand=True)
+            self.movement.bring(block, tier, for_use=self.movement.prefetcher.now, demand=True)
             if copy.state is not CopyState.FILLING or copy.transfer is None:
                 return skipped
             copy.prefetched = True
@@ -464,7 +460,7 @@ class Leasing:
             if nbytes > owner.usage().free_bytes:
                 movement.raise_unsaved()  # why there is no room
             owner.reserve(nbytes)
-            movement.reserved_bytes[tier] += nbytes
+            movement.occupancy.reserved_bytes[tier] += nbytes
             movement.changed.notify_all()
 
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
 
+from tiered.block import CopyState
+from tiered.hops import stops
 from tiered.schedule import Access, Schedule
 
 if TYPE_CHECKING:
+    from tiered.links.base import Link
+    from tiered.occupancy import Occupancy
     from tiered.records import Block
+    from tiered.transfer import Waiting
 
 
 class Travels:
@@ -133,3 +139,155 @@ class _FreeBytes:
             if (tier, nbytes) in self._buffers:
                 self._buffers[tier, nbytes] -= 1
         return self._left[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0
+
+
+class Mover(Protocol):
+    """What a prefetcher asks of ``Movement``, which it is a part of.
+
+    Attributes:
+        blocks: those that are registered, by key.
+        order: names of the tiers, fast to slow.
+        links: by (source, destination).
+        occupancy: what slots take of each tier.
+        inflight_bytes: of all transfers that bring a copy in.
+    """
+
+    blocks: dict[str, Block]
+    order: list[str]
+    links: dict[tuple[str, str], Link]
+    occupancy: Occupancy
+    inflight_bytes: int
+
+    @property
+    def has_held_up(self) -> bool: ...
+
+    def bring(self, block: Block, tier: str, *, for_use: int, demand: bool) -> Waiting | None: ...
+
+    def send_held_up(self) -> bool: ...
+
+    def held_up_slots(self) -> Mapping[tuple[str, int], int]: ...
+
+
+class Prefetcher:
+    """Starts fetches by a schedule, as far ahead as there is room. Everything here runs under the store's lock.
+
+    Attributes:
+        schedule: the known future, or None.
+        lookahead_bytes: most bytes of copies to look ahead; None = no limit but the room.
+        now: the trainer's tick.
+        settled: the state in which nothing was left to fetch when it was last looked for, or None.
+    """
+
+    def __init__(self, mover: Mover, max_inflight_bytes: int) -> None:
+        """
+        Args:
+            mover: what moves copies; it calls ``pump`` when one came or went.
+            max_inflight_bytes: no fetch begins while so many bytes are under way.
+        """
+        self._mover, self._max_inflight_bytes = mover, max_inflight_bytes
+        self.schedule: Schedule | None = None
+        self._travels = Travels(None)
+        self._passed_over: set[tuple[int, str]] = set()  # (tick, key) of accesses that will not take place
+        self.lookahead_bytes: int | None = 0
+        self.now = 0
+        self.settled: object = None
+        self._is_pumping = False
+
+    def know(self, block: Block) -> None:
+        """Note a block that was registered, of which the schedule may have spoken before."""
+        self._travels.know(block)
+
+    def follow(self, schedule: Schedule | None, lookahead_bytes: int | None) -> None:
+        """Fetch ahead by another schedule."""
+        self._mover.occupancy.num_changes += 1
+        self.schedule, self.lookahead_bytes, self._travels = schedule, lookahead_bytes, Travels(schedule)
+        self._passed_over = set()
+
+    def advance(self, tick: int) -> None:
+        """Go to a tick."""
+        self.now = tick
+        if self._passed_over:
+            self._passed_over = {each for each in self._passed_over if each[0] >= tick}
+
+    def pass_over(self, accesses: Iterable[tuple[int, str]], but_not: Iterable[tuple[int, str]]) -> None:
+        """Fetch nothing for these accesses, (tick, key), before they are past."""
+        self._mover.occupancy.num_changes += 1
+        self._passed_over.update(accesses)
+        self._passed_over.difference_update(but_not)
+
+    def pump(self) -> None:
+        """Start the fetches that the schedule asks for and that have room. Cheap when there is nothing to do."""
+        if self._is_pumping:
+            return
+        if not self._travels.among(self._mover.blocks).accesses and not self._mover.has_held_up:
+            return
+        self._is_pumping = True
+        try:
+            self._mover.send_held_up()  # first: what comes must not take the room on the way of what goes
+            state = self.state_of_fetches()
+            if state == self.settled:
+                return
+            self.settled = state
+            for access in self.wanted():
+                self.settled = None
+                if self._mover.inflight_bytes >= self._max_inflight_bytes:
+                    return
+                if not self._prefetch(access):
+                    return
+        finally:
+            self._is_pumping = False
+
+    def state_of_fetches(self) -> object:
+        """Return all that decides what is to be fetched: the same state asks for the same."""
+        occupancy, held_up = self._mover.occupancy, self._mover.held_up_slots()
+        return self.now, occupancy.num_changes, occupancy.room(held_up), occupancy.buffers(held_up)
+
+    def wanted(self) -> Iterator[Access]:
+        """Yield what the schedule asks for that is not there, nearest deadline first, as far as there is room."""
+        travels, held_up = self._travels.among(self._mover.blocks), self._mover.held_up_slots()
+        room, buffers = self._mover.occupancy.room(held_up), self._mover.occupancy.buffers(held_up)
+        passing = self._passing if len(self._mover.order) > 2 else None
+        return next_fetches(
+            travels, self.now, self.lookahead_bytes, room, self._inspect, passing, buffers, self._passed_over
+        )
+
+    @contextmanager
+    def pumping_once(self) -> Iterator[None]:
+        """Start what all changes inside ask for when they are made, in one walk. Call it with the lock held."""
+        if self._is_pumping:
+            yield
+            return
+        self._is_pumping = True
+        try:
+            yield
+        finally:
+            self._is_pumping = False
+            self.pump()
+
+    def _inspect(self, access: Access) -> tuple[bool, int]:
+        block = self._mover.blocks.get(access.key)
+        if block is None or block.spec.home == access.tier:
+            return True, 0
+        copy = block.copies.get(access.tier)
+        is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
+        is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
+        return is_present, 0 if is_pinned else self._mover.occupancy.slot_bytes(block, access.tier)
+
+    def _passing(self, access: Access) -> dict[str, int]:
+        block = self._mover.blocks.get(access.key)
+        if block is None or (block.spec.home, access.tier) in self._mover.links:
+            return {}
+        names = stops(self._mover.order, block, access, self._mover.links)
+        return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
+
+    def _prefetch(self, access: Access) -> bool:
+        """Start one fetch; False when room ran out, so that nothing later overtakes it."""
+        block = self._mover.blocks[access.key]
+        if not block.has_contents or block.writer is not None:
+            return True
+        waiting = self._mover.bring(block, access.tier, for_use=access.tick, demand=False)
+        if waiting is not None and waiting.cause == "space":
+            return False
+        copy = block.copy_in(access.tier)
+        copy.prefetched = copy.state is CopyState.FILLING  # not yet where it only got as far as a middle tier
+        return True

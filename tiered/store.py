@@ -162,7 +162,7 @@ class TieredStore(BlockMapping):
             block = Block(spec)
             slot = self._leasing.home_slot_locked(block, tier)
             block.home.slot = slot
-            self._movement.home_bytes[home] += slot.slot_bytes
+            self._movement.occupancy.home_bytes[home] += slot.slot_bytes
             if isinstance(tier, DescribingTier):
                 tier.describe(slot, spec.shape, dtype)
             if home in self._movement.read_only_tiers:
@@ -195,8 +195,8 @@ class TieredStore(BlockMapping):
                 for copy in block.copies.values():
                     if copy.pins and not copy.is_home:
                         need = self._movement.tiers[copy.tier].slot_bytes(block.spec.nbytes)
-                        self._movement.pinned_bytes[copy.tier] -= need
-                self._movement.home_bytes[block.spec.home] -= block.home.slot_bytes
+                        self._movement.occupancy.add_pinned(copy.tier, need, -1)
+                self._movement.occupancy.home_bytes[block.spec.home] -= block.home.slot_bytes
                 self._movement.tiers[block.spec.home].free(block.home.slot)
             self._changed.notify_all()
 
@@ -320,7 +320,7 @@ class TieredStore(BlockMapping):
         with self._changed:
             self._leasing.check_open()
             self._leasing.tier(tier)
-            self._movement.keep_buffers(tier, counts)
+            self._movement.occupancy.keep_buffers(tier, counts)
 
     def evict(self, key: str, tier: str) -> Transfer:
         """Drop the copy in ``tier``, writing it back first if it is dirty; returns the write-back.
@@ -335,8 +335,8 @@ class TieredStore(BlockMapping):
     def set_schedule(self, schedule: Schedule | None, *, lookahead_bytes: int | None = None) -> None:
         """Set the access schedule and the look-ahead budget of the prefetcher (None: as much as fits; 0: none)."""
         with self._changed:
-            self._movement.follow(schedule, lookahead_bytes)
-            self._movement.pump()
+            self._movement.prefetcher.follow(schedule, lookahead_bytes)
+            self._movement.prefetcher.pump()
 
     @contextmanager
     def record(self) -> Iterator[Trace]:
@@ -351,8 +351,8 @@ class TieredStore(BlockMapping):
     def advance(self, tick: int) -> None:
         """Say "the trainer is here": accesses up to ``tick`` lie in the past or are made now; drives the prefetcher."""
         with self._changed:
-            self._movement.advance(tick)
-            self._movement.pump()
+            self._movement.prefetcher.advance(tick)
+            self._movement.prefetcher.pump()
 
     def pass_over(self, accesses: Iterable[tuple[int, str]], *, but_not: Iterable[tuple[int, str]] = ()) -> None:
         """Fetch nothing ahead for accesses of the schedule that will not take place after all, or more likely not.
@@ -364,8 +364,8 @@ class TieredStore(BlockMapping):
             but_not: those of which that was said, and which will take place.
         """
         with self._changed:
-            self._movement.pass_over(accesses, but_not)
-            self._movement.pump()
+            self._movement.prefetcher.pass_over(accesses, but_not)
+            self._movement.prefetcher.pump()
 
     def wait_idle(self) -> None:
         """Wait until nothing moves, after trying failed write-backs once more. Raises ``TransferError`` if in vain."""
@@ -500,7 +500,7 @@ class TieredStore(BlockMapping):
             if self._leasing.closed:
                 return
             self._leasing.closed = True
-            self._movement.follow(None, 0)
+            self._movement.prefetcher.follow(None, 0)
             while any(block.num_transfers for block in self._blocks.values()):
                 self._changed.wait()
             self._changed.notify_all()

@@ -13,10 +13,10 @@ import torch
 
 from fakes.lazy_device import LazyDevice
 from tiered import Access, GpuTier, KiB, MiB, NvmeTier, RamTier, Schedule, TieredError, TieredStore, TransferError
+from tiered.hops import route
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
-from tiered.movement import route
 from tiered.tiers.gpu import buffer_of
 
 N = 5000  # elements of a block: no multiple of 4096 bytes

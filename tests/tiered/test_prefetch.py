@@ -19,7 +19,7 @@ from tiered import (
     Schedule,
     TieredStore,
     UninitializedBlockError,
-    movement,
+    prefetch,
 )
 from tiered.prefetch import next_fetches
 from tiered.schedule import Mode
@@ -114,7 +114,7 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
             store.register(key, (8,), torch.float32, home="ram")
         store.set_schedule(Schedule([Access(0, "a", "gpu", "w")], 1))  # a walk that fetches nothing
         leases = store.acquire_many([(key, "gpu", "w") for key in "abcd"])
-        with mock.patch.object(movement, "next_fetches", wraps=next_fetches) as walk, leases:
+        with mock.patch.object(prefetch, "next_fetches", wraps=next_fetches) as walk, leases:
             assert not walk.called
         assert walk.call_count == 1 and all(lease.is_released for lease in leases)
         store.acquire_many([]).release()
@@ -130,13 +130,14 @@ def test_blocks_that_stay_at_home_are_no_part_of_the_walk_also_if_registered_lat
         store.set_schedule(
             Schedule([Access(tick, key, "fast") for tick, key in enumerate(("home", "away", "late"))], 3)
         )
-        assert store._movement._travels.among(store._blocks).keys == {"away"}
+        assert store._movement.prefetcher._travels.among(store._blocks).keys == {"away"}
         store.register("other", (8,), torch.float32, home="slow")
-        assert store._movement._travels.among(store._blocks).keys == {"away"}, "the schedule does not speak of it"
+        travels = store._movement.prefetcher._travels
+        assert travels.among(store._blocks).keys == {"away"}, "the schedule does not speak of it"
         store.register("late", (8,), torch.float32, home="slow")
-        assert store._movement._travels.among(store._blocks).keys == {"away", "late"}
+        assert store._movement.prefetcher._travels.among(store._blocks).keys == {"away", "late"}
         store.set_schedule(Schedule([Access(0, "home", "fast")], 1))
-        assert not store._movement._travels.among(store._blocks).keys
+        assert not store._movement.prefetcher._travels.among(store._blocks).keys
 
 
 KEYS, MODES = st.sampled_from("abc"), st.sampled_from(["r", "rw", "w"])
@@ -164,7 +165,7 @@ def test_a_walk_is_left_out_only_where_it_would_find_nothing(future: list[tuple[
         store.register(key, (size,), torch.uint8, home="ram")
         store.acquire(key, "ram", "w").release()
     store.set_schedule(Schedule([Access(t, key, "gpu", mode) for t, (key, mode) in enumerate(future)], len(future)))
-    moved, tick, reserved = store._movement, 0, 0
+    prefetcher, tick, reserved = store._movement.prefetcher, 0, 0
     complete(up, down)
     for name, *what in work:
         with suppress(CapacityError, LeaseError, TimeoutError, UninitializedBlockError):
@@ -188,7 +189,7 @@ def test_a_walk_is_left_out_only_where_it_would_find_nothing(future: list[tuple[
                 store.unpin(what[0], "gpu")
             else:
                 getattr(store, name)(what[0], "gpu")
-        if moved.settled == moved.state_of_fetches():
-            assert not list(moved.wanted()), (name, what)
-        with moved.changed:
-            moved.pump()
+        if prefetcher.settled == prefetcher.state_of_fetches():
+            assert not list(prefetcher.wanted()), (name, what)
+        with store._movement.changed:
+            prefetcher.pump()

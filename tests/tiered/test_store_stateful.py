@@ -156,14 +156,14 @@ class StoreMachine(RuleBasedStateMachine):
             reserved = self.reserved if tier.name == "gpu" else 0
             assert held + reserved == tier.usage().used_bytes <= tier.capacity_bytes
             movement = self.store._movement
-            assert movement.copy_bytes[tier.name] == held - movement.home_bytes[tier.name]
+            assert movement.occupancy.copy_bytes[tier.name] == held - movement.occupancy.home_bytes[tier.name]
 
     @invariant()
     def what_is_looked_for_no_more_is_not_wanted(self) -> None:
         """A walk of the schedule is left out where one found nothing and nothing changed: it would find nothing."""
-        movement = self.store._movement
-        if movement.schedule is not None and movement.settled == movement.state_of_fetches():
-            assert not list(movement.wanted())
+        prefetcher = self.store._movement.prefetcher
+        if prefetcher.schedule is not None and prefetcher.settled == prefetcher.state_of_fetches():
+            assert not list(prefetcher.wanted())
 
     @invariant()
     def leased_bytes_stand_still(self) -> None:

@@ -440,7 +440,7 @@ class _Loader:
             pass
         finally:
             with movement.changed:
-                movement.home_bytes[block.spec.home] += slot.slot_bytes - old_bytes
+                movement.occupancy.home_bytes[block.spec.home] += slot.slot_bytes - old_bytes
                 block.num_transfers -= 1
                 block.home.move(CopyState.CLEAN if is_adopted else CopyState.STALE)
                 block.version += is_adopted
