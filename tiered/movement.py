@@ -40,7 +40,7 @@ class Movement:
         time_s: the clock that stalls are measured with.
         occupancy: what slots take of each tier.
         prefetcher: follows the schedule, which it knows.
-        inflight_bytes: of all transfers that bring a copy in.
+        inflight_bytes: sum over the transfers that bring a copy in.
         failed_write_backs: errors of write-backs; raised to callers that wait for room while one is added.
         unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
     """

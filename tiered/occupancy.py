@@ -15,10 +15,10 @@ class Occupancy:
 
     Attributes:
         buffer_tiers: by name, those that keep buffers of exact sizes.
-        home_bytes: by tier, of home slots.
-        reserved_bytes: by tier, of reservations.
+        home_bytes: bytes of home slots, by tier.
+        reserved_bytes: bytes that are set apart, by tier.
         pinned_bytes: by tier, what pinned copies take once they are there.
-        copy_bytes: by tier, of slots that are no homes.
+        copy_bytes: bytes of slots that are no homes, by tier.
         num_changes: counts what may change what is to be fetched, beside the tick and the sums of bytes: copies that
             came, went, or were filled, and pins.
         copy_buffers: tier -> bytes of a slot -> how many buffers of it are kept for copies. No copy takes the room of

@@ -149,7 +149,7 @@ class Mover(Protocol):
         order: names of the tiers, fast to slow.
         links: by (source, destination).
         occupancy: what slots take of each tier.
-        inflight_bytes: of all transfers that bring a copy in.
+        inflight_bytes: sum over the transfers that bring a copy in.
     """
 
     blocks: dict[str, Block]
