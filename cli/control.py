@@ -84,13 +84,13 @@ class _Seen:
     """A run as it was found.
 
     Attributes:
-        path: of its folder.
+        path: its folder.
         owner: the living process, or None.
         status: written by that process; without one, by the last.
-        saved_step: of the checkpoint that it would continue.
+        saved_step: step of the checkpoint that it would continue.
         drive_bytes: path of a drive -> bytes of its checkpoints there.
-        copied_steps: of whole copies in output_dir.
-        lost_steps: of checkpoints whose parts on a drive are gone.
+        copied_steps: steps of the whole copies in output_dir.
+        lost_steps: steps of the checkpoints whose parts on a drive are gone.
     """
 
     path: Path

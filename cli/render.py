@@ -119,7 +119,7 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
         console: where.
         text: may have several lines.
         indent: columns before a continued line: the width of the name at the start.
-        style: of rich.
+        style: as rich names it.
     """
     if console.is_terminal:
         width, below = max(console.width, 2 * indent), " " * indent
@@ -219,7 +219,7 @@ class PlanObserver(RunObserver):
         """Set what is shown.
 
         Args:
-            plan: of the run.
+            plan: the run's.
             config: its file, for a command line.
             note: what to know besides at the start, or "".
         """
@@ -315,7 +315,7 @@ class LiveView:
     caller.
 
     Args:
-        console: of the terminal.
+        console: writes to the terminal.
         picture: returns the lines; called by the thread.
         is_lost: whether the terminal is gone; then only messages are written, as lines.
     """
@@ -502,7 +502,7 @@ def live_view(
     """Return the view of a run: figures of its last step, and bars for the run, its activity and each tier.
 
     Args:
-        metrics: of the last step; None before the first.
+        metrics: those of the last step; None before the first.
         moment: current activity.
         evaluations: set -> its last evaluation.
         width: columns, at least 60.

@@ -154,7 +154,7 @@ class Screen:
     """A text stream that writes what ``shown`` returns; all else is the stream's.
 
     Args:
-        stream: of the process, or of a test.
+        stream: the process's own, or a test's.
     """
 
     def __init__(self, stream: TextIO) -> None:

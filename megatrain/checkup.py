@@ -122,7 +122,7 @@ class CheckResult:
         severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is meant) or
             "problem" (the run would be refused, or end).
         text: what was seen, and what to do about a problem.
-        kind: of a problem.
+        kind: what kind of problem it is; None: none.
     """
 
     subject: str

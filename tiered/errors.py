@@ -117,7 +117,7 @@ class CorruptBlockError(TieredError):
         expected: the checksum of what was written.
         found: the checksum of what was read.
         place: files and offset ranges.
-        generation: of which it is a part, or None for contents of a running process.
+        generation: number of the generation that it is a part of, or None for contents of a running process.
     """
 
     def __init__(self, key: str, expected: str, found: str, *, place: str, generation: int | None = None) -> None:

@@ -38,7 +38,7 @@ def open_direct(path: Path, flags: int, on_buffered: Callable[[], None] | None =
     """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
 
     Args:
-        path: of the file.
+        path: the file to open.
         flags: as of ``os.open``.
         on_buffered: called where O_DIRECT is refused.
     """
@@ -163,7 +163,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
     """Write a file in one step: readers see the old one or the new one, also after a crash.
 
     Args:
-        path: of the file; ``<path>.tmp`` is used meanwhile.
+        path: the file that is written; ``<path>.tmp`` is used meanwhile.
         text: its contents.
         durable: return once it survives a power cut.
     """

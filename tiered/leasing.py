@@ -225,7 +225,7 @@ class Leasing:
 
         Args:
             leases: that are ended.
-            abandoned: of those to overwrite a block, whether what was written is dropped.
+            abandoned: whether what leases of mode ``w`` have written is dropped.
             stream: as for ``Lease.release``.
         """
         movement = self.movement

@@ -281,7 +281,7 @@ class Movement:
 
         Args:
             block: that gets it.
-            tier: of the slot.
+            tier: where the slot is taken.
             for_use: as for ``bring``.
             demand: as for ``bring``.
             home: it is the block's home slot.

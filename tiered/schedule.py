@@ -19,7 +19,7 @@ class Access:
 
     Attributes:
         tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
-        key: of the block.
+        key: the block's name.
         tier: that has the copy.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """

@@ -119,7 +119,7 @@ class SimulatedChannel:
     """What the links of a drive or of a bus share: one rate, urgent transfers first, then first come first served.
 
     Args:
-        rate_bytes_per_s: of all links together.
+        rate_bytes_per_s: what all links move together.
 
     Attributes:
         busy_s: seconds of transfers that have begun.

@@ -150,7 +150,7 @@ class BareFile:
     the tier does it.
 
     Args:
-        path: of the file.
+        path: the file's.
         nbytes: most that it takes. A drive that needs more than half a second for it gets less.
     """
 
@@ -238,8 +238,8 @@ class TierProbe:
 
     Args:
         path: a folder that is not there yet.
-        nbytes: of all blocks together.
-        block_bytes: of each; default: an eighth of them.
+        nbytes: size of all blocks together.
+        block_bytes: size of each; default: an eighth of them.
     """
 
     def __init__(self, path: Path, nbytes: int, block_bytes: int | None = None) -> None:
@@ -401,7 +401,7 @@ class DriveEffort:
         span_bytes: bytes of each of the two sets of files.
         turn_s: seconds of reads and writes in turns.
         mixed_s: seconds of both at once.
-        beside_s: of both at once while the processor computes.
+        beside_s: seconds of reads and writes at once while the processor computes.
         sustained_s: the long write ends after so many seconds,
         sustained_bytes: or after so many bytes.
     """

@@ -41,13 +41,13 @@ class ProcessesResult:
 
     Attributes:
         num_processes: that measured.
-        ram_copy: of all together.
+        ram_copy: bytes per second that all copy together.
         adamw_params: dtype of the weights -> of all together.
         drives: path -> what their tiers got, all together.
-        gather: of each one, in either direction.
-        exchange: of each one, in either direction.
-        h2d: of the slowest GPU; None: there is none.
-        d2h: of the slowest GPU; None: there is none.
+        gather: bytes per second of each one, in either direction.
+        exchange: bytes per second of each one, in either direction.
+        h2d: bytes per second to the slowest GPU; None: there is none.
+        d2h: bytes per second from the slowest GPU; None: there is none.
     """
 
     num_processes: int
@@ -73,7 +73,7 @@ def measure_processes(
     Args:
         num_processes: at least 2; on a machine with GPUs, no more than these.
         paths: folders on drives, which are usable.
-        effort: of each process, for each path.
+        effort: what each process measures, for each path.
         span_bytes: RAM that they work on together.
         seconds: about how long each measurement takes.
 

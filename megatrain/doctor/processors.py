@@ -68,7 +68,7 @@ def measure_processor(
     Args:
         span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
         seconds: about how long each of the seven measurements takes.
-        threads: of the kernels; default: one per usable CPU, as in a run.
+        threads: run the kernels; default: one per usable CPU, as in a run.
         with_products: measure matrix products, too.
     """
     kernel_threads = threads or KernelThreads()

@@ -70,7 +70,7 @@ class Place:
         is_neg: its lazy negation.
         start: first byte of the storage that it needs.
         stop: one past the last byte that it needs.
-        own_bytes: of its distinct elements: an expanded one counts once.
+        own_bytes: size of its distinct elements: an expanded one counts once.
     """
 
     shape: tuple[int, ...]
@@ -111,7 +111,7 @@ class StorageRange:
     Attributes:
         start: first byte of the source storage that restored memory stands for.
         stop: one past the last such byte.
-        nbytes: of contents: all bytes from ``start`` to ``stop``, or with ``grid`` its elements alone.
+        nbytes: size of the contents: all bytes from ``start`` to ``stop``, or with ``grid`` its elements alone.
         grid: (bytes per element, first byte, counts, strides in elements) of those, largest stride first.
     """
 
@@ -184,7 +184,7 @@ class ActivationBlock:
     """A registered block of bytes.
 
     Attributes:
-        key: of the block.
+        key: the block's name.
         home: its tier.
         nbytes: its size.
         transfer: last movement that was requested.
@@ -209,7 +209,7 @@ class BlockPool:
     A round ends with a forward, or when no block is in use any more.
 
     Attributes:
-        registered_bytes: of all blocks, used or kept.
+        registered_bytes: size of all blocks, used or kept.
         num_registered: how many there are.
         has_warned: the lack of room was logged.
     """
@@ -427,7 +427,7 @@ class StoredSpan:
 
     Attributes:
         number: in the order of storing.
-        device: of the source.
+        device: where the source is.
         staging: tier that it was written through.
         is_staged: it is still there.
         is_requested: its prefetch was requested.
@@ -647,14 +647,14 @@ class ActivationStats:
     Attributes:
         offloaded_bytes: written to blocks.
         restored_bytes: read back; what was still in memory elsewhere is used from there and not counted.
-        deduplicated_bytes: of saved tensors whose bytes were in a block already.
-        no_room_bytes: of storages that stayed in memory since no tier had room.
-        small_bytes: of saved tensors below ``min_bytes``.
+        deduplicated_bytes: size of saved tensors whose bytes were in a block already.
+        no_room_bytes: size of storages that stayed in memory since no tier had room.
+        small_bytes: size of saved tensors below ``min_bytes``.
         pack_wait_s: seconds that the forward waited for the store.
         unpack_wait_s: seconds that the backward waited for the store.
-        registered_bytes: of blocks for activations in this store now, in use or kept for the next step.
+        registered_bytes: size of blocks for activations in this store now, in use or kept for the next step.
         num_registered: how many such blocks there are.
-        in_use_bytes: of those blocks that a graph needs now.
+        in_use_bytes: size of those blocks that a graph needs now.
     """
 
     offloaded_bytes: int

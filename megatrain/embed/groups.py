@@ -119,10 +119,10 @@ class Settings:
     """How one parameter is updated in one step.
 
     Attributes:
-        arithmetic: of its group's settings.
+        arithmetic: the update rule for the settings of its group.
         step: number of this update of the parameter, from 1.
-        lr: of its group.
-        weight_decay: of its group.
+        lr: the learning rate of its group.
+        weight_decay: that of its group.
     """
 
     arithmetic: Optimizer
@@ -150,9 +150,9 @@ class StateGroup(ABC):
     """A layout of parameters with one block per kind of state. The constructor registers and zeroes the blocks.
 
     Args:
-        root: of the keys of its blocks.
+        root: begins the keys of its blocks.
         parameters: by their name in the layout.
-        kinds: of state that the store keeps.
+        kinds: what state the store keeps.
         homes: tiers that state may live in, most wanted first.
 
     Attributes:
@@ -261,7 +261,7 @@ class StateGroup(ABC):
         """Exchange masters with their averages, in place: once more, and each is what it was.
 
         Args:
-            names: of parameters that have been updated.
+            names: parameters that have been updated.
 
         Raises:
             WeightInUseError: the weights are held.
@@ -288,7 +288,7 @@ class OffloadedGroup(StateGroup):
     """The parameters of an offloaded module that share a block of weights.
 
     Args:
-        deferred: of the optimizer: updates of such groups wait there for the next use of the weights.
+        deferred: the optimizer's: updates of such groups wait there for the next use of the weights.
     """
 
     def __init__(
@@ -595,8 +595,8 @@ class OrdinaryGroup(StateGroup):
         """Begin the averages of parameters in RAM, if there are any, before their first update.
 
         Args:
-            names: of the parameters.
-            tensors: of all blocks, by key.
+            names: the parameters.
+            tensors: those of all blocks, by key.
         """
         if not self.has_averages or not names:
             return
@@ -620,8 +620,8 @@ class OrdinaryGroup(StateGroup):
         """Yield what the blocks have of a parameter, its weight among it; what that becomes inside, the parameter is.
 
         Args:
-            entry: of the parameter.
-            tensors: of the blocks, by key.
+            entry: where the parameter lies.
+            tensors: those of the blocks, by key.
         """
         parameter, values = self.parameters[entry.name], self.values(entry.name)
         own_length = {name for name, kind in self.kinds.items() if kind.elements_of is not None}
@@ -699,9 +699,9 @@ class _Batch:
     """Parameters that one kernel call can update: entry by entry of each list.
 
     Attributes:
-        settings: of all of them.
+        settings: all of them have these.
         split_master: masters have a lower half.
-        gradient_dtype: of the gradients.
+        gradient_dtype: what the gradients have.
         parameters: what this process has of each.
     """
 
@@ -908,7 +908,7 @@ class DeferredUpdates:
         """Record it when the updates inside end halfway.
 
         Args:
-            is_atomic: of one group: an error of the store comes before anything was changed.
+            is_atomic: they are those of one group: an error of the store comes before anything was changed.
         """
         try:
             yield

@@ -76,12 +76,12 @@ def offload(
     layers in the same order; where they do not, all of them raise ``RanksDifferError``.
 
     Args:
-        name: of its blocks; a second module in one store needs another.
+        name: begins the keys of its blocks; a second module in one store needs another.
         weights: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         gradients: tiers that they may live in, most wanted first; "auto": RAM while there is room, then drives.
         leave: globs over names of parameters that stay ordinary ones.
-        group: of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the module. Weights and
-            gradients move between host memories, also where modules compute on GPUs.
+        group: a process group of torch.distributed with gloo, ``dist.group.WORLD`` for example: its ranks share the
+            module. Weights and gradients move between host memories, also where modules compute on GPUs.
         gradient_lanes: with ``group``, as many as there may be ranks: for the same bits on a half or a third of them,
             each of which computes several lanes (``gradient_lanes``); default: one for each rank.
 
@@ -191,7 +191,7 @@ class OffloadedModule:
     """The blocks of an offloaded module and its running forwards; ``offloaded_module(model)`` returns it.
 
     Attributes:
-        blocks: of all its parameters, in definition order.
+        blocks: those with all its parameters, in definition order.
         window: leases of the backward.
         order: in which units were used.
         calls: forwards that are running.
@@ -326,9 +326,9 @@ class Call:
 
     Attributes:
         owner: hooks of the unit, or the module.
-        frame: of torch's function that runs the hooks.
+        frame: that in which torch's function runs the hooks.
         outer_error: being handled when the call began; any other one was raised by the call.
-        thread_id: of the thread that runs it.
+        thread_id: the thread that runs it.
     """
 
     owner: object = None

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import secrets
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -49,27 +45,24 @@ from megatrain.embed.groups import (
     update_in_order,
 )
 from megatrain.embed.partition import mark_optimized
-from megatrain.embed.stores import home_order, num_ranks, room_for_homes, shared_state, this_rank
-from megatrain.embed.weights import block_of, mapped_copy
-from megatrain.optim.average import begin_average
+from megatrain.embed.saved_state import SavedState
+from megatrain.embed.stores import home_order, room_for_homes, shared_state
+from megatrain.embed.weights import block_of
 from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
-from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.optim.muon import COEFFICIENTS, EPS
 from megatrain.ranks.dtensors import (
     add_over_shards,
     check_parameter,
     is_dtensor,
     is_whole,
-    like_parameter,
     local_of,
 )
-from tiered import GenerationReader, read_manifest
-from tiered.errors import CapacityError, GenerationError
+from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
     from megatrain.api import StateKind
-    from megatrain.base.layout import TensorEntry
+    from megatrain.base.layout import UnitLayout
     from tiered import TieredStore
 
 __all__ = [
@@ -92,12 +85,6 @@ _BYTES_AT_ONCE = 2 * (12 + 4)
 _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 #: Update rules that are cached by their settings.
 _MAX_ARITHMETICS = 64
-#: Version of what ``state_dict`` says about the store.
-_FORMAT = 1
-#: Random text in the record of a generation: tells it from another one of the same number.
-_MARK = "mark"
-#: Name of the fp32 master among the tensors of a state; of bf16 parameters, which are its upper halves.
-_MASTER = "master"
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -116,7 +103,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     Args:
         params: as for any optimizer.
         defaults: settings of the groups that do not give their own.
-        store: of the state; default: that of the parameters, where they are offloaded.
+        store: has the state; default: that of the parameters, where they are offloaded.
         max_grad_norm: largest global norm that is let through; 0: no clipping. Then ``grad_norm`` is that of the last
             step.
         nonfinite: with clipping, what a NaN or infinite norm does: "stop" raises and changes nothing, "skip" leaves the
@@ -127,11 +114,11 @@ class TieredOptimizer(torch.optim.Optimizer):
             for its own; see ``AsyncUpdates``. Gradients are then consumed.
         state_dtype: format of the moments: "float32", "bfloat16" (rounded at random, by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
-        seed: of that rounding.
-        ema_decay: of an average of the fp32 weights, 4 bytes per parameter more, that begins as they are before the
-            first step and moves with each update; 0: there is none. See ``averaged_parameters``.
+        seed: where that rounding begins.
+        ema_decay: how slowly an average of the fp32 weights moves, 4 bytes per parameter more, that begins as they are
+            before the first step and moves with each update; 0: there is none. See ``averaged_parameters``.
         state: tiers that state may live in, most wanted first; "auto": RAM while there is room, then drives.
-        name: of the blocks of ordinary parameters; a second optimizer in one store needs another.
+        name: begins the keys of ordinary parameters' blocks; a second optimizer in one store needs another.
         checkpoint: what ``state_dict`` returns: "generation", the number of a committed generation of the store, which
             ranks save and load each for itself; "tensors", what ``torch.distributed.checkpoint`` needs; "auto":
             tensors where a parameter is sharded, else a generation.
@@ -185,7 +172,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._scratch_bytes = 0  # reserved in RAM
         self._checkpoint = checkpoint
         self._store = store
-        self._arithmetics: dict[tuple[Any, ...], Arithmetic] = {}
+        self._rules = _UpdateRules(self)
+        self._saved = SavedState(self)
         super().__init__(params, defaults)
         shared_state(self.store).optimizers.add(self)
         self.state = _StoredState(self)  # type: ignore[assignment]
@@ -221,7 +209,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self, settings: Mapping[str, Any], split_master: bool, parameters: Mapping[str, nn.Parameter]
     ) -> Sequence[StateKind]:
         """Return the kinds of state of parameters that share blocks; ``parameters``: by name in their layout."""
-        return self._arithmetic(self.widest(settings)).state_kinds(split_master)
+        return self._rules.of(self.widest(settings)).state_kinds(split_master)
 
     def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]:
         """Return ``torch_names`` for one parameter."""
@@ -282,7 +270,14 @@ class TieredOptimizer(torch.optim.Optimizer):
                 )
             block.check_frozen()
         kinds = partial(self.kinds_of, param_group)
-        self._check_sharded(new, kinds(False, {str(number): p for number, p in enumerate(new)}))
+        _check_sharded(
+            new,
+            kinds(False, {str(number): p for number, p in enumerate(new)}),
+            type(self).__name__,
+            is_lost=not self._with_state <= set(map(id, self.parameters())),
+            offloads_gradients=self._offload,
+            overlaps=self._async is not None,
+        )
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
             raise ValueError(
                 'checkpoint="tensors" (the default with sharded parameters) has no weights of offloaded modules: write '
@@ -297,14 +292,23 @@ class TieredOptimizer(torch.optim.Optimizer):
                     kind_of_group = OffloadedGroup if block.ranks is None else SharedGroup
                     own_kinds = kinds(block.dtype.itemsize == 2, block.parameters)
                     self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
-                self._make_ordinary([p for p in new if block_of(p) is None], kinds, homes)
-                self._check_room()
+                self.groups += _ordinary_groups(
+                    [p for p in new if block_of(p) is None],
+                    partial(OrdinaryGroup, store, offload_gradients=self._offload, copies=self._copies),
+                    kinds,
+                    homes,
+                    store=store,
+                    name=self._name,
+                    first=sum(isinstance(group, OrdinaryGroup) for group in self.groups),
+                    bytes_at_once=_BYTES_AT_ONCE + (2 * EMA.dtype.itemsize if self.ema_decay else 0),
+                )
+                _check_room(store, self.groups)
         except BaseException:
             del self.groups[num_before:]
             store.reserve("ram", -scratch)
             raise
         self._scratch_bytes += scratch
-        numbers = {id(parameter): str(number) for number, parameter in enumerate(self._parameters())}
+        numbers = {id(parameter): str(number) for number, parameter in enumerate(self.parameters())}
         for group in self.groups[num_before:]:
             group.names = {name: numbers.get(id(p), name) for name, p in group.parameters.items()}
             self._with_state.update(map(id, group.parameters.values()))
@@ -312,78 +316,6 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.attach()
             else:
                 mark_optimized(group.parameters.values(), self)
-
-    def _check_sharded(self, parameters: Sequence[nn.Parameter], kinds: Sequence[StateKind]) -> None:
-        """Refuse what would go wrong with parameters of which this rank has a part."""
-        for parameter in parameters:
-            if not is_dtensor(parameter):
-                continue
-            if self._has_lost_parameters():
-                raise ValueError(
-                    "the parameters of this optimizer were replaced by sharded ones (fully_shard, accelerate's "
-                    "prepare): make the optimizer after that, from the model's parameters as they are then"
-                )
-            check_parameter(parameter)
-            shape = tuple(parameter.shape)
-            if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
-                raise ValueError(
-                    f"{type(self).__name__} needs whole matrices, and a parameter of shape {shape} is sharded: use "
-                    "TieredAdamW, TieredLion or TieredSGD"
-                )
-            if self._offload:
-                raise ValueError(
-                    f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
-                    "those of all ranks, after autograd. Leave it out"
-                )
-            if self._async is not None:
-                raise ValueError(
-                    f"overlap=model with a sharded parameter, of shape {shape}: its shards are gathered before the "
-                    "modules that own it would wait for the update. Leave it out"
-                )
-
-    def _has_lost_parameters(self) -> bool:
-        """Return whether there is state of parameters that are in no group any more."""
-        return not self._with_state <= set(map(id, self._parameters()))
-
-    def _make_ordinary(
-        self,
-        parameters: Sequence[nn.Parameter],
-        kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
-        homes: Sequence[str],
-    ) -> None:
-        first = sum(isinstance(group, OrdinaryGroup) for group in self.groups)
-        if parameters and not first and any(s.key.startswith(f"{self._name}/") for s in self.store.blocks()):
-            raise ValueError(f'this store has something of the name "{self._name}": give the optimizer name="..."')
-        shared = shared_state(self.store)
-        packs = list(_packed(parameters))
-        largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
-        at_once = _BYTES_AT_ONCE + (2 * EMA.dtype.itemsize if self.ema_decay else 0)
-        shared.working_bytes = max(shared.working_bytes, at_once * largest)
-        for number, together in enumerate(packs, first):
-            named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
-            root = f"{self._name}/{number:05d}"
-            layout = build_layout(root, ((name, local_of(p).shape) for name, p in named.items()), True)
-            own = kinds(together[0].dtype.itemsize == 2, named)
-            self.groups.append(
-                OrdinaryGroup(
-                    self.store, root, layout, named, own, homes, offload_gradients=self._offload, copies=self._copies
-                )
-            )
-
-    def _check_room(self) -> None:
-        """Refuse now what the first step would: RAM must hold what an update needs at once, beside the homes there."""
-        ram, room = self.store.tier("ram"), room_for_homes(self.store, "ram")
-        known = {spec.key: spec for spec in self.store.blocks()}
-        for group in self.groups:
-            specs = [known[key] for key in group.keys_at_once()]
-            need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
-            if need > room:
-                raise CapacityError(
-                    "ram",
-                    need,
-                    max(0, room),
-                    detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
-                )
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -397,7 +329,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             NonFiniteGradientError: see ``nonfinite``. Nothing was changed, gradients are dropped.
         """
-        self._check_not_averaged("step()")
+        self.check_not_averaged("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -450,7 +382,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         counted: dict[nn.Parameter, int] = {}
         for param_group in self.param_groups:
             own = [parameter for parameter in param_group["params"] if id(parameter) in with_gradient]
-            arithmetic, lr = self._arithmetic(param_group), float(param_group["lr"])
+            arithmetic, lr = self._rules.of(param_group), float(param_group["lr"])
             decay = float(param_group.get("weight_decay", 0.0))
             _check_state({kind.name for kind in arithmetic.state_kinds(False)} - {"weight"}, own, taken)
             counts = [self.steps.get(parameter, 0) + 1 for parameter in own]
@@ -494,11 +426,11 @@ class TieredOptimizer(torch.optim.Optimizer):
                 found = group.squared_norms(self.threads)
                 squares.update((group.parameters[name], square) for name, square in found.items())
         # All that have state, whether there is a gradient or not: so ranks never wait for each other in vain.
-        owners = [parameter for parameter in self._parameters() if id(parameter) in self._with_state]
+        owners = [parameter for parameter in self.parameters() if id(parameter) in self._with_state]
         if any(map(is_dtensor, owners)):
             totals = add_over_shards(owners, [squares.get(parameter, 0.0) for parameter in owners])
             squares.update(zip(owners, totals, strict=True))
-        self.grad_norm = global_norm(squares[parameter] for parameter in self._parameters() if parameter in squares)
+        self.grad_norm = global_norm(squares[parameter] for parameter in self.parameters() if parameter in squares)
         self._measured = [group.gradients_now() for group in self.groups]  # equal until one comes, changes or goes
         return self.grad_norm
 
@@ -512,16 +444,8 @@ class TieredOptimizer(torch.optim.Optimizer):
         assert self.grad_norm is not None
         return gradient_scale(self.grad_norm, self.max_grad_norm, self.nonfinite)
 
-    def _arithmetic(self, settings: Mapping[str, Any]) -> Arithmetic:
-        key = tuple(_comparable(settings[name]) for name in self.setting_names())
-        if key not in self._arithmetics:
-            if len(self._arithmetics) >= _MAX_ARITHMETICS:  # a scheduler changes betas in every step
-                self._arithmetics.clear()
-            made = self.make_arithmetic(settings)
-            self._arithmetics[key] = WeightAverage(made, self.ema_decay, self.threads) if self.ema_decay else made
-        return self._arithmetics[key]
-
-    def _parameters(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of all groups, in their order."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     # -- averages ----------------------------------------------------------------------------------------------
@@ -542,27 +466,25 @@ class TieredOptimizer(torch.optim.Optimizer):
         """
         if not self.ema_decay:
             raise ValueError("this optimizer makes no averages of the weights: construct it with ema_decay=0.999")
-        self._check_not_averaged("averaged_parameters()")
+        self.check_not_averaged("averaged_parameters()")
         self.finish_updates()
         exchanged: list[tuple[StateGroup, Mapping[str, object]]] = []
         self._is_averaged = True
         try:
             for group in self.groups:
-                names = {name: None for name, parameter in group.parameters.items() if self.steps.get(parameter, 0)}
-                if names:
-                    self._exchange(group, names)
-                    exchanged.append((group, names))
+                updated = {name: None for name, parameter in group.parameters.items() if self.steps.get(parameter, 0)}
+                if updated:
+                    with self._deferred.applying():
+                        group.exchange_averages(updated)
+                    exchanged.append((group, updated))
             yield
         finally:
-            for each in exchanged:
-                self._exchange(*each)
+            for group, names in exchanged:
+                with self._deferred.applying():
+                    group.exchange_averages(names)
             self._is_averaged = False
 
-    def _exchange(self, group: StateGroup, names: Mapping[str, object]) -> None:
-        with self._deferred.applying():
-            group.exchange_averages(names)
-
-    def _check_not_averaged(self, what: str) -> None:
+    def check_not_averaged(self, what: str) -> None:
         """Refuse what would take averages for the weights.
 
         Raises:
@@ -587,51 +509,30 @@ class TieredOptimizer(torch.optim.Optimizer):
             TransferError: a drive refused.
             OSError: a drive has no room for the tensors.
         """
-        self._check_not_averaged("state_dict()")
+        self.check_not_averaged("state_dict()")
         self.finish_updates()
         saved = super().state_dict()
         if self.saves_tensors:
             saved["state"] = {
-                number: self._tensors_of(parameter, with_master=True)
-                for number, parameter in enumerate(self._parameters())
+                number: self._saved.tensors_of(parameter, with_master=True)
+                for number, parameter in enumerate(self.parameters())
                 if id(parameter) in self._with_state
             }
             return saved
-        generation = _commit_changes(self.store)
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        saved["tiered"] = {
-            "format": _FORMAT,
-            "store": None if self.store.path is None else os.path.abspath(self.store.path),
-            "generation": generation,
-            "mark": shared_state(self.store).mark,
-            "blocks": _fingerprint(self.store),
-            "steps": {numbers[id(parameter)]: count for parameter, count in self.steps.items()},
-            "shards": self._shards,
-        }
+        saved["tiered"] = self._saved.record()
         return saved
 
     @property
     def saves_tensors(self) -> bool:
         """Whether ``state_dict`` returns all state in tensors."""
-        return self._checkpoint == "tensors" or (
-            self._checkpoint == "auto" and any(map(is_dtensor, self._parameters()))
-        )
-
-    @property
-    def _shards(self) -> list[int] | None:
-        """Rank and number of ranks, where blocks of the store hold shards of this rank."""
-        shared = next((group.ranks for group in self.groups if isinstance(group, SharedGroup)), None)
-        if shared is not None:
-            return [shared.rank, shared.size]
-        is_sharded = any(is_dtensor(parameter) and not is_whole(parameter) for parameter in self._parameters())
-        return [this_rank(), num_ranks()] if is_sharded else None
+        return self._checkpoint == "tensors" or (self._checkpoint == "auto" and any(map(is_dtensor, self.parameters())))
 
     def full_state_dict(self) -> dict[str, Any]:
         """Return what ``torch.optim``'s optimizer of this kind would: all state, in tensors over files."""
-        self._check_not_averaged("full_state_dict()")
+        self.check_not_averaged("full_state_dict()")
         self.finish_updates()
         saved = super().state_dict()
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
+        numbers = {id(parameter): number for number, parameter in enumerate(self.parameters())}
         saved["state"] = {
             numbers[id(p)]: {name: values for name, values in self.state[p].items() if name != EMA.name}
             for p in self.steps
@@ -648,118 +549,22 @@ class TieredOptimizer(torch.optim.Optimizer):
             GenerationError: the store has no such generation, or it is damaged.
             CorruptBlockError: the store has no such generation, or it is damaged.
         """
-        self._check_not_averaged("load_state_dict()")
+        self.check_not_averaged("load_state_dict()")
         groups = state_dict["param_groups"]
-        self._check_groups(groups)
+        _check_groups(self.param_groups, groups)
         shared_state(self.store).finish_updates()  # what was trained stays, should loading fail
         if "tiered" in state_dict:
-            self._load_generation(state_dict["tiered"])
+            self._saved.load_generation(state_dict["tiered"])
         else:
             keys = [key for group in groups for key in group["params"]]  # names, where a trainer's checkpoint has them
             state = state_dict["state"]
-            self._load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
+            self._saved.load_tensors({number: state[key] for number, key in enumerate(keys) if key in state})
         self.zero_grad()
         for state_group in self.groups:
             if isinstance(state_group, OrdinaryGroup):
                 state_group.invalidate_masters()
         for group, saved in zip(self.param_groups, groups, strict=True):
             group.update((name, value) for name, value in saved.items() if name != "params")
-
-    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        now = [len(group["params"]) for group in self.param_groups]
-        saved = [len(group["params"]) for group in groups]
-        if now != saved:
-            raise ValueError(f"the saved state has groups of {saved} parameters, this optimizer of {now}")
-        for name in (name for group in groups for name in _UNSUPPORTED if group.get(name)):
-            raise ValueError(
-                f"the saved state is of an optimizer with {name}: the tiered optimizers have no such variant"
-            )
-
-    def _load_generation(self, record: Mapping[str, Any]) -> None:
-        """Load weights, state and steps of the generation that ``state_dict`` committed."""
-        if record["format"] > _FORMAT:
-            raise ValueError(
-                f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
-            )
-        if (saved_by := record.get("shards")) != self._shards:
-            raise ValueError(
-                f"this state names a generation of {_owner_of(saved_by)}, and this is {_owner_of(self._shards)}: each "
-                "rank loads what it saved, and as many ranks as saved. For checkpoints that other numbers of ranks can "
-                f'load, make the optimizer with checkpoint="tensors" ({type(self).__name__})'
-            )
-        self._load_blocks(record)
-        parameters = self._parameters()
-        self.steps = {parameters[number]: count for number, count in record["steps"].items()}
-
-    def _load_blocks(self, record: Mapping[str, Any]) -> None:
-        store, shared = self.store, shared_state(self.store)
-        generation = record["generation"]
-        if generation is None:
-            if shared.num_changes:
-                raise ValueError("this state is that before the first step, which was not kept: start anew")
-            return
-        if shared.committed == (shared.num_changes, generation) and record["mark"] == shared.mark:
-            return
-        if record["blocks"] != _fingerprint(store):
-            raise ValueError(
-                f"generation {generation} of {record['store']} is of other parameters or another kind of optimizer: "
-                "make model, freezing and optimizer as they were when it was saved"
-            )
-        path = _find_generation(store, record)
-        if store.path is not None and path == Path(store.path).resolve():
-            store.load(generation)
-        else:
-            _read_foreign(store, path, generation)
-        for group in self.groups:
-            if isinstance(group, OffloadedGroup):
-                group.weights.missing.clear()
-                group.weights.version += 1
-        shared.num_changes += 1
-        shared.committed, shared.mark = (shared.num_changes, generation), record["mark"]
-
-    def _load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take over the state of torch's own optimizer of this kind."""
-        parameters = self._parameters()
-        if state and not self.torch_names():
-            raise ValueError(f"{type(self).__name__} cannot take over the state of another optimizer")
-        for number, values in state.items():
-            for torch_name in (*self.torch_names_of(parameters[number]).values(), EMA.name):
-                found, shape = values.get(torch_name), tuple(parameters[number].shape)
-                if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
-                    raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
-                if found is not None:
-                    _check_alike(f"{torch_name} of parameter {number}", found, parameters[number])
-        for number, parameter in enumerate(parameters):
-            values = state.get(number, {})
-            if not values and parameter not in self.steps:
-                continue
-            group, name = self._group_of(parameter)
-            _check_not_shared(group)
-            (entry,) = group.entries({name: None})
-            for kind, torch_name in self.torch_names_of(parameter).items():
-                if kind in group.keys:
-                    found = values.get(torch_name)
-                    flat = None if found is None else _flat_local(found)
-                    self._set_moment(group, kind, entry, flat)
-            if "low" in group.keys and isinstance(master := values.get(_MASTER), Tensor):
-                self._set_master(group, entry, _flat_local(master))
-            if group.has_averages:
-                average = values.get(EMA.name)
-                if average is None:  # of an optimizer that had none: it begins here
-                    average = self._master_of(parameter, group, entry)
-                self._set_moment(group, EMA.name, entry, _flat_local(average))
-            self.steps.pop(parameter, None)
-            if values:
-                self.steps[parameter] = int(values.get("step", 0))
-        shared_state(self.store).num_changes += 1
-
-    def _group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, str]:
-        """Return the group of a parameter and its name there."""
-        for group in self.groups:
-            for name, own in group.parameters.items():
-                if own is parameter:
-                    return group, name
-        raise KeyError("this parameter is frozen, or belongs to another optimizer")
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         """Return copies of the state of one parameter, under torch's names, over unlinked files.
@@ -770,94 +575,14 @@ class TieredOptimizer(torch.optim.Optimizer):
         if not isinstance(parameter, nn.Parameter) or parameter not in self.steps:
             raise KeyError("this parameter has no state: no update of it was made")
         self.finish_updates()
-        return self._tensors_of(parameter)
-
-    def _tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
-        """Return copies of the state of one parameter, under torch's names; zeros where no update was made.
-
-        Args:
-            with_master: also the whole master of a parameter that is the upper half of one.
-        """
-        group, name = self._group_of(parameter)
-        _check_not_shared(group)
-        (entry,) = group.entries({name: None})
-        found: dict[str, Any] = {"step": torch.tensor(float(self.steps.get(parameter, 0)))}
-        for kind in group.keys:
-            length = group.kinds[kind].length_of(entry)
-            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
-                moment = self._moment(group, kind, entry)
-                if group.kinds[kind].elements_of is None or kind in self.torch_names():
-                    moment = moment.view(entry.shape)
-                    moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
-                found[self.torch_names_of(parameter).get(kind, kind)] = moment
-        if with_master and "low" in group.keys and isinstance(group, OrdinaryGroup):
-            master = self._master(group, entry).view(entry.shape)
-            found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
-        return found
-
-    @property
-    def _folder(self) -> str | None:
-        """Where copies of state go: the store's folder, where it has one."""
-        path = self.store.path
-        return path if path is not None and os.path.isdir(path) else None
-
-    def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
-        """Return a copy of the fp32 master of a parameter in bf16, flat."""
-        with self.store.acquire(group.keys["low"], "ram") as lease:
-            upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
-            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # as the kernels: low is signed
-            return mapped_copy(joined.view(torch.float32), self._folder)
-
-    def _master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
-        """Return the fp32 master of a parameter, flat."""
-        if isinstance(group, OffloadedGroup):
-            master = torch.empty(entry.numel)
-            keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
-            with self.store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
-                weight, *low = (group.part(EMA.name, lease.tensor, entry) for lease in leases)
-                begin_average(weight, low[0] if low else None, master)
-            return master
-        assert isinstance(group, OrdinaryGroup), group
-        return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
-
-    def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
-        """Replace the lower half of a master, and the upper one where the store has that, too. ``values``: flat."""
-        bits = values.view(torch.int32)
-        with self.store.acquire(group.keys["low"], "ram", "rw") as lease:
-            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits
-        if "weight" in group.keys:
-            upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-            with self.store.acquire(group.keys["weight"], "ram", "rw") as lease:
-                group.part("weight", lease.tensor, entry).copy_(upper)
-
-    def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
-        """Return a copy of a kind of state of one parameter, flat and in fp32."""
-        with self.store.acquire(group.keys[kind], "ram") as lease:
-            part = group.part(kind, lease.tensor, entry)
-            if part.dtype != torch.uint8:
-                return mapped_copy(part.float(), self._folder)
-            with self.store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
-                own = group.part(f"{kind}_scale", scales.tensor, entry)
-                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._folder)
-
-    def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
-        """Replace a kind of state of one parameter, rounding to nearest. ``values``: flat; None: zeros."""
-        with self.store.acquire(group.keys[kind], "ram", "rw") as lease:
-            part = group.part(kind, lease.tensor, entry)
-            if part.dtype != torch.uint8:
-                part.zero_() if values is None else part.copy_(values)
-                return
-            codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
-            part.copy_(codes)
-            with self.store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
-                group.part(f"{kind}_scale", other.tensor, entry).copy_(scales)
+        return self._saved.tensors_of(parameter)
 
     def release(self) -> None:
         """Make the updates that are due, then unregister the state; the optimizer cannot be used afterwards.
 
         Generations that were committed keep their contents.
         """
-        self._check_not_averaged("release()")
+        self.check_not_averaged("release()")
         self.finish_updates()
         self.zero_grad()
         shared = shared_state(self.store)
@@ -1014,11 +739,12 @@ class TieredMuon(TieredOptimizer):
         weight_decay: decoupled.
         momentum: from 0 up to below 1.
         nesterov: look one step of momentum ahead.
-        ns_coefficients: of the iteration.
-        eps: of the iteration; in a group with ``use_muon=False`` that of AdamW, there 1e-8 by default.
-        ns_steps: of the iteration.
+        ns_coefficients: the three factors of each Newton-Schulz step.
+        eps: least norm that the iteration divides by; in a group with ``use_muon=False`` that of AdamW, there 1e-8 by
+            default.
+        ns_steps: how many Newton-Schulz steps there are.
         adjust_lr_fn: "original" (also None) or "match_rms_adamw".
-        betas: of AdamW.
+        betas: AdamW's, for groups with ``use_muon=False``.
         store: as for ``TieredOptimizer``.
         options: as for ``TieredOptimizer``; there is no ``state_dtype``.
 
@@ -1174,6 +900,20 @@ def _parameters_of(given: Any) -> list[Any]:
     return [each[1] if isinstance(each, tuple) else each for each in found]
 
 
+def _check_groups(own: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse saved groups that do not match, and variants that no kernel has.
+
+    Raises:
+        ValueError: it is so.
+    """
+    now = [len(group["params"]) for group in own]
+    saved = [len(group["params"]) for group in groups]
+    if now != saved:
+        raise ValueError(f"the saved state has groups of {saved} parameters, this optimizer of {now}")
+    for name in (name for group in groups for name in _UNSUPPORTED if group.get(name)):
+        raise ValueError(f"the saved state is of an optimizer with {name}: the tiered optimizers have no such variant")
+
+
 def _uses_muon(group: Any) -> bool:
     return bool(group.get("use_muon", True)) if isinstance(group, dict) else True
 
@@ -1200,16 +940,92 @@ def _check_settings(param_group: Mapping[str, Any]) -> None:
             raise ValueError("a parameter is on the meta device: load its weights first, or tier the module")
 
 
-def _check_state(
-    needed: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
+def _check_sharded(
+    parameters: Sequence[nn.Parameter],
+    kinds: Sequence[StateKind],
+    optimizer: str,
+    *,
+    is_lost: bool,
+    offloads_gradients: bool,
+    overlaps: bool,
 ) -> None:
-    for group, _ in taken:
-        missing = needed - group.kinds.keys()
-        if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
+    """Refuse what would go wrong with parameters of which this rank has a part.
+
+    Args:
+        parameters: that get state; ordinary ones are passed over.
+        kinds: what state they get.
+        optimizer: name of its class.
+        is_lost: there is state of parameters that are in no group any more.
+        offloads_gradients: gradients move to the store as autograd makes them.
+        overlaps: modules wait for the updates of their parameters.
+
+    Raises:
+        ValueError: something would.
+    """
+    for parameter in parameters:
+        if not is_dtensor(parameter):
+            continue
+        if is_lost:
             raise ValueError(
-                f"no {', '.join(sorted(missing))} is kept of a parameter of this group: its settings were others when "
-                "its state was made. Give them to the constructor"
+                "the parameters of this optimizer were replaced by sharded ones (fully_shard, accelerate's "
+                "prepare): make the optimizer after that, from the model's parameters as they are then"
             )
+        check_parameter(parameter)
+        shape = tuple(parameter.shape)
+        if any(kind.needs_whole for kind in kinds) and not is_whole(parameter):
+            raise ValueError(
+                f"{optimizer} needs whole matrices, and a parameter of shape {shape} is sharded: use "
+                "TieredAdamW, TieredLion or TieredSGD"
+            )
+        if offloads_gradients:
+            raise ValueError(
+                f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
+                "those of all ranks, after autograd. Leave it out"
+            )
+        if overlaps:
+            raise ValueError(
+                f"overlap=model with a sharded parameter, of shape {shape}: its shards are gathered before the "
+                "modules that own it would wait for the update. Leave it out"
+            )
+
+
+def _ordinary_groups(
+    parameters: Sequence[nn.Parameter],
+    make: Callable[[str, UnitLayout, Mapping[str, nn.Parameter], Sequence[StateKind], Sequence[str]], OrdinaryGroup],
+    kinds: Callable[[bool, Mapping[str, nn.Parameter]], Sequence[StateKind]],
+    homes: Sequence[str],
+    *,
+    store: TieredStore,
+    name: str,
+    first: int,
+    bytes_at_once: int,
+) -> Iterator[OrdinaryGroup]:
+    """Make groups of parameters that no block has.
+
+    Args:
+        parameters: in the order of the optimizer's groups.
+        make: makes one: root of its keys, layout, parameters by name, kinds of state, homes.
+        kinds: returns the kinds of state, from whether the master is split and the parameters by name.
+        homes: tiers that state may live in, most wanted first.
+        store: has the state.
+        name: begins all keys.
+        first: how many of these groups there are.
+        bytes_at_once: per parameter, what an update holds in RAM.
+
+    Raises:
+        ValueError: the store has blocks of that name already.
+    """
+    if parameters and not first and any(s.key.startswith(f"{name}/") for s in store.blocks()):
+        raise ValueError(f'this store has something of the name "{name}": give the optimizer name="..."')
+    shared = shared_state(store)
+    packs = list(_packed(parameters))
+    largest = max((sum(local_of(parameter).numel() for parameter in together) for together in packs), default=0)
+    shared.working_bytes = max(shared.working_bytes, bytes_at_once * largest)
+    for number, together in enumerate(packs, first):
+        named = {f"{number}.{index}": parameter for index, parameter in enumerate(together)}
+        root = f"{name}/{number:05d}"
+        layout = build_layout(root, ((each, local_of(p).shape) for each, p in named.items()), True)
+        yield make(root, layout, named, kinds(together[0].dtype.itemsize == 2, named), homes)
 
 
 def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
@@ -1230,47 +1046,32 @@ def _packed(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield together
 
 
-def _check_not_shared(group: StateGroup) -> None:
-    """Refuse to read or write the state of a parameter as a whole where this rank has a share of it.
-
-    Raises:
-        TypeError: it is so.
-    """
-    if isinstance(group, SharedGroup):
-        raise TypeError(
-            f"this rank has a share of the state of {group.layout.name}: state_dict() saves it on each rank, and "
-            "load_state_dict() loads that"
-        )
-
-
-def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
-    """Refuse loaded state that is not cut as its parameter is.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if is_dtensor(parameter) != is_dtensor(values):
-        raise ValueError(
-            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, and the parameter is not: load "
-            "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which cuts it"
-        )
-    if is_dtensor(parameter) and is_dtensor(values):
-        found, wanted = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
-        if found != wanted:
-            raise ValueError(
-                f"{what} has the placements {found[1]} on {found[0]}, the parameter {wanted[1]} on {wanted[0]}: "
-                "redistribute it, or load it with torch.distributed.checkpoint, which does"
+def _check_room(store: TieredStore, groups: Iterable[StateGroup]) -> None:
+    """Refuse now what the first step would: RAM must hold what an update needs at once, beside the homes there."""
+    ram, room = store.tier("ram"), room_for_homes(store, "ram")
+    known = {spec.key: spec for spec in store.blocks()}
+    for group in groups:
+        specs = [known[key] for key in group.keys_at_once()]
+        need = sum(ram.slot_bytes(spec.nbytes) for spec in specs if spec.home != "ram")
+        if need > room:
+            raise CapacityError(
+                "ram",
+                need,
+                max(0, room),
+                detail=f"to update {group.layout.name} with its state and gradient. Give ram more room",
             )
 
 
-def _flat_local(values: Tensor) -> Tensor:
-    """Return what this process has of a loaded tensor, flat, in fp32 in RAM."""
-    return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
-
-
-def _owner_of(shards: Sequence[int] | None) -> str:
-    """Return whose generation it is, for messages."""
-    return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
+def _check_state(
+    needed: set[str], parameters: Iterable[nn.Parameter], taken: Iterable[tuple[StateGroup, Mapping[str, object]]]
+) -> None:
+    for group, _ in taken:
+        missing = needed - group.kinds.keys()
+        if missing and not {id(p) for p in group.parameters.values()}.isdisjoint(map(id, parameters)):
+            raise ValueError(
+                f"no {', '.join(sorted(missing))} is kept of a parameter of this group: its settings were others when "
+                "its state was made. Give them to the constructor"
+            )
 
 
 def _comparable(value: Any) -> Any:
@@ -1278,6 +1079,25 @@ def _comparable(value: Any) -> Any:
     if value is None or isinstance(value, str):
         return value
     return tuple(float(one) for one in value) if isinstance(value, list | tuple) else float(value)
+
+
+class _UpdateRules:
+    """The update rules of an optimizer, one for all groups whose settings are equal."""
+
+    def __init__(self, optimizer: TieredOptimizer) -> None:
+        self._optimizer = optimizer
+        self._made: dict[tuple[Any, ...], Arithmetic] = {}
+
+    def of(self, settings: Mapping[str, Any]) -> Arithmetic:
+        """Return the rule for the settings of a group, with an average of the weights where the optimizer makes one."""
+        optimizer = self._optimizer
+        key = tuple(_comparable(settings[name]) for name in optimizer.setting_names())
+        if key not in self._made:
+            if len(self._made) >= _MAX_ARITHMETICS:  # a scheduler changes betas in every step
+                self._made.clear()
+            made, decay = optimizer.make_arithmetic(settings), optimizer.ema_decay
+            self._made[key] = WeightAverage(made, decay, optimizer.threads) if decay else made
+        return self._made[key]
 
 
 class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
@@ -1313,71 +1133,3 @@ class _StoredState(MutableMapping[nn.Parameter, dict[str, Any]]):
 
     def __len__(self) -> int:
         return 0
-
-
-def _commit_changes(store: TieredStore) -> int | None:
-    """Return the generation with the present contents, committing one if needed; None: nothing was changed yet.
-
-    Makes the updates that are due, also of other optimizers. Returns when the generation would survive a power cut.
-
-    Raises:
-        GenerationError: the store has no folder.
-        TransferError: a drive refused.
-    """
-    shared = shared_state(store)
-    for optimizer in shared.optimizers:
-        optimizer._check_not_averaged("state_dict() of an optimizer in this store")
-    shared.finish_updates()
-    when, generation = shared.committed
-    if when == shared.num_changes:
-        return generation
-    if store.path is None:
-        raise GenerationError("this store has no folder to save to: open_store(path=...) or open_store(nvme=[...])")
-    changes = shared.num_changes
-    mark = secrets.token_hex(16)
-    commit = store.commit({"embedded": True, "changes": changes, _MARK: mark})
-    commit.wait()
-    shared.mark = mark
-    shared.committed = (changes, commit.generation)
-    return commit.generation
-
-
-def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
-    """Return the folder with the very generation that was saved: this store's, else the one that it was saved in.
-
-    Raises:
-        GenerationError: it is in neither.
-    """
-    generation = record["generation"]
-    looked = []
-    for path in dict.fromkeys(Path(path).resolve() for path in (store.path, record["store"]) if path is not None):
-        try:
-            manifest = read_manifest(path, generation)
-        except GenerationError as error:
-            looked.append(f"{path}: {error}")
-            continue
-        if manifest.meta.get(_MARK) == record["mark"]:
-            return path
-        looked.append(f"{path} has another generation {generation}, of another run")
-    raise GenerationError(
-        f"the optimizer's state names generation {generation} of {record['store']}, which is not there: "
-        f"{'; '.join(looked)}. It goes when more checkpoints were made than open_store(keep_generations=...) keeps; if "
-        "its folder was moved, open the store there"
-    )
-
-
-def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
-    """Fill all durable blocks from a generation that another store wrote."""
-    reader = GenerationReader(path, generation, [path])
-    homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
-    for key, home in homes.items():
-        with store.acquire(key, "ram", "w") as lease:
-            reader.read(key, lease.tensor)
-        if home != "ram":
-            store.evict(key, "ram")
-
-
-def _fingerprint(store: TieredStore) -> str:
-    """Return what tells the durable blocks of a store from those of another: keys, shapes, dtypes."""
-    specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
-    return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]

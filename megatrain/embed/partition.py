@@ -39,7 +39,7 @@ class Part:
     """Parameters that share a block, by full name: of one unit and dtype, all trained or all frozen.
 
     Attributes:
-        name: of the offloaded module in the store.
+        name: what the store calls the offloaded module.
     """
 
     name: str
@@ -95,7 +95,7 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
     what owns parameters outside of them is one by itself. A parameter belongs to the first unit that has it.
 
     Args:
-        name: of the module in the store.
+        name: what the store calls the module.
         leave: globs over parameter names: these stay ordinary parameters.
 
     Raises:

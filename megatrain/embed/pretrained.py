@@ -40,9 +40,9 @@ def load_pretrained(
 
     Args:
         folder: a Hugging Face folder with safetensors, or the id of a model on the hub.
-        dtype: of the weights, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
+        dtype: what the weights get, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
         attn_implementation: as in transformers; "auto" leaves the choice to it.
-        revision: of a model on the hub: branch, tag or commit.
+        revision: for a model on the hub: branch, tag or commit.
         options: as for ``offload``.
 
     Raises:

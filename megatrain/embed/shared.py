@@ -37,16 +37,16 @@ class ModuleRanks:
     """The ranks that an offloaded module is shared by, seen from one of them. Used by one thread at a time.
 
     Args:
-        group: of torch.distributed, over host memory (gloo).
-        store: of this rank.
+        group: a process group of torch.distributed, over host memory (gloo).
+        store: this rank's.
         num_lanes: that gradients are added in, a multiple of the ranks; None: one for each.
 
     Attributes:
         tier: that modules compute in.
-        device: of that tier.
+        device: that tier's.
         shares: which elements of a block this rank has.
         lanes: which lanes each rank has.
-        lane: of this rank's, that gradients are added to now.
+        lane: the one of this rank's that gradients are added to now.
 
     Raises:
         ValueError: lanes that ranks cannot share evenly, or a group without gloo.

@@ -316,13 +316,13 @@ class WeightBlock:
     Held by the forward of every module that uses it, and leased by the backward. Used by one thread at a time.
 
     Args:
-        key: of its block, which is registered here.
+        key: names its block, which is registered here.
         parameters: by their name in the layout.
         homes: tiers that it may live in, most wanted first.
         ranks: that share it; None: this process has all of it.
 
     Attributes:
-        gradients: of its parameters; None where they are frozen.
+        gradients: those of its parameters; None where they are frozen.
         missing: names of parameters without values: made on the meta device and not loaded yet.
         owner: the module; None before it is complete.
         updater: the optimizer's group; None without an optimizer.
@@ -623,7 +623,7 @@ class GradientBlock:
     that run autograd, one at a time.
 
     Args:
-        key: of its block, which is registered here.
+        key: names its block, which is registered here.
         parameters: by their name in the layout.
         homes: tiers that it may live in, most wanted first.
 

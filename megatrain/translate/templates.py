@@ -32,8 +32,8 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
     """Return what to say of a template that another tool's config names, and whether the model's own is of that kind.
 
     Args:
-        name: of the template there.
-        folder: of the model; one that is not on this machine is not looked at.
+        name: what the template is called there.
+        folder: the model's; one that is not on this machine is not looked at.
     """
     if not (folder / "tokenizer_config.json").is_file():
         return OWN_TEMPLATE, False

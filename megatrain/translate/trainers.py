@@ -275,7 +275,7 @@ def _put_lora(draft: Draft, names: Mapping[str, str], defaults: Mapping[str, Any
 
     Args:
         names: our key in ``[lora]`` -> theirs.
-        defaults: of their tool, by our key.
+        defaults: what their tool takes by default, by our key.
     """
     values = draft.source.values
     theirs = names.get("adapter_name_or_path", "")

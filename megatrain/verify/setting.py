@@ -72,7 +72,7 @@ def make_config(
     """Return the config of one run.
 
     Args:
-        name: of its folder.
+        name: what its folder is called.
         drives: folders for everything there is, with as little RAM as works; none: all in RAM.
     """
     given = setting.given

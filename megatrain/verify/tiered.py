@@ -70,7 +70,7 @@ def train(trainer: Trainer, before: TieredRun | None = None) -> TieredRun:
     """Run to the end; continue what is in the run's folder.
 
     Args:
-        trainer: of the run.
+        trainer: makes the run.
         before: the part of the run that came earlier; its figures are kept and added to.
     """
     run = before or TieredRun()
@@ -113,7 +113,7 @@ def train_in_processes(command: Sequence[str], config: Path, num_processes: int)
     Args:
         command: the words before the config: ``megatrain-tier run``.
         config: file.
-        num_processes: of this machine.
+        num_processes: how many are started on this machine.
 
     Returns:
         Losses, norms and the exported model.

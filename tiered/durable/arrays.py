@@ -73,8 +73,8 @@ def chunk_files(folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = ()) -
     """Return all chunk files of an array, in order; also those that are missing.
 
     Args:
-        folder: of the array.
-        spec: of the block.
+        folder: where the array's files lie.
+        spec: the block's.
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
 
     Raises:
@@ -131,7 +131,7 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        spec: of the block.
+        spec: the block's.
         contents: called once for every piece, by ``num_threads`` threads; 1: in order, by the caller's.
         num_threads: pieces under way at once.
 
@@ -168,7 +168,7 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
     """Write bytes into a file, filling up its last 4096 with zeros; return their checksum.
 
     Args:
-        fd: of ``opened``.
+        fd: a file descriptor of ``opened``.
         offset: in the file, a multiple of 4096.
         data: 1-D uint8 on any device.
     """
@@ -222,7 +222,7 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
 
     Args:
         files: all of the block, in order.
-        spec: of the block.
+        spec: the block's.
         into: takes the contents: contiguous, 1-D uint8, on any device.
 
     Returns:
@@ -246,7 +246,7 @@ def read_piece(
 
     Args:
         files: all of the block, in order.
-        spec: of the block.
+        spec: the block's.
         piece: first byte and end.
         into: takes the piece, and has its size.
     """
@@ -269,11 +269,11 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
     """Read bytes of a file and add them to a digest; return how many there were.
 
     Args:
-        fd: of ``opened``.
+        fd: a file descriptor of ``opened``.
         offset: in the file, a multiple of 4096.
         nbytes: how many.
         into: 1-D uint8 of ``nbytes`` on any device, or None.
-        digest: of what was read.
+        digest: takes in what was read.
     """
     done = 0
     whole = 0 if into is None else _num_bytes_in_place(into)
@@ -304,12 +304,12 @@ def check_pieces(
     """Raise ``CorruptBlockError`` for the first piece of a block whose checksum differs.
 
     Args:
-        key: of the block.
+        key: the block's, for the error.
         files: that were read.
-        nbytes: of its contents.
+        nbytes: size of its contents.
         expected: the recorded checksums.
         found: those of what was read.
-        generation: of which the block is a part, or None.
+        generation: number of the generation that the block is a part of, or None.
     """
     for number, piece in enumerate(pieces(nbytes)):
         wanted = expected[number] if number < len(expected) else "none"

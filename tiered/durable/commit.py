@@ -62,7 +62,7 @@ class Commit:
     Attributes:
         generation: its number, one more than the last committed one.
         num_bytes: contents of all its blocks; 0 until they are frozen.
-        done_bytes: of them, those that are written, or linked and checked.
+        done_bytes: bytes of them that are written, or linked and checked.
         error: why it failed, once it did.
     """
 
@@ -149,9 +149,9 @@ class FrozenBlocks:
     ``freeze`` runs in the caller's thread, the rest in the commit's.
 
     Args:
-        movement: of the store.
-        leasing: of the store.
-        identity: of the store.
+        movement: the store's.
+        leasing: the store's.
+        identity: the store's id.
         generation: its number.
         full: waits for room on the drive of the store's directory.
         counted: the tier that has this directory as a path, and counts what is written there; or None.

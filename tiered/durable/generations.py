@@ -374,7 +374,7 @@ class _Loader:
     """Fills blocks of a store from a generation: by links where the files are in place, else by reading.
 
     Attributes:
-        identity: of the store; files are adopted only from its own snapshots.
+        identity: the store's id; files are adopted only from its own snapshots.
     """
 
     movement: Movement

@@ -34,10 +34,10 @@ class BlockRecord:
     """One block of a generation.
 
     Attributes:
-        key: of the block.
-        shape: of the block.
+        key: the block's name.
+        shape: the block's, in elements.
         home: name of its home tier at the commit.
-        nbytes: of its contents.
+        nbytes: size of its contents.
         dtype: its name, e.g. ``"bfloat16"``.
         xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each.
         location: folder of its zarr array, relative to the directory of the manifest.

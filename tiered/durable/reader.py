@@ -66,9 +66,9 @@ class GenerationReader:
         search: paths of file tiers, for parts that are not where they were written.
 
     Attributes:
-        manifest: of the generation.
+        manifest: what the generation's document says.
         blocks: its records by key, in order of registration.
-        piece_bytes: of a block's contents that have one checksum: ``read_range`` reads no less.
+        piece_bytes: bytes of a block's contents that one checksum covers: ``read_range`` reads no less.
 
     Raises:
         GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
@@ -170,7 +170,7 @@ class GenerationReader:
         """Read one piece of a block and verify it.
 
         Args:
-            key: of the block.
+            key: the block's name.
             files: all of the block, of this generation or of a copy of it.
             piece: first byte and end, as of ``tiered.file_io.pieces``.
             into: takes the piece, and has its size.
@@ -265,7 +265,7 @@ class GenerationReader:
         """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one.
 
         Args:
-            key: of the block.
+            key: the block's name.
             files: that were read.
             found: their checksums.
         """
@@ -350,7 +350,7 @@ class _Inspection:
         """Look at a document. It may list its members besides, which a living run may be changing now.
 
         Args:
-            folder: of the document.
+            folder: where the document lies.
             wanted: what it must say.
             with_members: returns the same with the members listed that are there now.
             may_lag: any list of members will do: it is for people who look, and nothing reads it back.

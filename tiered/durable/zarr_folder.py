@@ -28,8 +28,8 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Return the document of a generation's folder that lists the arrays in it.
 
     Args:
-        folder: of the generation.
-        keys: of its blocks; those whose arrays lie elsewhere are left out.
+        folder: where the generation lies.
+        keys: its blocks; those whose arrays lie elsewhere are left out.
     """
     members: dict[str, Any] = {}
     for key in keys:

@@ -27,7 +27,7 @@ class KvikioProbe:
 
     Attributes:
         installed: kvikio can be imported.
-        version: of kvikio.
+        version: that kvikio says it has.
         libcuda: the NVIDIA driver's library can be loaded.
         driver_opened: libcufile opened its driver.
         host_bytes: moved between the file and host memory, and right.

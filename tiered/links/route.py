@@ -49,7 +49,7 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
     """Return both directions between files and GPU memory, or what takes its place.
 
     Args:
-        engine: of the tier of files, which its other links use, too.
+        engine: moves files; the other links of that tier use it, too.
 
     Raises:
         ValueError: files are read in whole 4096s, but slots of the GPU tier are not multiples of that.

@@ -24,7 +24,7 @@ class Fault:
             only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes ``latency_s``
             longer.
         on: which calls.
-        errno: of ``error``.
+        errno: that ``error`` has.
         path: only files whose path contains this text.
         skip: matching calls that go well first.
         times: how many go wrong then, None: all from then on.

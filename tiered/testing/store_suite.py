@@ -32,8 +32,8 @@ class StoreSuite(PairSubject):
     See ``LinkSuite`` for what else can be overridden. After a store was closed, another one is opened with new tiers.
 
     Attributes:
-        num_operations: of a random run.
-        seeds: of which random runs.
+        num_operations: how many a random run makes.
+        seeds: one random run is made from each.
     """
 
     num_operations = 150

@@ -53,8 +53,8 @@ def refuse_links(path: Path, patterns: Sequence[str] = ("*",)) -> None:
     those of a tier are left alone: people keep checkpoints on other drives so.
 
     Args:
-        path: of the directory; it may be a link itself, and need not be there.
-        patterns: of the names that are looked at, as of a shell.
+        path: the directory; it may be a link itself, and need not be there.
+        patterns: which names are looked at, as a shell would find them.
 
     Raises:
         UnusableDirectoryError: there is one.

@@ -121,10 +121,10 @@ class PathRates:
     """What a path did so far. Rates are bytes per second over the time that a part was under way; 0.0: not known.
 
     Attributes:
-        read_bytes_per_s: of reads, over the whole time.
-        write_bytes_per_s: of writes, over the whole time.
-        recent_bytes_per_s: of both together, in the last window of ``WINDOW_BYTES``.
-        usual_bytes_per_s: of both together, the median of the windows before that were not slow.
+        read_bytes_per_s: mean of reads, over the whole time.
+        write_bytes_per_s: mean of writes, over the whole time.
+        recent_bytes_per_s: mean of both together, in the last window of ``WINDOW_BYTES``.
+        usual_bytes_per_s: both together: the median of the windows before that were not slow.
     """
 
     read_bytes_per_s: float
@@ -249,7 +249,7 @@ class WearLimitError(TieredError):
         path: the directory.
         limit_bytes: what may be written in its whole life.
         written_bytes: what was.
-        need_bytes: of the write that was refused.
+        need_bytes: size of the write that was refused.
     """
 
     def __init__(self, path: str, limit_bytes: int, written_bytes: int, need_bytes: int) -> None:

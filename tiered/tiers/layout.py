@@ -186,7 +186,7 @@ class ChunkFile:
     """One chunk file of an array.
 
     Attributes:
-        path: of a tier's slot: the file itself, never a symbolic link.
+        path: a file of a tier's slot: the file itself, never a symbolic link.
         offset: where its contents start in the block.
         nbytes: its size.
         path_index: which of the tier's paths it is on.
@@ -203,7 +203,7 @@ class HomeFiles:
     """The resource of an NvmeTier's slot: the block's key and its files, in order of their offsets.
 
     Attributes:
-        checksums: of the contents that the files hold, one per piece (``tiered.file_io``); None: not known.
+        checksums: one per piece of the contents that the files hold (``tiered.file_io``); None: not known.
         is_flushed: whether the contents survive a power cut. Both are changed only by the one transfer that writes the
             files, by commits, and by adopting a snapshot.
     """

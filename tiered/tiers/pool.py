@@ -20,7 +20,7 @@ class SlabPool(Generic[Buffer]):
     that fits the free bytes succeeds (no fragmentation).
 
     Args:
-        ledger: of the tier; the pool charges slots and reservations to it.
+        ledger: the tier's; the pool charges slots and reservations to it.
         make: returns a new buffer of that many bytes; called from any thread, by ``take`` without the pool's lock.
         drop: destroys a buffer and returns once its memory is gone; called with the pool's lock held.
         is_idle: whether nothing uses a returned buffer any more, where that is not certain: such a one is handed out

@@ -40,7 +40,7 @@ class DurableTier(DescribingTier, Protocol):
 
     Attributes:
         full: waits for room where a drive has none.
-        snapshots: of its files.
+        snapshots: the generations that keep its files by links.
     """
 
     full: FullDrives
@@ -67,11 +67,11 @@ class Snapshots:
     Args:
         tier: name of the tier, for messages.
         directories: one per path; the first has the arrays. Their owner closes them.
-        ledger: of the tier.
+        ledger: the tier's.
 
     Attributes:
         lock: guards the directories and every rename in them; never held while contents move.
-        nbytes: of files that only snapshots hold.
+        nbytes: size of the files that only snapshots hold.
     """
 
     def __init__(self, tier: str, directories: Sequence[TierDirectory], ledger: Ledger) -> None:

@@ -54,8 +54,8 @@ class TierTrainerMixin:
     (``get_peft_model``) and offload what comes of it.
 
     Args:
-        store: of the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
-        optimizer_options: of the optimizer, besides those of the arguments, e.g. ``{"offload_gradients": True}``.
+        store: for the optimizer's state, where the model is an ordinary one; an offloaded model brings its own.
+        optimizer_options: what the optimizer takes beside the arguments, e.g. ``{"offload_gradients": True}``.
     """
 
     optimizer: Any

@@ -31,7 +31,7 @@ class KeptGenerations:
     ``TieredStore.keep_also``.
 
     Args:
-        folder: of the store's generations.
+        folder: where the store's generations lie.
         exists: returns whether a checkpoint file still exists.
     """
 

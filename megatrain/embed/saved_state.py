@@ -1,0 +1,381 @@
+"""The state of an optimizer as it is saved: a generation of its store, or tensors under torch's names."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.api import EMA
+from megatrain.embed.groups import OffloadedGroup, OrdinaryGroup, SharedGroup, StateGroup
+from megatrain.embed.stores import num_ranks, shared_state, this_rank
+from megatrain.embed.weights import mapped_copy
+from megatrain.optim.average import begin_average
+from megatrain.optim.moments import decode_moments, encode_moments, is_signed
+from megatrain.ranks.dtensors import is_dtensor, is_whole, like_parameter, local_of
+from tiered import GenerationReader, read_manifest
+from tiered.errors import GenerationError
+
+if TYPE_CHECKING:
+    from megatrain.base.layout import TensorEntry
+    from tiered import TieredStore
+
+__all__ = ["SavedState"]
+
+#: Version of what ``SavedState.record`` says about the store.
+_FORMAT = 1
+#: Random text in the record of a generation: tells it from another one of the same number.
+_MARK = "mark"
+#: Name of the fp32 master among the tensors of a state; of bf16 parameters, which are its upper halves.
+_MASTER = "master"
+
+
+class _SavedOptimizer(Protocol):
+    """What is saved of an optimizer.
+
+    Attributes:
+        groups: the parameters that have state, by the blocks that they share.
+        steps: how many updates were made of each parameter; none: it is not in it.
+    """
+
+    groups: list[StateGroup]
+    steps: dict[nn.Parameter, int]
+
+    @property
+    def store(self) -> TieredStore: ...
+
+    def parameters(self) -> list[nn.Parameter]: ...
+
+    def torch_names(self) -> Mapping[str, str]: ...
+
+    def torch_names_of(self, parameter: nn.Parameter) -> Mapping[str, str]: ...
+
+
+class SavedState:
+    """Saves and loads the state of one optimizer."""
+
+    def __init__(self, optimizer: _SavedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def _store(self) -> TieredStore:
+        return self._optimizer.store
+
+    # -- as a generation of the store --------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """Return the number of a committed generation with weights and state, and what tells whether it fits.
+
+        Commits where anything has changed since the last one, and returns when that would survive a power cut.
+
+        Raises:
+            GenerationError: the store has no folder.
+            TransferError: a drive refused.
+        """
+        generation = _commit_changes(self._store)
+        numbers = {id(parameter): number for number, parameter in enumerate(self._optimizer.parameters())}
+        return {
+            "format": _FORMAT,
+            "store": None if self._store.path is None else os.path.abspath(self._store.path),
+            "generation": generation,
+            "mark": shared_state(self._store).mark,
+            "blocks": _fingerprint(self._store),
+            "steps": {numbers[id(parameter)]: count for parameter, count in self._optimizer.steps.items()},
+            "shards": self._shards,
+        }
+
+    def load_generation(self, record: Mapping[str, Any]) -> None:
+        """Load weights, state and steps of the generation that ``state_dict`` committed."""
+        if record["format"] > _FORMAT:
+            raise ValueError(
+                f"this state was saved by a newer version (format {record['format']}): update megatrain-tier"
+            )
+        if (saved_by := record.get("shards")) != self._shards:
+            raise ValueError(
+                f"this state names a generation of {_owner_of(saved_by)}, and this is {_owner_of(self._shards)}: each "
+                "rank loads what it saved, and as many ranks as saved. For checkpoints that other numbers of ranks can "
+                f'load, make the optimizer with checkpoint="tensors" ({type(self._optimizer).__name__})'
+            )
+        self._load_blocks(record)
+        parameters = self._optimizer.parameters()
+        self._optimizer.steps = {parameters[number]: count for number, count in record["steps"].items()}
+
+    def _load_blocks(self, record: Mapping[str, Any]) -> None:
+        store, shared = self._store, shared_state(self._store)
+        generation = record["generation"]
+        if generation is None:
+            if shared.num_changes:
+                raise ValueError("this state is that before the first step, which was not kept: start anew")
+            return
+        if shared.committed == (shared.num_changes, generation) and record["mark"] == shared.mark:
+            return
+        if record["blocks"] != _fingerprint(store):
+            raise ValueError(
+                f"generation {generation} of {record['store']} is of other parameters or another kind of optimizer: "
+                "make model, freezing and optimizer as they were when it was saved"
+            )
+        path = _find_generation(store, record)
+        if store.path is not None and path == Path(store.path).resolve():
+            store.load(generation)
+        else:
+            _read_foreign(store, path, generation)
+        for group in self._optimizer.groups:
+            if isinstance(group, OffloadedGroup):
+                group.weights.missing.clear()
+                group.weights.version += 1
+        shared.num_changes += 1
+        shared.committed, shared.mark = (shared.num_changes, generation), record["mark"]
+
+    @property
+    def _shards(self) -> list[int] | None:
+        """Rank and number of ranks, where blocks of the store hold shards of this rank."""
+        shared = next((group.ranks for group in self._optimizer.groups if isinstance(group, SharedGroup)), None)
+        if shared is not None:
+            return [shared.rank, shared.size]
+        is_sharded = any(
+            is_dtensor(parameter) and not is_whole(parameter) for parameter in self._optimizer.parameters()
+        )
+        return [this_rank(), num_ranks()] if is_sharded else None
+
+    # -- as tensors ---------------------------------------------------------------------------------------------
+
+    def tensors_of(self, parameter: nn.Parameter, *, with_master: bool = False) -> dict[str, Any]:
+        """Return copies of the state of one parameter, under torch's names; zeros where no update was made.
+
+        Args:
+            with_master: also the whole master of a parameter that is the upper half of one.
+        """
+        group, name = self.group_of(parameter)
+        _check_not_shared(group)
+        (entry,) = group.entries({name: None})
+        found: dict[str, Any] = {"step": torch.tensor(float(self._optimizer.steps.get(parameter, 0)))}
+        for kind in group.keys:
+            length = group.kinds[kind].length_of(entry)
+            if kind not in ("weight", "low") and group.kinds[kind].granularity == 1 and length:
+                moment = self._moment(group, kind, entry)
+                if group.kinds[kind].elements_of is None or kind in self._optimizer.torch_names():
+                    moment = moment.view(entry.shape)
+                    moment = like_parameter(moment, parameter) if is_dtensor(parameter) else moment
+                found[self._optimizer.torch_names_of(parameter).get(kind, kind)] = moment
+        if with_master and "low" in group.keys and isinstance(group, OrdinaryGroup):
+            master = self._master(group, entry).view(entry.shape)
+            found[_MASTER] = like_parameter(master, parameter) if is_dtensor(parameter) else master
+        return found
+
+    def load_tensors(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Take over the state of torch's own optimizer of this kind."""
+        parameters = self._optimizer.parameters()
+        if state and not self._optimizer.torch_names():
+            raise ValueError(f"{type(self._optimizer).__name__} cannot take over the state of another optimizer")
+        for number, values in state.items():
+            for torch_name in (*self._optimizer.torch_names_of(parameters[number]).values(), EMA.name):
+                found, shape = values.get(torch_name), tuple(parameters[number].shape)
+                if found is not None and (not isinstance(found, Tensor) or tuple(found.shape) != shape):
+                    raise ValueError(f"{torch_name} of parameter {number} has not the shape {shape}")
+                if found is not None:
+                    _check_alike(f"{torch_name} of parameter {number}", found, parameters[number])
+        for number, parameter in enumerate(parameters):
+            values = state.get(number, {})
+            if not values and parameter not in self._optimizer.steps:
+                continue
+            group, name = self.group_of(parameter)
+            _check_not_shared(group)
+            (entry,) = group.entries({name: None})
+            for kind, torch_name in self._optimizer.torch_names_of(parameter).items():
+                if kind in group.keys:
+                    found = values.get(torch_name)
+                    flat = None if found is None else _flat_local(found)
+                    self._set_moment(group, kind, entry, flat)
+            if "low" in group.keys and isinstance(master := values.get(_MASTER), Tensor):
+                self._set_master(group, entry, _flat_local(master))
+            if group.has_averages:
+                average = values.get(EMA.name)
+                if average is None:  # of an optimizer that had none: it begins here
+                    average = self.master_of(parameter, group, entry)
+                self._set_moment(group, EMA.name, entry, _flat_local(average))
+            self._optimizer.steps.pop(parameter, None)
+            if values:
+                self._optimizer.steps[parameter] = int(values.get("step", 0))
+        shared_state(self._store).num_changes += 1
+
+    def group_of(self, parameter: nn.Parameter) -> tuple[StateGroup, str]:
+        """Return the group of a parameter and its name there."""
+        for group in self._optimizer.groups:
+            for name, own in group.parameters.items():
+                if own is parameter:
+                    return group, name
+        raise KeyError("this parameter is frozen, or belongs to another optimizer")
+
+    @property
+    def _folder(self) -> str | None:
+        """Where copies of state go: the store's folder, where it has one."""
+        path = self._store.path
+        return path if path is not None and os.path.isdir(path) else None
+
+    def _master(self, group: OrdinaryGroup, entry: TensorEntry) -> Tensor:
+        """Return a copy of the fp32 master of a parameter in bf16, flat."""
+        with self._store.acquire(group.keys["low"], "ram") as lease:
+            upper = group.values(entry.name).detach().reshape(-1).cpu().view(torch.int16).to(torch.int32)
+            joined = (upper << 16) + group.part("low", lease.tensor, entry)  # as the kernels: low is signed
+            return mapped_copy(joined.view(torch.float32), self._folder)
+
+    def master_of(self, parameter: nn.Parameter, group: StateGroup, entry: TensorEntry) -> Tensor:
+        """Return the fp32 master of a parameter, flat."""
+        if isinstance(group, OffloadedGroup):
+            master = torch.empty(entry.numel)
+            keys = [group.weights.key, *([group.keys["low"]] if "low" in group.keys else [])]
+            with self._store.acquire_many([(key, "ram", "r") for key in keys]) as leases:
+                weight, *low = (group.part(EMA.name, lease.tensor, entry) for lease in leases)
+                begin_average(weight, low[0] if low else None, master)
+            return master
+        assert isinstance(group, OrdinaryGroup), group
+        return self._master(group, entry) if "low" in group.keys else local_of(parameter.detach())
+
+    def _set_master(self, group: StateGroup, entry: TensorEntry, values: Tensor) -> None:
+        """Replace the lower half of a master, and the upper one where the store has that, too. ``values``: flat."""
+        bits = values.view(torch.int32)
+        with self._store.acquire(group.keys["low"], "ram", "rw") as lease:
+            group.part("low", lease.tensor, entry).copy_(bits.to(torch.int16))  # the lower 16 bits
+        if "weight" in group.keys:
+            upper = ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+            with self._store.acquire(group.keys["weight"], "ram", "rw") as lease:
+                group.part("weight", lease.tensor, entry).copy_(upper)
+
+    def _moment(self, group: StateGroup, kind: str, entry: TensorEntry) -> Tensor:
+        """Return a copy of a kind of state of one parameter, flat and in fp32."""
+        with self._store.acquire(group.keys[kind], "ram") as lease:
+            part = group.part(kind, lease.tensor, entry)
+            if part.dtype != torch.uint8:
+                return mapped_copy(part.float(), self._folder)
+            with self._store.acquire(group.keys[f"{kind}_scale"], "ram") as scales:
+                own = group.part(f"{kind}_scale", scales.tensor, entry)
+                return mapped_copy(decode_moments(part, own, is_signed(kind)), self._folder)
+
+    def _set_moment(self, group: StateGroup, kind: str, entry: TensorEntry, values: Tensor | None) -> None:
+        """Replace a kind of state of one parameter, rounding to nearest. ``values``: flat; None: zeros."""
+        with self._store.acquire(group.keys[kind], "ram", "rw") as lease:
+            part = group.part(kind, lease.tensor, entry)
+            if part.dtype != torch.uint8:
+                part.zero_() if values is None else part.copy_(values)
+                return
+            codes, scales = encode_moments(torch.zeros(entry.numel) if values is None else values, is_signed(kind))
+            part.copy_(codes)
+            with self._store.acquire(group.keys[f"{kind}_scale"], "ram", "rw") as other:
+                group.part(f"{kind}_scale", other.tensor, entry).copy_(scales)
+
+
+def _check_not_shared(group: StateGroup) -> None:
+    """Refuse to read or write the state of a parameter as a whole where this rank has a share of it.
+
+    Raises:
+        TypeError: it is so.
+    """
+    if isinstance(group, SharedGroup):
+        raise TypeError(
+            f"this rank has a share of the state of {group.layout.name}: state_dict() saves it on each rank, and "
+            "load_state_dict() loads that"
+        )
+
+
+def _check_alike(what: str, values: Tensor, parameter: nn.Parameter) -> None:
+    """Refuse loaded state that is not cut as its parameter is.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if is_dtensor(parameter) != is_dtensor(values):
+        raise ValueError(
+            f"{what} is {'a DTensor' if is_dtensor(values) else 'an ordinary tensor'}, and the parameter is not: load "
+            "it with set_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which cuts it"
+        )
+    if is_dtensor(parameter) and is_dtensor(values):
+        found, wanted = (values.device_mesh, values.placements), (parameter.device_mesh, parameter.placements)
+        if found != wanted:
+            raise ValueError(
+                f"{what} has the placements {found[1]} on {found[0]}, the parameter {wanted[1]} on {wanted[0]}: "
+                "redistribute it, or load it with torch.distributed.checkpoint, which does"
+            )
+
+
+def _flat_local(values: Tensor) -> Tensor:
+    """Return what this process has of a loaded tensor, flat, in fp32 in RAM."""
+    return local_of(values.detach()).reshape(-1).to("cpu", torch.float32)
+
+
+def _owner_of(shards: Sequence[int] | None) -> str:
+    """Return whose generation it is, for messages."""
+    return "one whole model" if shards is None else f"rank {shards[0]} of {shards[1]}"
+
+
+def _commit_changes(store: TieredStore) -> int | None:
+    """Return the generation with the present contents, committing one if needed; None: nothing was changed yet.
+
+    Makes the updates that are due, also of other optimizers. Returns when the generation would survive a power cut.
+
+    Raises:
+        GenerationError: the store has no folder.
+        TransferError: a drive refused.
+    """
+    shared = shared_state(store)
+    for optimizer in shared.optimizers:
+        optimizer.check_not_averaged("state_dict() of an optimizer in this store")
+    shared.finish_updates()
+    when, generation = shared.committed
+    if when == shared.num_changes:
+        return generation
+    if store.path is None:
+        raise GenerationError("this store has no folder to save to: open_store(path=...) or open_store(nvme=[...])")
+    changes = shared.num_changes
+    mark = secrets.token_hex(16)
+    commit = store.commit({"embedded": True, "changes": changes, _MARK: mark})
+    commit.wait()
+    shared.mark = mark
+    shared.committed = (changes, commit.generation)
+    return commit.generation
+
+
+def _find_generation(store: TieredStore, record: Mapping[str, Any]) -> Path:
+    """Return the folder with the very generation that was saved: this store's, else the one that it was saved in.
+
+    Raises:
+        GenerationError: it is in neither.
+    """
+    generation = record["generation"]
+    looked = []
+    for path in dict.fromkeys(Path(path).resolve() for path in (store.path, record["store"]) if path is not None):
+        try:
+            manifest = read_manifest(path, generation)
+        except GenerationError as error:
+            looked.append(f"{path}: {error}")
+            continue
+        if manifest.meta.get(_MARK) == record["mark"]:
+            return path
+        looked.append(f"{path} has another generation {generation}, of another run")
+    raise GenerationError(
+        f"the optimizer's state names generation {generation} of {record['store']}, which is not there: "
+        f"{'; '.join(looked)}. It goes when more checkpoints were made than open_store(keep_generations=...) keeps; if "
+        "its folder was moved, open the store there"
+    )
+
+
+def _read_foreign(store: TieredStore, path: Path, generation: int) -> None:
+    """Fill all durable blocks from a generation that another store wrote."""
+    reader = GenerationReader(path, generation, [path])
+    homes = {spec.key: spec.home for spec in store.blocks() if spec.durable}
+    for key, home in homes.items():
+        with store.acquire(key, "ram", "w") as lease:
+            reader.read(key, lease.tensor)
+        if home != "ram":
+            store.evict(key, "ram")
+
+
+def _fingerprint(store: TieredStore) -> str:
+    """Return what tells the durable blocks of a store from those of another: keys, shapes, dtypes."""
+    specs = sorted((spec.key, tuple(spec.shape), str(spec.dtype)) for spec in store.blocks() if spec.durable)
+    return hashlib.sha256(repr(specs).encode()).hexdigest()[:16]
