@@ -617,7 +617,7 @@ class OrdinaryGroup(StateGroup):
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield what the blocks have of a parameter, its weight among it; what that becomes inside, the parameter is.
+        """Yield the state tensors of a parameter, its weight among them; the updated weight is copied back on exit.
 
         Args:
             entry: where the parameter lies.
