@@ -23,6 +23,7 @@ from megatrain.config import load_config
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.ranked import describe_collectives
 from megatrain.engine.workspace import collective_transients, peak_bytes
+from megatrain.open_run import OpenRun
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
@@ -173,12 +174,13 @@ def train(
     plan = plan_of_rank(path, world)
     loader, result = make_loader(config, plan), RankResult(gathers_ahead=plan.program.sharding.gathers_ahead)
     result.passes = bool(plan.program.cuts.passing)
-    with Trainer(config, plan=plan).open() as trainer:
-        trainer.load()
-        store = trainer.store
+    trainer = Trainer(config, plan=plan)
+    with trainer.open() as opened:
+        opened.load()
+        store = opened.store
         store.wait_idle()
         before = store.stats()
-        engine = trainer.make_engine(num_steps)
+        engine = opened.make_engine(num_steps)
         for number in range(num_steps):
             micro_batches = [dict(each) for each in next(loader).micro_batches]
             if change is not None:
@@ -201,10 +203,10 @@ def train(
             assert plan.placement.workspace_bytes["ram"] >= result.update_window[1], "the plan has no room for updates"
         result.planned = plan.placement.run_traffic_bytes(num_steps)
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
-        _evaluate(trainer, num_steps, result)
+        _evaluate(trainer, opened, num_steps, result)
         tiers = store.stats().tiers
         result.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in tiers.items()}
-        trainer.end_steps()
+        opened.end_steps()
         saved = saved_places(plan)
         for layout in plan.graph.layouts.values():
             parts = dict(zip(plan.program.weight_keys(layout), plan.program.owned_weight_parts_of(layout), strict=True))
@@ -220,7 +222,7 @@ def train(
     return result
 
 
-def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
+def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) -> None:
     """Evaluate the sets of the config, and note what that gives and moves."""
     from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
@@ -233,7 +235,7 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
         traffic_of_passes,
     )
 
-    plan, store, spec = trainer.plan, trainer.store, resolve_evaluation(trainer.config)
+    plan, store, spec = opened.plan, opened.store, resolve_evaluation(trainer.config)
     tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)
     sets = load_evaluation_sets(spec, plan, tokenizer, lambda text: None)
     gather = (lambda number: [number]) if plan.run.world.is_single else Collectives().gather_objects
@@ -244,7 +246,7 @@ def _evaluate(trainer: Trainer, step: int, result: RankResult) -> None:
         store,
         sets,
         RunObserver(),
-        timeline=trainer.timeline,
+        timeline=opened.timeline,
         activity=trainer.activity,
         steps_per_epoch=step,
         max_steps=step,
