@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,8 @@ def test_a_comparison_of_torch_is_the_line_of_the_test_that_calls_it() -> None:
 
 
 def test_a_test_goes_on_behind_a_number(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    # The sources first: a folder of tests has the name of a package, which would hide it.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(TESTS.parent), str(TESTS))))
     source = """
         import pytest
         done = []
