@@ -67,7 +67,7 @@ class Row:
     Attributes:
         missing: what it lacks, in words; "": it fits.
         totals: tier -> bytes that it needs.
-        step_s: predicted, at most.
+        step_s: predicted.
         bound_by: the resource that takes so long.
         crossing_tokens: T*.
         written_bytes: to drives, in a step.
@@ -94,7 +94,7 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted, at most."""
+        """Predicted."""
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
@@ -233,7 +233,7 @@ def _rounded(value: float) -> str:
 def table(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of the table of one machine."""
     yield (
-        "| model | GPU | RAM | drives | tokens/s, at most | bound by | T* | days per 10^9 tokens | "
+        "| model | GPU | RAM | drives | tokens/s, predicted | bound by | T* | days per 10^9 tokens | "
         "written per 10^9 tokens | of the drives' life |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|"
@@ -276,16 +276,16 @@ class Published:
 
 _MEGATRAIN = (
     "it computes 10 FLOPs per parameter and token (two forwards more than needed at 6), loads weights three times, and "
-    "updates after the step, in bf16 without a master; ours is a bound that hides everything it can"
+    "updates after the step, in bf16 without a master; ours is predicted with everything hidden that can be"
 )
 _HBM = (
     "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token); ours has "
     "fp32 masters and moments, which do not fit there, and recomputes"
 )
 _OFFLOADED = (
-    "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and counts as a bound"
+    "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
 )
-_LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is a bound"
+_LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is predicted"
 PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
     Published("MegaTrain", "Qwen2.5-14B", "gh200", 1024, 96 * 1024, 2980, "arXiv 2604.05091: 264 TFLOPS", _MEGATRAIN),
@@ -335,7 +335,8 @@ Computing is [counted](sizing.md#how-good-the-prediction-is) as products, attent
 host's launches, which go on beside a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
 at the rate of updates in memory, and 40 us of the host for a launch, 52 us with a GPU, where a row that is bound by `host` has
 micro-batches too short for its GPU. Under each machine stand those of its own rates that are assumed: estimated from data
-sheets or similar machines, not published as measured. Everything overlaps that can, so these are speeds at most.
+sheets or similar machines, not published as measured. Everything overlaps that can. These are predictions, not bounds: others
+have measured more on some of these machines, as the last table says.
 
 Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
 exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
@@ -350,10 +351,10 @@ to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives 
 BESIDE = """## Predicted beside published
 
 What other systems published, and what the planner predicts for this one on the same machine with the same tokens per step,
-as an upper bound. The ratio says how far apart a bound of ours and a measurement of theirs are, not which is faster.
+which is no measurement: the ratio says how far apart a prediction and a measurement are, not which is faster.
 Where lengths or batches were not published, the number of tokens is an assumption.
 
-| system | model | machine | tokens per step | published tokens/s | ours, predicted, at most | ratio | ours bound by | what explains it |
+| system | model | machine | tokens per step | published tokens/s | ours, predicted | ratio | ours bound by | what explains it |
 |---|---|---|---|---|---|---|---|---|
 """
 

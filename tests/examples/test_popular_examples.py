@@ -39,7 +39,7 @@ def planned_line(plan: Plan, machine: str) -> str:
     needs = ", ".join(f"{tier} {nbytes / GiB:,.0f} GiB" for tier, nbytes in sizes.items())
     speed = plan.estimate.tokens_per_step / plan.estimate.step_s
     rounded = round(speed, 2 - len(str(int(speed))))  # more digits would promise what these rates do not have
-    return f"#   {machine + '.toml':<15} {needs}; at most {rounded:,.0f} tokens/s predicted"
+    return f"#   {machine + '.toml':<15} {needs}; about {rounded:,.0f} tokens/s predicted"
 
 
 def test_there_is_an_example_for_each_model_and_machine() -> None:
