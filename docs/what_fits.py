@@ -282,9 +282,7 @@ _HBM = (
     "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token); ours has "
     "fp32 masters and moments, which do not fit there, and recomputes"
 )
-_OFFLOADED = (
-    "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
-)
+_OFFLOADED = "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
 _LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is predicted"
 PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
