@@ -23,7 +23,6 @@ from megatrain.engine.access import StoreAccess
 from megatrain.engine.forward import LayerRunner, QueuedLoss
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.loss import PartialMean, mean_figures
-from megatrain.engine.ranked import RankedAccess
 from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
 from megatrain.optim.base import Update
 from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from megatrain.ranks.collectives import Collectives
     from tiered import TieredStore
 
-__all__ = ["EvaluationEngine", "StepEngine", "StepResult", "access_to"]
+__all__ = ["EvaluationEngine", "StepEngine", "StepResult"]
 
 
 _Result = TypeVar("_Result")
@@ -100,7 +99,7 @@ class StepEngine:
         self._recipe, self._program = recipe, program
         self._collectives = collectives or Alone()
         self._updater = Updater(model, recipe)
-        self._access = access_to(
+        self._access = StoreAccess(
             store, model, threads or KernelThreads(), self._collectives, self._updater, timeline, activity
         )
         self._runner = LayerRunner(
@@ -139,12 +138,13 @@ class StepEngine:
         """
         self._refuse_if_spoiled()
         scales = None if self._defers else LayerScales(self._recipe.max_grad_norm, self._recipe.nonfinite)
-        self._access.num_tokens = _num_tokens(micro_batches)
+        num_tokens = _num_tokens(micro_batches)
         with self._access.background:
             if scales is None:
-                self._access.start_step(number, self._pending)
+                self._access.start_step(number, self._pending, num_tokens=num_tokens)
             else:
-                self._access.start_step(number, immediate=self._next_update(lr, scale=1.0), scales=scales)
+                update = self._next_update(lr, scale=1.0)
+                self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
         self._pending = None  # its last group was updated on the way
@@ -285,7 +285,7 @@ class EvaluationEngine:
         activity: Activity | None = None,
     ) -> None:
         self.program = model.program
-        self._access = access_to(
+        self._access = StoreAccess(
             store, model, KernelThreads(1), collectives or Alone(), timeline=timeline, activity=activity
         )
         self._runner = LayerRunner(
@@ -316,8 +316,7 @@ class EvaluationEngine:
         Raises:
             VisitOrderError: in eval mode the model calls its units in another order.
         """
-        self._access.num_tokens = _num_tokens(micro_batches)
-        self._access.start_step(number)
+        self._access.start_step(number, num_tokens=_num_tokens(micro_batches))
         found = head(self._runner, micro_batches)
         self._access.end_step()
         return found
@@ -329,18 +328,3 @@ class EvaluationEngine:
 
 def _num_tokens(micro_batches: Sequence[Mapping[str, torch.Tensor]]) -> int:
     return sum(each["input_ids"].numel() for each in micro_batches)
-
-
-def access_to(
-    store: TieredStore,
-    model: StreamedModel,
-    threads: KernelThreads,
-    collectives: Collectives | Alone,
-    updater: Updater | None = None,
-    timeline: Timeline | None = None,
-    activity: Activity | None = None,
-) -> StoreAccess:
-    """Return what gives a running model its blocks; see ``StoreAccess``."""
-    if isinstance(collectives, Alone):
-        return StoreAccess(store, model, threads, updater, timeline, activity)
-    return RankedAccess(collectives, store, model, threads, updater, timeline, activity)

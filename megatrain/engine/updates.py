@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -15,10 +16,13 @@ from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
 
 if TYPE_CHECKING:
+    from megatrain.base.layout import UnitLayout
+    from megatrain.engine.execution import TapeExecution
     from megatrain.engine.streamed import StepRecipe, StreamedModel
+    from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph
 
-__all__ = ["LayerScales", "PendingUpdate", "Updater", "weight_is_split"]
+__all__ = ["LayerScales", "PendingUpdate", "UpdateOps", "Updater", "weight_is_split"]
 
 
 def weight_is_split(graph: ModelGraph) -> bool:
@@ -206,3 +210,65 @@ class Updater:
                 if segment.start < inside.stop and segment.stop > inside.start
             ],
         )
+
+
+class UpdateOps:
+    """Runs the updates of a tape. Used by the thread that runs the step.
+
+    Args:
+        execution: Leases blocks.
+        updater: Makes the updates.
+    """
+
+    def __init__(self, execution: TapeExecution, updater: Updater) -> None:
+        self._execution, self._updater = execution, updater
+        self._program, self._homes = execution.model.program, execution.model.homes
+
+    def layout_of(self, op: Op) -> UnitLayout:
+        """Return the layout that an op updates."""
+        return self._updater.trained[op.visit][0]
+
+    def run(self, op: Op, pending: PendingUpdate) -> None:
+        """Run the present op, an update of a layout, part by part."""
+        layout = self.layout_of(op)
+        # The scale waits for the layer's norm where it has one of its own, so it is asked for once.
+        update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
+        parts = self._program.parts_of(layout)
+        if update is not None and self._is_beside_device(op):
+            self._run_in_background(op, update, len(parts), filled)
+            return
+        if op.tier == "ram":
+            # Room is planned for what one update on the host takes beside its blocks.
+            self._execution.background.wait()
+        # Leased also where the gradient is not used: what moves in a step does not depend on the data.
+        with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
+            for part, group in enumerate(op.passing or [()] * len(parts)):
+                with self._execution.lease(self._execution.own_keys(op, group)) as passing:
+                    if update is not None:
+                        self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
+
+    def _is_beside_device(self, op: Op) -> bool:
+        """Return whether an update on the host may go on while a device computes the layers that follow it.
+
+        Only where all its blocks are at home there: then leases that are held longer take no room from others. Products
+        of matrices on the device are queued on streams of this thread.
+        """
+        is_at_home = all(self._homes[use.key] == op.tier for use in op.uses)
+        return op.tier == "ram" != self._program.compute_tier and is_at_home and self._updater.matrices is None
+
+    def _run_in_background(self, op: Op, update: Update, num_parts: int, filled: Container[str]) -> None:
+        """Start an update that waits for no room.
+
+        Leased here, at its place in the tape: from here on nobody can fetch or change the blocks but the update. They
+        are given back where it ends, so that the weights can set out for the device at once.
+        """
+        updater, leases = self._updater, ExitStack()
+        assert not op.passing, op
+        tensors = leases.enter_context(self._execution.lease(self._execution.own_keys(op, op.held)))
+
+        def run() -> None:
+            with leases:
+                for part in range(num_parts):
+                    updater.update(op.visit, part, op.tier, tensors, update, filled)
+
+        self._execution.background.start([use.key for use in op.held], run)

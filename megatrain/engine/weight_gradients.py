@@ -159,7 +159,7 @@ class GradientAccumulator:
 
 
 class LaneAccumulator:
-    """The accumulators of one use site, or of some rows of a matrix, lane by lane; a ``GradientSink``.
+    """The accumulators of one use site, or of some rows of a matrix, lane by lane.
 
     Each lane has a sum. When it is complete, open sums are added as the tree of lanes wants it (``ranks/lanes.py``).
     The first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
@@ -225,18 +225,6 @@ class LaneAccumulator:
     def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
         """Accumulate rows of a matrix."""
         self._current.add_rows(name, indexes, rows, ignored)
-
-    def rows_of_parts(self, name: str) -> Sequence[range]:
-        """Return nothing: all accumulators are there, whole."""
-        return ()
-
-    def part(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Never called."""
-        raise AssertionError(f"{name} is there, whole")
-
-    def rows(self, name: str, start: int, stop: int) -> AbstractContextManager[None]:
-        """Never called."""
-        raise AssertionError(f"{name} is there, whole")
 
 
 def _num_rows(target: Tensor | InPieces) -> int:

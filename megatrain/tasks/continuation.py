@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.base.progress import Activity
+from megatrain.engine.access import StoreAccess
 from megatrain.engine.generate import GenerationRunner
-from megatrain.engine.step import access_to
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings, generation_options
@@ -23,7 +23,6 @@ from megatrain.tiers import set_schedule
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatrain.engine.access import StoreAccess
     from megatrain.engine.program import Stays
     from megatrain.plan.forward import GenerationPlan
     from megatrain.ranks.collectives import Collectives
@@ -99,7 +98,7 @@ class Continuation:
             for program, stays in zip(programs, all_stays, strict=True)
         ]
         accesses = [
-            access_to(store, model, KernelThreads(1), self._collectives, activity=self._activity) for model in models
+            StoreAccess(store, model, KernelThreads(1), self._collectives, activity=self._activity) for model in models
         ]
         turn = _Turns(accesses)
 
@@ -119,8 +118,7 @@ class Continuation:
                     store, programs[at].schedule(homes, count, first_step=number), plan.run.advanced.prefetch_bytes
                 )
             # Of a pass that makes a token of each prompt; the first one has all of their tokens.
-            turn.access.num_tokens = sum(map(len, prompts)) if number == 0 else len(prompts)
-            turn.access.start_step(number)
+            turn.access.start_step(number, num_tokens=sum(map(len, prompts)) if number == 0 else len(prompts))
 
         runner = GenerationRunner(
             graph,

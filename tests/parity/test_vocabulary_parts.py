@@ -16,12 +16,12 @@ from torch import Tensor
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine import forward
-from megatrain.engine.access import rows_of_parts
 from megatrain.engine.cross_entropy import CrossEntropy, RunningSoftmax
 from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head_model import HeadModel
 from megatrain.engine.head_plan import HeadPlan, plan_head
 from megatrain.engine.objective import Objective
+from megatrain.engine.pieces import rows_of_parts
 from megatrain.engine.program import layouts_of_unit
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import vocabulary_ranges

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from megatrain.base.layout import build_layout, views
-from megatrain.engine.access import zero_gaps
+from megatrain.engine.pieces import zero_gaps
 from megatrain.engine.program import BlockPlan, GroupUpdates, StepProgram, Tick
 from megatrain.engine.tape import Release, compile_step
 from tiered import Access

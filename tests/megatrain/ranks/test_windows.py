@@ -14,7 +14,7 @@ from fakes.twins import Twins
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
-from megatrain.engine.ranked import RankedAccess
+from megatrain.engine.ranked import Ranks
 from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
@@ -39,18 +39,18 @@ def test_an_exchange_holds_what_was_planned(
     with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
         trainer.load()
         engine = trainer.make_engine(1)
-        access, lanes, held_at_once = engine._access, plan.program.sharding.lanes, set()
-        assert isinstance(access, RankedAccess)
-        added = access._added
+        sharding, lanes, held_at_once = engine._access._sharding, plan.program.sharding.lanes, set()
+        assert isinstance(sharding, Ranks)
+        window, added = sharding.window, sharding.gradients._added
 
         def measured(sums: Sequence[Tensor]) -> Tensor:
-            before, most, access.window_bytes = access._held_bytes, access.window_bytes, 0
+            before, most, window.most_bytes = window.held_bytes, window.most_bytes, 0
             found = added(sums)
-            held_at_once.add((access.window_bytes - before) * world.size // (4 * sums[0].numel()))
-            access.window_bytes = max(most, access.window_bytes)
+            held_at_once.add((window.most_bytes - before) * world.size // (4 * sums[0].numel()))
+            window.most_bytes = max(most, window.most_bytes)
             return found
 
-        monkeypatch.setattr(access, "_added", measured)
+        monkeypatch.setattr(sharding.gradients, "_added", measured)
         engine.step(next(make_loader(config, plan)).micro_batches, number=0, lr=1e-3)
         engine.finish_updates()
         assert held_at_once == {lanes.shares_exchanged_at_once(world.rank)}

@@ -1,0 +1,157 @@
+"""The tape of a step, executed: each op's blocks are leased from the store, and what the tape says of copies is done.
+
+Nothing is decided here: what is leased where, fetched, pinned or evicted is on the tape, compiled before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from megatrain.base.progress import Activity
+from megatrain.engine.background import BackgroundUpdates
+from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
+
+if TYPE_CHECKING:
+    from megatrain.base.timeline import Timeline
+    from megatrain.engine.streamed import StreamedModel
+    from tiered import TieredStore
+
+__all__ = ["TapeExecution"]
+
+
+class TapeExecution:
+    """Goes through the ops of a step, and leases their blocks. Used by the thread that runs the step.
+
+    Args:
+        store: Holds the blocks.
+        model: What runs, by the ticks of its program.
+        timeline: Records every op; None: nothing is recorded.
+        activity: Progress within the step, for status.
+
+    Attributes:
+        model: What runs.
+        op: The present op; None: none has begun, or the step is over.
+        background: Runs updates beside the layers. The caller of ``start`` leaves it when the step is over.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        model: StreamedModel,
+        timeline: Timeline | None = None,
+        activity: Activity | None = None,
+    ) -> None:
+        self.model = model
+        self._store, self._copies = store, TapeStore(store, model.homes)
+        self._timeline, self._activity = timeline, activity or Activity()
+        layouts, units = tuple(model.graph.layouts), model.graph.units
+        self._unit_names = {
+            (tick.phase, tick.visit): layouts[tick.visit]
+            if tick.phase == "update"
+            else units[model.trace.visits[tick.visit].unit].name
+            for tick in model.program.ticks
+        }
+        self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
+        self._pinned: Mapping[str, Pinned] = {}  # left by the tape before
+        self._first_tick = 0
+        self._ops: Iterator[Op] = iter(())
+        self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
+        self.op: Op | None = None
+        self.background = BackgroundUpdates()
+
+    def start(self, step: int, *, updates: bool, passes: bool) -> None:
+        """Begin the tape of a step.
+
+        Args:
+            step: Counted from 0; numbers the ticks as the schedule does.
+            updates: Whether the deferred updates are in it, which the step before left.
+            passes: Whether its own ticks are: forward, head, backward.
+        """
+        program = self.model.program
+        self._first_tick = step * len(program.ticks)
+        kind = (updates, passes, frozenset(self._pinned.items()))
+        if kind not in self._tapes:
+            self._tapes[kind] = compile_step(
+                program, self.model.homes, self.model.stays, updates=updates, passes=passes, pinned=self._pinned
+            )
+        self._ops, self._pinned = iter(self._tapes[kind].ops), self._tapes[kind].pinned
+
+    def finish(self) -> None:
+        """Evict the copies that are pinned for another step."""
+        self._copies.evict_pinned()
+        self._pinned = {}
+
+    def next_op(self) -> Op | None:
+        """Go to the next op; None after the last one."""
+        self.op = next(self._ops, None)
+        self._uses = {}
+        if self.op is not None:
+            tick = self.op.tick
+            self._uses = {self.model.program.contents(tick, use.key).key: use for use in self.op.uses}
+            # Before anything is leased: an update that still runs has the newest contents of its blocks.
+            self.background.wait_for([use.key for use in self.op.uses])
+            # Before the leases of the op: the prefetcher looks ahead from this tick.
+            self._store.advance(self._first_tick + tick)
+            self._activity.come_to(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
+        if self._timeline is not None:
+            self._timeline.on_op(self.op)
+        return self.op
+
+    @property
+    def present(self) -> Op:
+        """The present op, which must have begun."""
+        assert self.op is not None, "no op has begun, or the step is over"
+        return self.op
+
+    def use(self, key: str) -> Use:
+        """Return the present op's use of a block, by the key of what the block holds."""
+        return self._uses[key]
+
+    def uses(self, key: str) -> bool:
+        """Return whether the present op uses a block, by the key of what the block holds."""
+        return key in self._uses
+
+    def own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
+        """Return the keys of what an op's blocks hold."""
+        return [self.model.program.contents(op.tick, use.key).key for use in uses]
+
+    @contextmanager
+    def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
+        """Lease blocks of the present op together, then release them as the tape says; yield tensors by key.
+
+        Args:
+            keys: Keys of the blocks; a gradient that shares one goes by its own key, and its tensor is as long as it
+                is.
+        """
+        op = self.present
+        if not keys:
+            yield {}
+            return
+        uses = [self._uses[key] for key in keys]
+        with self._store.acquire_many([(use.key, op.tier, use.mode) for use in uses]) as group:
+            self._copies.leased(uses)
+            tensors: dict[str, Tensor] = {}
+            for lease in group:
+                contents, tensor = self.model.program.contents(op.tick, lease.key), lease.tensor
+                is_whole = len(tensor) == contents.num_elements
+                tensors[contents.key] = tensor if is_whole else tensor.narrow(0, 0, contents.num_elements)
+            yield tensors
+        # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
+        self._copies.released(uses, op.tier)
+
+    def skip(self, keys: Iterable[str]) -> None:
+        """Go on without leases of the present op that were planned."""
+        op = self.present
+        for key in keys:
+            self._copies.skipped(self._uses[key], op.tier)
+
+    def pass_over(self, uses: Iterable[tuple[int, str]], *, but_not: Collection[tuple[int, str]] = ()) -> None:
+        """Have nothing fetched ahead for some uses, (tick of this step or the next, key); see the store's."""
+        first = self._first_tick
+        self._store.pass_over(
+            [(first + tick, key) for tick, key in uses], but_not=[(first + tick, key) for tick, key in but_not]
+        )

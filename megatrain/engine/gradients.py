@@ -1,0 +1,96 @@
+"""What is known of the gradients of a step: which parameters got one, at which use site, and their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.engine.program import uses_of_layouts
+from megatrain.optim.clip import SquaredNorm, sum_gradients
+from megatrain.optim.threads import KernelThreads
+
+if TYPE_CHECKING:
+    from megatrain.engine.streamed import StreamedModel
+    from megatrain.engine.updates import LayerScales
+    from megatrain.ranks.lanes import Lanes
+
+__all__ = ["StepGradients"]
+
+
+class StepGradients:
+    """Gradients of the running step, by layout. Used by the thread that runs the step.
+
+    Args:
+        model: What is trained.
+        threads: Threads of sums and norms.
+
+    Attributes:
+        lanes: Lanes in which this process adds the gradients of micro-batches.
+        threads: Threads of sums and norms.
+        uses: Layout -> the visits that use it, in forward order. The backward reaches the first one last.
+        squared_norms: Layout -> squared norm of its complete gradient. On a device a scalar there: reading it would be
+            a host sync in the middle of the step.
+        with_gradient: Layout -> parameters that got a gradient in this step.
+    """
+
+    def __init__(self, model: StreamedModel, threads: KernelThreads) -> None:
+        self.lanes: Lanes = model.program.sharding.own_lanes
+        self.threads = threads
+        self.uses = uses_of_layouts(model.graph, model.trace)
+        self._filled: dict[str, dict[int, set[str]]] = {}  # layout -> use site -> parameters with a gradient
+        self._norms: dict[str, SquaredNorm] = {}  # of layouts whose gradients are being summed
+        self._scales: LayerScales | None = None
+        self.squared_norms: dict[str, float | torch.Tensor] = {}
+        self.with_gradient: dict[str, set[str]] = {}
+
+    def start_step(self, scales: LayerScales | None) -> None:
+        """Forget the step before.
+
+        Args:
+            scales: Judges each gradient when it is complete; None: the norm of the whole step decides.
+        """
+        self._filled = {name: {use: set() for use in range(len(uses))} for name, uses in self.uses.items()}
+        # New ones: an update that is still to be made has those of the step before.
+        self.squared_norms, self.with_gradient, self._scales = {}, {}, scales
+
+    def use_of(self, name: str, visit: int) -> int:
+        """Return the number of a layout's use site."""
+        return self.uses[name].index(visit)
+
+    def filled_at(self, name: str, visit: int) -> set[str]:
+        """Return the parameters of a layout that got a gradient at a use site."""
+        return self._filled[name][self.use_of(name, visit)]
+
+    def note_filled(self, name: str, visit: int, parameters: Iterable[str]) -> None:
+        """Note that parameters of a layout got a gradient at a use site."""
+        self.filled_at(name, visit).update(parameters)
+
+    def filled(self, name: str) -> set[str]:
+        """Return the parameters of a layout that got a gradient at any use site."""
+        return set[str]().union(*self._filled[name].values())
+
+    def add_uses(self, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Add the gradients of other use sites, in forward order, to the first one's."""
+        for other in others:
+            if block.is_cuda:
+                block.add_(other)
+            else:
+                sum_gradients(block, other, self.threads)
+
+    def add_to_norm(self, name: str, part: int, block: torch.Tensor) -> None:
+        """Take in a part of a layout's complete gradient."""
+        self._norms.setdefault(name, SquaredNorm(self.threads)).add(part, block)
+
+    def complete(self, name: str, visit: int) -> None:
+        """Take the norm of a gradient whose parts have all been taken in, if this is the use site that sums them."""
+        if visit == self.uses[name][0] and name in self._norms:
+            self.settle(name, self._norms.pop(name).total(), self.filled(name))
+
+    def settle(self, name: str, squared: float | torch.Tensor, filled: set[str]) -> None:
+        """Note the norm of a complete gradient, and which parameters got one."""
+        self.with_gradient[name] = filled
+        self.squared_norms[name] = squared
+        if self._scales is not None:
+            self._scales.is_complete(name, squared)

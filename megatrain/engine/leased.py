@@ -1,0 +1,398 @@
+"""The hooks of the executor, and those of one process: weights are views of leased blocks, gradients sums in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from megatrain.base.layout import InPieces, UnitLayout, views, views_of_parts
+from megatrain.engine.host_io import read_numbers
+from megatrain.engine.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
+from megatrain.engine.program import decoded_bytes, layouts_of_unit
+from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
+
+if TYPE_CHECKING:
+    from megatrain.engine.execution import TapeExecution
+    from megatrain.engine.gradients import StepGradients
+    from megatrain.engine.pieces import GradientPlace
+    from megatrain.engine.program import MatrixParts
+    from megatrain.engine.tape import Op
+    from megatrain.engine.updates import PendingUpdate
+
+__all__ = ["CountedTotal", "OneProcess", "ShardingHooks", "WeightPlace"]
+
+#: Name, total and count of a part of a mean: a total on a device has not been read yet.
+CountedTotal = tuple[str, torch.Tensor | float, int]
+
+
+class WeightPlace(Protocol):
+    """How leased blocks become the tensors that a visit sees."""
+
+    def of_visit(
+        self, layouts: Sequence[UnitLayout], visit: int, /
+    ) -> AbstractContextManager[Mapping[str, torch.Tensor | MatrixParts]]:
+        """Yield the parameters of some layouts by full name, as long as the visit runs."""
+
+    def skip(self, layouts: Sequence[UnitLayout], visit: int, /) -> None:
+        """Leave weights where they are, in place of ``of_visit``: no token goes to the unit."""
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int], /) -> None:
+        """Note of visits, the present one and later, which will leave their weights where they are."""
+
+    def hold_back(self, num_tokens: int, /) -> None:
+        """Note how many tokens a step has that begins: experts that more likely get none are not fetched ahead."""
+
+
+class ShardingHooks(Protocol):
+    """What stands between the blocks of this process and the running model, at every place where ranks would differ.
+
+    Attributes:
+        weights: How leased blocks become weights.
+        gradients: Where gradients are summed.
+        window_bytes: The most that full copies of weights, sums of gradients and what was received took together.
+        update_window_bytes: The most that updates of shared matrices took beside their blocks.
+    """
+
+    @property
+    def weights(self) -> WeightPlace: ...
+
+    @property
+    def gradients(self) -> GradientPlace: ...
+
+    @property
+    def window_bytes(self) -> int: ...
+
+    @property
+    def update_window_bytes(self) -> int: ...
+
+    def start_step(self) -> None:
+        """Forget what a step before left, which may have failed."""
+
+    def before_visit(self, op: Op, /) -> None:
+        """Get ready for a visit, whose op has begun."""
+
+    def after_visit(self) -> None:
+        """Drop what the visit of the present op had; the next op has not begun."""
+
+    def end_visits(self) -> None:
+        """Drop what the last visit had; exchanges and updates may follow."""
+
+    def end_step(self) -> None:
+        """Drop what is left, after the last op."""
+
+    def run(self, op: Op, /) -> None:
+        """Run an op that serves a visit."""
+
+    def before_update(self, layout: UnitLayout, /) -> None:
+        """Make known what an update in the backward depends on: the norm of its layout, and what got a gradient."""
+
+    def update(self, op: Op, pending: PendingUpdate, /) -> None:
+        """Make an update that needs more than this process has (``StepProgram.dealt``)."""
+
+    def agree(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal], /
+    ) -> tuple[list[float], list[tuple[str, float, int]]]:
+        """Read what a step has computed, of all ranks.
+
+        Args:
+            layouts: Those whose gradients are complete; afterwards their norms are numbers.
+            terms: Scalars whose sum is the loss of this process.
+            figures: Totals of preferences of this process.
+
+        Returns:
+            The terms, and the figures with their totals as numbers, in the order of micro-batches.
+        """
+
+
+class OneProcess:
+    """The hooks of a process that has everything; a ``ShardingHooks``.
+
+    Args:
+        execution: Leases blocks.
+        gradients: What is known of the running step's gradients.
+    """
+
+    window_bytes = update_window_bytes = 0
+
+    def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
+        self._step_gradients = gradients
+        self.weights = LeasedWeights(execution)
+        self.gradients = LeasedGradients(execution, gradients)
+
+    def start_step(self) -> None:
+        """Nothing is left: leases have ended."""
+
+    def before_visit(self, op: Op) -> None:
+        """Nothing has to come from elsewhere."""
+
+    def after_visit(self) -> None:
+        """Leases end by themselves."""
+
+    def end_visits(self) -> None:
+        """Give the room of decoded weights back: updates need it."""
+        self.weights.free()
+
+    def end_step(self) -> None:
+        """Nothing is left."""
+
+    def run(self, op: Op) -> None:
+        """Never called."""
+        raise AssertionError(f"a process alone has no {op}")
+
+    def before_update(self, layout: UnitLayout) -> None:
+        """All is known: the norm is taken where the gradient is complete."""
+
+    def update(self, op: Op, pending: PendingUpdate) -> None:
+        """Never called."""
+        raise AssertionError(f"a process alone has all of {op}")
+
+    def agree(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
+    ) -> tuple[list[float], list[tuple[str, float, int]]]:
+        """Read what the step has computed, with one host sync; see ``ShardingHooks``."""
+        squared_norms = self._step_gradients.squared_norms
+        squares = [squared_norms[layout.name] for layout in layouts]
+        numbers = iter(read_numbers([*terms, *(total for _, total, _ in figures), *squares]))
+        read = [next(numbers) for _ in terms]
+        found = [(name, next(numbers), count) for name, _, count in figures]
+        squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
+        return read, found
+
+
+class LeasedWeights:
+    """Weights as views of leased blocks, or of what is decoded from these; a ``WeightPlace``.
+
+    Args:
+        execution: Leases blocks.
+    """
+
+    def __init__(self, execution: TapeExecution) -> None:
+        self._execution = execution
+        model = execution.model
+        self._graph, self._program = model.graph, model.program
+        self._unit_of_visit = [traced.unit for traced in model.trace.visits]
+        self._ticks_of: dict[tuple[str, int], list[int]] = {}
+        for number, tick in enumerate(self._program.ticks):
+            self._ticks_of.setdefault((tick.phase, tick.visit), []).append(number)
+        visits = enumerate(model.trace.visits)
+        self._chances = {number: visit.chance_of_no_token for number, visit in visits if visit.chance_of_no_token}
+        self._decoded = DecodedWeights(decoded_bytes(model.graph, model.trace, model.program))
+
+    def free(self) -> None:
+        """Give the room of decoded weights back until the next visit."""
+        self._decoded.free()
+
+    @contextmanager
+    def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, torch.Tensor | MatrixParts]]:
+        """Yield parameters: views of leased blocks, or of what is decoded from these; see ``WeightPlace``."""
+        program, lease = self._program, self._execution.lease
+        passing = {layout.name for layout in layouts if program.passes_weight(visit, layout.name)}
+        held = [key for layout in layouts if layout.name not in passing for key in program.weight_keys(layout)]
+        # Decoded inside of the leases: the room is a stack, and a block may go when nothing is decoded from it.
+        with lease(held) as blocks, ExitStack() as decoded:
+            tensors: dict[str, torch.Tensor | MatrixParts] = {}
+            for layout in layouts:
+                if program.decoded_bytes(visit, layout):
+                    tensors.update(decoded.enter_context(self._decoded_weights(layout, visit, blocks)))
+                elif layout.name in program.cuts.weights:
+                    keys = program.weight_keys(layout)
+                    tensors[layout.entries[0].name] = LeasedParts(layout, keys, blocks, lease)
+                else:
+                    (key,) = program.weight_keys(layout)
+                    tensors.update(views(blocks[key], layout))
+            yield tensors
+
+    @contextmanager
+    def _decoded_weights(
+        self, layout: UnitLayout, visit: int, blocks: Mapping[str, torch.Tensor]
+    ) -> Iterator[dict[str, torch.Tensor | MatrixParts]]:
+        """Yield the parameters of a layout whose blocks do not hold them as they are.
+
+        Args:
+            layout: Layout of the weights.
+            visit: The visit that uses them.
+            blocks: What is leased already, by key: all blocks of the layout, or none.
+        """
+        program, keys = self._program, self._program.weight_keys(layout)
+        name, is_cut = layout.entries[0].name, layout.name in program.cuts.weights
+
+        @contextmanager
+        def lease(own: Sequence[str]) -> Iterator[dict[str, torch.Tensor]]:
+            (key,) = own
+            with self._execution.lease(own) as leased, self._decode(layout, visit, leased) as part:
+                yield {key: part}
+
+        if keys[0] not in blocks:
+            yield {name: LeasedParts(layout, keys, {}, lease)}
+            return
+        with self._decode(layout, visit, {key: blocks[key] for key in keys}) as whole:
+            if is_cut:
+                parts = [whole[part.start : part.stop] for part in program.parts_of(layout)]
+                yield {name: LeasedParts(layout, keys, dict(zip(keys, parts, strict=True)), lease)}
+            else:
+                yield dict(views(whole, layout))
+
+    @contextmanager
+    def _decode(self, layout: UnitLayout, visit: int, leased: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the weights of some leased blocks of a layout, one after the other in one flat tensor."""
+        program, encoding = self._program, self._program.encodings[layout.name]
+        lengths = dict(zip(program.weight_keys(layout), map(len, program.weight_parts_of(layout)), strict=True))
+        device, stop = next(iter(leased.values())).device, 0
+        with self._decoded.room(program.decoded_bytes(visit, layout), device) as room:
+            weights = room.view(encoding.dtype)
+            for key, block in leased.items():
+                start, stop = stop, stop + lengths[key]
+                encoding.decode(block, weights[start:stop])
+            yield weights[:stop]
+
+    def skip(self, layouts: Sequence[UnitLayout], visit: int) -> None:
+        """Leave weights where they are; see ``WeightPlace``."""
+        self._execution.skip(key for layout in layouts for key in self._program.weight_keys(layout))
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        """Have nothing fetched for visits that will leave their weights where they are, and the weights of others."""
+        now = self._execution.present.tick
+        unused: list[tuple[int, str]] = []
+        used: list[tuple[int, str]] = []
+        for visit in visits:
+            for phase in ("forward", "backward"):
+                ticks = self._ticks_of.get((phase, visit), ())
+                tick = next((tick for tick in ticks if tick >= now), None)  # of this group of micro-batches
+                if tick is not None:
+                    found = unused if visit in idle else used
+                    found += [(tick, key) for key in self._keys_of(visit)]
+        self._execution.pass_over(unused, but_not=used)
+
+    def hold_back(self, num_tokens: int) -> None:
+        """Have no weights fetched ahead, before their layer is reached, of experts that more likely get no token."""
+        if not self._chances:
+            return
+        unlikely = [visit for visit, chance in self._chances.items() if chance**num_tokens > 1 / 2]
+        for first in (0, len(self._program.ticks)):  # what comes in the next step is fetched ahead as well
+            self._execution.pass_over(
+                [
+                    (first + tick, key)
+                    for visit in unlikely
+                    for key in self._keys_of(visit)
+                    for tick in self._ticks_of.get(("forward", visit), ())
+                ]
+            )
+
+    def _keys_of(self, visit: int) -> list[str]:
+        """Return the keys of a visit's weights."""
+        layouts = [self._graph.layouts[name] for name in layouts_of_unit(self._graph, self._unit_of_visit[visit])]
+        return [key for layout in layouts for key in self._program.weight_keys(layout)]
+
+
+class LeasedGradients:
+    """Gradients that are summed in their blocks, or beside these where blocks are not fp32; a ``GradientPlace``.
+
+    Args:
+        execution: Leases blocks.
+        gradients: What is known of the running step's gradients.
+    """
+
+    def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
+        self._execution, self._gradients = execution, gradients
+        self._graph, self._program = execution.model.graph, execution.model.program
+
+    @contextmanager
+    def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
+        """Yield sums in leased blocks; see ``GradientPlace``."""
+        names = [layout.name for layout in layouts]
+        own = {
+            layout.name: self._program.gradient_keys(layout, self._gradients.use_of(layout.name, visit))
+            for layout in layouts
+        }
+        with self._execution.lease([key for name in names for key in own[name]]) as tensors:
+            sums = {
+                name: [fp32_sum(tensors[key], self._execution.use(key).mode) for key in own[name]] for name in names
+            }
+            added = set[str]().union(*(self._gradients.filled_at(name, visit) for name in names))
+            first = GradientAccumulator(self._targets(sums), added)
+
+            def room() -> GradientAccumulator:
+                return GradientAccumulator(
+                    self._targets({name: [fp32_like(tensors[key]) for key in own[name]] for name in names}), set()
+                )
+
+            accumulator = LaneAccumulator(self._gradients.lanes, first, room)
+            yield accumulator
+            accumulator.close()
+            del accumulator, first  # with the sums that are no blocks
+            # Still inside the leases: this writes the blocks, and the norm reads them while they are here.
+            for layout in layouts:
+                keys = own[layout.name]
+                self._close(layout, visit, sums.pop(layout.name), [tensors[key] for key in keys], keys, added)
+
+    def _targets(self, sums: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, torch.Tensor | InPieces]:
+        """Return the views of parameters in the memory of gradients, by layout and part."""
+        targets: dict[str, torch.Tensor | InPieces] = {}
+        for name, parts in sums.items():
+            layout = self._graph.layouts[name]
+            targets.update(views_of_parts(parts, self._program.parts_of(layout), layout))
+        return targets
+
+    def _close(
+        self,
+        layout: UnitLayout,
+        visit: int,
+        totals: list[torch.Tensor],
+        blocks: Sequence[torch.Tensor],
+        keys: Sequence[str],
+        added: set[str],
+    ) -> None:
+        """Bring the sums of a use site into their blocks; those of all use sites, if this one comes last."""
+        name = layout.name
+        self._gradients.note_filled(name, visit, [entry.name for entry in layout.entries if entry.name in added])
+        if self._execution.use(keys[0]).mode == "w":  # the blocks came without contents
+            zero_gaps(totals, self._program.parts_of(layout), layout, self._gradients.filled_at(name, visit))
+        for total, block in zip(totals, blocks, strict=True):
+            if total is not block:
+                block.copy_(total)
+        totals.clear()
+        # The backward reaches the first use site last: now the sums of all of them are complete.
+        if visit == self._gradients.uses[name][0]:
+            self._sum_uses(layout, blocks)
+
+    def _sum_uses(self, layout: UnitLayout, blocks: Sequence[torch.Tensor]) -> None:
+        """Add the other use sites' gradients, in forward order, and take the norm of the sum."""
+        name = layout.name
+        uses = self._gradients.uses[name]
+        others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
+        if others and not self._execution.uses(others[0][0]):
+            return  # micro-batches one at a time, and this is not the last one
+        for part, block in enumerate(blocks):
+            with self._execution.lease([keys[part] for keys in others]) as tensors:
+                self._sum_part(name, part, block, [tensors[keys[part]] for keys in others])
+        self._gradients.complete(name, uses[0])
+
+    def _sum_part(self, name: str, part: int, block: torch.Tensor, others: Sequence[torch.Tensor]) -> None:
+        """Add the other use sites' part of a gradient to the first one's, and take its norm."""
+        self._gradients.add_uses(block, others)
+        self._gradients.add_to_norm(name, part, block)
+
+    @contextmanager
+    def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[torch.Tensor]]:
+        """Yield the leased block, or a sum beside it; see ``GradientPlace``."""
+        uses, mode = self._gradients.uses[layout.name], self._execution.use(key).mode
+        others = [self._program.gradient_keys(layout, use)[number] for use in range(1, len(uses))]
+        is_summed = visit == uses[0] and all(map(self._execution.uses, others))
+        with self._execution.lease([key, *(others if is_summed else ())]) as tensors:
+            total = fp32_sum(tensors[key], mode)
+            if mode == "w":  # the block came without contents
+                total.zero_()
+            yield [total]
+            if total is not tensors[key]:
+                tensors[key].copy_(total)
+                del total
+            if is_summed:
+                self._sum_part(layout.name, number, tensors[key], [tensors[other] for other in others])
+
+    @contextmanager
+    def open_sums(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Yield what makes memory that nobody counts: the plan does; see ``GradientPlace``."""
+        yield torch.empty_like
