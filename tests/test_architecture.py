@@ -256,8 +256,6 @@ METHODS = {
 MOST_ARGUMENTS = 10
 ARGUMENTS = {
     "megatrain.engine.forward.LayerRunner": 17,
-    "megatrain.engine.forward.Trunk": 12,
-    "megatrain.engine.visit.UnitVisit": 11,
 }
 MOST_STEP_PROGRAM_FIELDS = 9
 MOST_KNOWING_THE_CONFIG = 13

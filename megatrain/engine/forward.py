@@ -186,16 +186,14 @@ class LayerRunner:
         self._activity = activity or Activity()
         self._trunk = Trunk(
             graph,
-            access,
+            VisitSequence(access, self._random, self._activity),
             self.bounds,
-            self._random,
             self._device,
             self._plan,
             trace,
             self._micro_batches.mirror,
             kept,
             saved_attention,
-            self._activity,
             context or partial(graph.computing, is_compiled=compiler is not None),
         )
 
@@ -609,9 +607,8 @@ class Trunk:
 
     Args:
         graph: The model.
-        access: Weights, gradient accumulators and activations.
+        visits: Takes those of the running pass; has what they share.
         bounds: Every unit's module with slots for its weights, by index.
-        random: Random state of the compute device.
         device: Compute device.
         head: Where the model is cut; None: its forward runs to the end.
         trace: Expected visits, which the forward is checked against; None: no check.
@@ -619,7 +616,6 @@ class Trunk:
             device.
         kept: Visits whose graphs are kept for the backward.
         saved_attention: Visits that save attention's results for their recompute.
-        activity: Progress within the step, for status.
         context: Makes the context that forward and backward run in.
 
     Attributes:
@@ -629,27 +625,22 @@ class Trunk:
     def __init__(
         self,
         graph: ModelGraph,
-        access: BlockAccess,
+        visits: VisitSequence,
         bounds: Sequence[BoundUnit],
-        random: RandomStates,
         device: torch.device,
         head: HeadPlan | None,
         trace: VisitTrace | None,
         mirror: AbstractContextManager[Any] | None = None,
         kept: Container[int] = (),
         saved_attention: Container[int] = (),
-        activity: Activity | None = None,
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._activity = activity or Activity()
         self._context = context
         self._mirror = mirror
-        self._graph, self._access, self._bounds = graph, access, bounds
-        self._random, self._device = random, device
+        self._graph, self.visits, self._bounds, self._device = graph, visits, bounds, device
         self._head, self._trace = head, trace
         self._kept, self._saved_attention = kept, saved_attention
         self._accepts_use_cache = accepts_use_cache(graph.model)
-        self.visits = VisitSequence(access)
 
     @contextmanager
     def prepared(self) -> Iterator[None]:
@@ -681,7 +672,7 @@ class Trunk:
             SuspendedForward(
                 number,
                 self._forward_of(batch, num_items),
-                self._random,
+                self.visits.random,
                 self._device,
                 micro_batch_seed(seed, first_number + number),
                 self._mirror,
@@ -765,13 +756,10 @@ class Trunk:
         visit = UnitVisit(
             number,
             bound,
-            self._access,
-            self._random,
             self.visits,
             anchor,
             is_kept,
             number in self._saved_attention,
-            self._activity,
             unused,
             has_backward,
         )

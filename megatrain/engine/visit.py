@@ -72,14 +72,11 @@ class UnitVisit:
     Args:
         number: Ordinal of the visit in the forward.
         bound: The unit.
-        access: Weights, gradient accumulators and activations.
-        random: Random state of the compute device.
         visits: The pass that this visit belongs to.
         anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
             weights must then stay in place, unchanged, until that backward.
         saves_attention: Whether attention's results go into a block, for the recompute, unless the graph is kept.
-        activity: Progress within the step, for status.
         unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
             leased all the same. Index None: attention's results.
         plans_backward: Whether a backward that does not take place leases the weights all the same.
@@ -92,25 +89,20 @@ class UnitVisit:
         self,
         number: int,
         bound: BoundUnit,
-        access: BlockAccess,
-        random: RandomStates,
         visits: VisitSequence,
         anchor: Tensor,
         keeps_graph: bool = False,
         saves_attention: bool = False,
-        activity: Activity | None = None,
         unused: Sequence[tuple[int, int | None]] = (),
         plans_backward: bool = False,
     ) -> None:
         self.number = number
         self.bound = bound
-        self._access = access
-        self._random = random
         self._visits = visits
+        self._access, self._random, self._activity = visits.access, visits.random, visits.activity
         self._anchor = anchor
         self._keeps_graph = keeps_graph
         self._saves_attention = saves_attention and not keeps_graph
-        self._activity = activity or Activity()
         self._to_put, self._to_take = deque(unused), deque[tuple[int, int | None]]()
         self._plans_backward = plans_backward
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
@@ -443,17 +435,19 @@ def optional_gradients(
 
 
 class VisitSequence:
-    """The visits of one pass over a group of micro-batches, in forward order; their backwards come in reverse.
+    """The visits of one pass over a group of micro-batches, in forward order, and what they share.
 
-    Autograd never calls a visit that the loss does not depend on. So each backward first closes those that are due
-    before it: ticks come in the order of the program whatever autograd leaves out.
+    Their backwards come in reverse. Autograd never calls a visit that the loss does not depend on. So each backward
+    first closes those that are due before it: ticks come in the order of the program whatever autograd leaves out.
 
-    Args:
-        access: Blocks of the step.
+    Attributes:
+        access: Weights, gradient accumulators and activations.
+        random: Random state of the compute device.
+        activity: Progress within the step, for status.
     """
 
-    def __init__(self, access: BlockAccess) -> None:
-        self._access = access
+    def __init__(self, access: BlockAccess, random: RandomStates, activity: Activity) -> None:
+        self.access, self.random, self.activity = access, random, activity
         self._visits: list[UnitVisit] = []
         self._next = -1  # due in the backward
 
@@ -479,7 +473,7 @@ class VisitSequence:
         """Announce the backward of a visit, after closing those before it that the loss does not depend on."""
         self._close_until(visit)
         assert self._next == visit, (self._next, visit)
-        self._access.begin("backward", visit)
+        self.access.begin("backward", visit)
         self._next -= 1
 
     def end_backward(self) -> None:
@@ -488,7 +482,7 @@ class VisitSequence:
 
     def _close_until(self, visit: int) -> None:
         while self._next > visit:
-            self._access.begin("backward", self._next)
+            self.access.begin("backward", self._next)
             self._visits[self._next].skip_backward()
             self._next -= 1
 
