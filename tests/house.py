@@ -87,7 +87,7 @@ READING_ORDER = (
     "tiered/block.py",
     "tiered/store.py",
     "megatrain/engine/program.py",
-    "megatrain/engine/step.py",
+    "megatrain/engine/access.py",
     "megatrain/engine/forward.py",
     "megatrain/trainer.py",
 )

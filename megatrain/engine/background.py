@@ -26,7 +26,7 @@ class BackgroundUpdates:
         """Run an update when those before it have ended.
 
         Args:
-            keys: of the blocks that it reads and writes.
+            keys: The blocks that it reads and writes.
             update: ends their leases as well.
         """
         if self._executor is None:

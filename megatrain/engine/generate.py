@@ -74,7 +74,7 @@ class GenerationRunner:
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
         random_enabled: False on fake tensors.
         num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
-        any_rank: Of several ranks, which all run as many passes: returns whether one of them goes on, given whether
+        any_rank: Among ranks, which all run as many passes, returns whether one of them goes on, given whether
             this one does; a collective. None: there is one process.
 
     Attributes:
@@ -115,8 +115,8 @@ class GenerationRunner:
 
         Args:
             functions: Call the graph's model, as often as they like, in eval mode.
-            caches: Of transformers, those that the functions give to the model.
-            seeds: Of the random stream of each.
+            caches: Caches of transformers that the functions give to the model.
+            seeds: One for the random stream of each.
             on_pass: Called before each pass over the units, with its number.
 
         Returns:
@@ -403,7 +403,7 @@ def generation_program(
     Args:
         program: With the weights; of a training step, of which only what outlives it is there.
         graph: The model.
-        trace: Of a forward, none of whose visits is of a head.
+        trace: Visits of a forward, none of which is of a head.
         cache_nbytes: Visit -> what the cache holds of it at its fullest, for one micro-batch.
         num_micro_batches: That generate together.
         is_first: Nothing is in the cache yet.

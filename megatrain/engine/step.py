@@ -76,7 +76,7 @@ class StepEngine:
         model: What is trained.
         recipe: How its steps are computed.
         collectives: The ranks among whom the program shares blocks.
-        threads: Of gradient sums and norms; None: as many as torch has.
+        threads: Threads of gradient sums and norms; None: as many as torch has.
         timeline: Records every op; None: nothing is recorded.
         activity: Progress within the step, for status.
 

@@ -77,7 +77,7 @@ class PendingUpdate:
         step: number of the step that computed its gradients.
         update: step count, learning rate, scale of the gradient.
         with_gradient: layout -> parameters that got a gradient.
-        scales: of the layers' gradients, each by its own norm; None: ``update`` has the scale of them all.
+        scales: Factors on the layers' gradients, each by its own norm; None: ``update`` has the one of them all.
     """
 
     step: int
@@ -102,7 +102,7 @@ class _UpdatedPart:
         weight: key of the weight's block.
         within: elements of that block; None: all.
         gradient: key of the gradient's block.
-        segments: of all parameters in the part, with their names.
+        segments: What is updated of all parameters in the part, with their names.
     """
 
     states: Sequence[tuple[str, str]]
@@ -162,11 +162,11 @@ class Updater:
         """Update one part of a layout.
 
         Args:
-            index: of the layout.
-            part: of the layout.
-            tier: of the tensors.
+            index: Number of the layout.
+            part: Number of the part.
+            tier: Where the tensors are.
             tensors: by block key: the layout's weight, and the part's state and gradient.
-            update: of the step, with the factor on this gradient.
+            update: Step count and learning rate, with the factor on this gradient.
             filled: parameters that got a gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)

@@ -508,7 +508,7 @@ class KeptGraph:
     It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
 
     Args:
-        number: Of the micro-batch in the step.
+        number: Number of the micro-batch in the step.
         streams: The activations among the inputs: leaves of this graph.
         outputs: Differentiable outputs of the run.
     """
@@ -557,7 +557,7 @@ class BoundUnit:
     Args:
         unit: The unit; its module must not be stubbed yet.
         device: Compute device.
-        compiler: Of layers; None: they run eagerly.
+        compiler: Compiles layers; None: they run eagerly.
 
     Attributes:
         unit: The unit.
@@ -919,7 +919,7 @@ class PartedWeight(AbsentWeight):
 
     Attributes:
         parts: The blocks.
-        target: Of the gradient; None: it is not trained.
+        target: Takes the gradient; None: the weight is not trained.
     """
 
     parts: MatrixParts
@@ -1077,7 +1077,7 @@ class LayerCompiler:
     Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
 
     Args:
-        backend: of ``torch.compile``.
+        backend: Name of a backend of ``torch.compile``.
     """
 
     def __init__(self, backend: str = "inductor") -> None:

@@ -429,11 +429,11 @@ def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, 
     """Return the rows of a matrix that were looked up already, as `F.embedding`'s result.
 
     Args:
-        ids: of the rows.
+        ids: Indexes of the rows, of any shape.
         rows: what is returned.
         leaf: stands for the matrix in the graph; it gets no gradient.
         padding_idx: row without a gradient.
-        target: of the gradient.
+        target: Takes the gradient.
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(leaf)
