@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain.base.errors import UnsupportedModelError
@@ -143,7 +142,7 @@ class _TiledFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tiled: TiledForward, hidden: Tensor, *weights: Tensor) -> Tensor:
         ctx.tiled = tiled
-        ctx.random = RandomStates(hidden.device, enabled=not isinstance(hidden, FakeTensor))
+        ctx.random = RandomStates(hidden.device)
         ctx.random_state = ctx.random.get()
         ctx.modes = ThreadModes.current(hidden.device.type)
         ctx.save_for_backward(hidden, *weights)

@@ -18,7 +18,7 @@ pass a unit before any of them reaches the next, so its weights come once per st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from megatrain.engine.host_io import MicroBatches, read_numbers
 from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, shifted_labels, without_labels
 from megatrain.engine.loss import MicroBatchLoss, PartialMean
 from megatrain.engine.objective import Objective
+from megatrain.engine.program import KEEP_NOTHING, Recompute
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LayerRunner",
     "NoTrainedTokensError",
+    "PassOrder",
     "QueuedLoss",
     "StepLoss",
     "SummedLoss",
@@ -110,6 +112,26 @@ class SummedLoss:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PassOrder:
+    """In which order, and in which pieces of logits, a pass is computed.
+
+    Attributes:
+        by: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time. Both
+            give the same bits.
+        head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
+            gradient: keep it the same between runs that are compared.
+        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model
+            takes whole logits. None takes the default.
+        parts_in_turn: Have all rows pass a part of the vocabulary before the next one; it changes no bits.
+    """
+
+    by: Literal["layer", "micro_batch"] = "layer"
+    head_rows: int | None = None
+    head_columns: int | None = None
+    parts_in_turn: bool = False
+
+
 class LayerRunner:
     """Computes loss and gradients of a step, or the loss of an evaluation pass.
 
@@ -119,21 +141,11 @@ class LayerRunner:
         graph: The model; its buffers are moved to `device`.
         access: Weights, gradient accumulators and activations.
         device: Compute device.
-        compute_dtype: Must be the graph's.
-        order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time. Both
-            give the same bits.
-        head_rows: Rows of logits at a time; None takes the model's default. It changes bits of the head's weight
-            gradient: keep it the same between runs that are compared.
-        head_columns: Words of the vocabulary at a time, which change bits too; 0: all, as where the model
-            takes whole logits. None takes the default.
-        kept_parts: Parts of a piece of logits that are kept for the second pass; it changes no bits.
-        parts_in_turn: Have all rows pass a part of the vocabulary before the next one; it changes no bits.
+        order: Of micro-batches and pieces of logits.
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
-        random_enabled: False on fake tensors.
-        saved_attention: Visits that save attention's results for their recompute. It changes no bits.
-        kept: Visits whose graphs are kept for the backward instead of a recompute. It changes no bits; their weights
-            must stay unchanged and in place from forward to backward.
+        recompute: What is kept of the forward for the backward. The weights of visits whose graphs are kept must stay
+            unchanged and in place from one to the other.
         compiler: Of layers; None: they run eagerly.
         activity: Progress within the step, for status.
         context: Makes the context that forward and backward of a pass run in; None: that of the graph's converters.
@@ -148,28 +160,20 @@ class LayerRunner:
         access: BlockAccess,
         *,
         device: torch.device | str,
-        compute_dtype: torch.dtype,
-        order: Literal["layer", "micro_batch"] = "layer",
-        head_rows: int | None = None,
-        head_columns: int | None = None,
-        kept_parts: int = 1,
-        parts_in_turn: bool = False,
+        order: PassOrder = PassOrder(),
         trace: VisitTrace | None = None,
         objective: Objective | None = None,
-        random_enabled: bool = True,
-        kept: Container[int] = (),
-        saved_attention: Container[int] = (),
+        recompute: Recompute = KEEP_NOTHING,
         compiler: LayerCompiler | None = None,
         activity: Activity | None = None,
         context: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
-        assert compute_dtype == graph.dtype, (compute_dtype, graph.dtype)
         self._graph = graph
         self._access = access
         self._device = torch.device(device)
         self._order = order
         self._objective = objective or Objective()
-        self._random = RandomStates(self._device, enabled=random_enabled)
+        self._random = RandomStates(self._device)
         self._micro_batches = MicroBatches(self._device)
         move_buffers(graph.model, self._device)
         self.bounds = [BoundUnit(unit, self._device, compiler) for unit in graph.units]
@@ -177,12 +181,11 @@ class LayerRunner:
         refusal = self._objective.loss.refusal
         if refusal and self._plan is None:
             raise UnsupportedModelError(type(graph.model).__name__, f"it has its own loss function, {refusal}")
-        self._kept_parts, self._stand_in = kept_parts, self._make_stand_in()
-        self._parts_in_turn = parts_in_turn
+        self._recompute, self._stand_in = recompute, self._make_stand_in()
         self._figures: list[PartialMean] = []
         default = self._plan.default_columns if self._plan and self._stand_in is not None else 0
-        self._head_columns = default if head_columns is None else min(head_columns, default)
-        self._head_rows = head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
+        self._head_columns = default if order.head_columns is None else min(order.head_columns, default)
+        self._head_rows = order.head_rows or (self._plan.default_rows(self._head_columns) if self._plan else 0)
         self._activity = activity or Activity()
         self._trunk = Trunk(
             graph,
@@ -192,8 +195,7 @@ class LayerRunner:
             self._plan,
             trace,
             self._micro_batches.mirror,
-            kept,
-            saved_attention,
+            recompute,
             context or partial(graph.computing, is_compiled=compiler is not None),
         )
 
@@ -301,7 +303,7 @@ class LayerRunner:
                 "check the loss mask (train_on) and the truncation of the data"
             )
         numbers = list(range(len(micro_batches)))
-        groups = [numbers] if self._order == "layer" else [[number] for number in numbers]
+        groups = [numbers] if self._order.by == "layer" else [[number] for number in numbers]
         losses: list[Tensor] = []
         random_state = self._random.get()
         loss, labelled = self._objective.loss, {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
@@ -549,7 +551,13 @@ class LayerRunner:
         assert self._plan is not None
         plan, first = self._plan, len(self.visits)
         bounds = [(self.bounds[unit.index], first + offset) for offset, unit in enumerate(plan.units)]
-        tiling = HeadTiling(plan.vocab_size, self._head_rows, self._head_columns, self._kept_parts, self._parts_in_turn)
+        tiling = HeadTiling(
+            plan.vocab_size,
+            self._head_rows,
+            self._head_columns,
+            self._recompute.kept_parts,
+            self._order.parts_in_turn,
+        )
         stand_in = self._stand_in if tiling.columns else None
         model = HeadModel(self._graph.model, plan.trunk, stand_in, is_product=plan.is_product)
         ranges = plan.ranges(tiling.columns) if tiling.columns else ()
@@ -614,8 +622,7 @@ class Trunk:
         trace: Expected visits, which the forward is checked against; None: no check.
         mirror: Entered while a model's own code runs: the host mirror of its inputs. None: it reads them from the
             device.
-        kept: Visits whose graphs are kept for the backward.
-        saved_attention: Visits that save attention's results for their recompute.
+        recompute: What visits keep of their forward for the backward.
         context: Makes the context that forward and backward run in.
 
     Attributes:
@@ -631,15 +638,14 @@ class Trunk:
         head: HeadPlan | None,
         trace: VisitTrace | None,
         mirror: AbstractContextManager[Any] | None = None,
-        kept: Container[int] = (),
-        saved_attention: Container[int] = (),
+        recompute: Recompute = KEEP_NOTHING,
         context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._context = context
         self._mirror = mirror
         self._graph, self.visits, self._bounds, self._device = graph, visits, bounds, device
         self._head, self._trace = head, trace
-        self._kept, self._saved_attention = kept, saved_attention
+        self._recompute = recompute
         self._accepts_use_cache = accepts_use_cache(graph.model)
 
     @contextmanager
@@ -747,10 +753,10 @@ class Trunk:
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        bound, is_kept = self._bounds[unit], number in self._kept
+        bound, is_kept = self._bounds[unit], number in self._recompute.kept_graphs
         planned = None if self._trace is None else self._trace.visits[number]
         saved: list[int | None] = [] if planned is None or is_kept else [*range(len(planned.saved))]
-        saved += [None] if saved and number in self._saved_attention else []
+        saved += [None] if saved and number in self._recompute.saved_attention else []
         unused = [(micro_batch, index) for micro_batch in absent for index in saved]
         has_backward = planned is not None and planned.has_backward
         visit = UnitVisit(
@@ -759,7 +765,7 @@ class Trunk:
             self.visits,
             anchor,
             is_kept,
-            number in self._saved_attention,
+            number in self._recompute.saved_attention,
             unused,
             has_backward,
         )

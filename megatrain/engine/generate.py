@@ -72,7 +72,6 @@ class GenerationRunner:
         device: Compute device.
         bounds: Every unit's module with slots for its weights, by index; None: they are made.
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
-        random_enabled: False on fake tensors.
         num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
         any_rank: Among ranks, which all run as many passes, returns whether one of them goes on, given whether
             this one does; a collective. None: there is one process.
@@ -89,7 +88,6 @@ class GenerationRunner:
         device: torch.device,
         bounds: Sequence[BoundUnit] | None = None,
         trace: VisitTrace | None = None,
-        random_enabled: bool = True,
         num_micro_batches: int = 0,
         any_rank: Callable[[bool], bool] | None = None,
     ) -> None:
@@ -100,7 +98,7 @@ class GenerationRunner:
         move_buffers(graph.model, device)
         self._bounds = list(bounds) if bounds is not None else [BoundUnit(unit, device) for unit in graph.units]
         self._trace = trace
-        self._random = RandomStates(device, enabled=random_enabled)
+        self._random = RandomStates(device)
         self._whole: dict[str, Tensor] = {}
         self.kept_nbytes: dict[int, int] = {}
 

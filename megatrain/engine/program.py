@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DURABLE_KINDS",
+    "KEEP_NOTHING",
     "KINDS",
     "BlockAccess",
     "BlockPlan",
@@ -289,6 +290,10 @@ class Recompute:
     kept_graphs: frozenset[int] = frozenset()
     saved_attention: frozenset[int] = frozenset()
     kept_parts: int = 1
+
+
+#: The backward computes everything again.
+KEEP_NOTHING = Recompute()
 
 
 @dataclass(frozen=True, slots=True)

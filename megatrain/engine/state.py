@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 __all__ = ["RandomStates", "ThreadModes", "micro_batch_seed", "without_saved_tensors"]
 
@@ -23,28 +24,33 @@ def micro_batch_seed(seed: int, micro_batch: int) -> int:
     return (mixed ^ (mixed >> 29)) % 2**63
 
 
+def _is_fake() -> bool:
+    """Return whether what runs computes on fake tensors."""
+    return detect_fake_mode() is not None
+
+
 class RandomStates:
     """Reads and writes the random state of the CPU and of one compute device.
 
     Args:
         device: Compute device.
-        enabled: False on fake tensors (a trace), where nothing is drawn: all methods do nothing.
+
+    On fake tensors (a trace) nothing is drawn: there all methods do nothing, and ask no device.
     """
 
-    def __init__(self, device: torch.device, *, enabled: bool = True) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._enabled = enabled
 
     def seed(self, seed: int) -> None:
         """Start a stream."""
-        if self._enabled:
+        if not _is_fake():
             torch.default_generator.manual_seed(seed)
             if self._device.type != "cpu":
                 torch.get_device_module(self._device).manual_seed(seed)
 
     def get(self) -> tuple[Tensor, ...]:
         """Return the state of the current stream."""
-        if not self._enabled:
+        if _is_fake():
             return ()
         states: tuple[Tensor, ...] = (torch.default_generator.get_state(),)
         if self._device.type != "cpu":

@@ -20,7 +20,7 @@ import torch
 
 from megatrain.base.progress import Activity
 from megatrain.engine.access import StoreAccess
-from megatrain.engine.forward import LayerRunner, QueuedLoss
+from megatrain.engine.forward import LayerRunner, PassOrder, QueuedLoss
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.loss import PartialMean, mean_figures
 from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
@@ -106,16 +106,15 @@ class StepEngine:
             model.graph,
             self._access,
             device=model.device,
-            compute_dtype=model.graph.dtype,
-            order=recipe.order,
-            head_rows=model.trace.head_rows or None,
-            head_columns=model.trace.head_columns,
+            order=PassOrder(
+                recipe.order,
+                model.trace.head_rows or None,
+                model.trace.head_columns,
+                parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.cuts.passing),
+            ),
             trace=model.trace,
             objective=recipe.objective,
-            kept=program.recompute.kept_graphs,
-            kept_parts=program.recompute.kept_parts,
-            saved_attention=program.recompute.saved_attention,
-            parts_in_turn=any(model.trace.visits[visit].is_head for visit, _ in program.cuts.passing),
+            recompute=program.recompute,
             compiler=recipe.compiler,
             activity=activity,
         )
@@ -292,9 +291,7 @@ class EvaluationEngine:
             model.graph,
             self._access,
             device=model.device,
-            compute_dtype=model.graph.dtype,
-            head_rows=model.trace.head_rows or None,
-            head_columns=model.trace.head_columns,
+            order=PassOrder(head_rows=model.trace.head_rows or None, head_columns=model.trace.head_columns),
             trace=model.trace,
             activity=activity,
         )

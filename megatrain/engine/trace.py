@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
-from megatrain.engine.forward import LayerRunner, move_buffers
+from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import TracedVisit, VisitTrace
@@ -168,7 +168,7 @@ def trace_generation(
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_buffers(graph.model, device, fake):
         tracer = _GenerationTracer(graph, graph.dtype, device, None, None, None, False)
-        runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds, random_enabled=False)
+        runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds)
         cache = DynamicCache(config=graph.config.get_text_config(decoder=True))
         with fake, tracer.counts:
             with tracer.counts.paused():
@@ -320,11 +320,8 @@ class _Tracer:
             graph,
             self,
             device=device,
-            compute_dtype=dtype,
-            head_rows=head_rows,
-            head_columns=head_columns,
+            order=PassOrder(head_rows=head_rows, head_columns=head_columns),
             objective=objective,
-            random_enabled=False,
             context=partial(graph.computing, self._dense_masks.setdefault, is_compiled=is_compiled),
         )
         for bound in self.runner.bounds:

@@ -18,7 +18,7 @@ def cores_of_rank(number: int, size: int, cores: Sequence[int] | None = None) ->
     """Return a rank's part of some cores: equal slices, of neighbours; fewer cores than ranks are shared by all.
 
     Args:
-        number: of the rank among those that divide the cores, from 0.
+        number: The rank, counted from 0 among those that divide the cores.
         size: number of these ranks.
         cores: to divide; None: those that this process may use.
     """
@@ -32,7 +32,7 @@ def cores_near(bus_id: str, devices: Path = _DEVICES) -> list[int]:
     """Return the cores on the node of a PCI device; none where the machine does not say.
 
     Args:
-        bus_id: of the device, ``"0000:3b:00.0"``.
+        bus_id: PCI bus of the device, ``"0000:3b:00.0"``.
         devices: folder of sysfs.
     """
     try:

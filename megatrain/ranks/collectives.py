@@ -63,7 +63,7 @@ class Collectives:
     ``is_async``, when the work that is returned has been waited for.
 
     Args:
-        group: of the ranks; None: the default group.
+        group: Process group of the ranks; None: the default one.
         tier: name of the tier that the tensors of ``gather`` and ``exchange`` are in: names the links.
         num_hosts: on which the ranks of the default group are, as many on each, one host after the other.
 
@@ -157,7 +157,7 @@ class Collectives:
         Args:
             target: 1-D; written where ``moves`` says.
             source: 1-D, of the same dtype.
-            moves: of this rank.
+            moves: What this rank sends and receives.
 
         Returns:
             The bytes that it took beside the two.

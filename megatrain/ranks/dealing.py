@@ -79,7 +79,7 @@ class Moves:
     """What one rank sends and receives in a redistribution; what stays on a rank is among it.
 
     Args:
-        all_moves: of all ranks, in the order in which elements travel between any two of them.
+        all_moves: Those of all ranks, in the order in which elements travel between any two of them.
         rank: whose view this is.
         size: number of ranks.
 
@@ -146,16 +146,16 @@ class DealtLayout:
     """What ranks move for the update of one layout, as one of them sees it.
 
     Args:
-        matrices: of the layout.
-        length: of the rank's share of the weight.
+        matrices: Matrices that the layout has.
+        length: Elements of the rank's share of the weight.
         directions: from shares to whole matrices, which lie one after the other on their rank.
         loans: by kind of state.
         rank: whose view this is.
-        scratch_bytes: of a matrix: what making it orthogonal takes beside it.
+        scratch_bytes: Bytes that making a matrix orthogonal takes beside it.
 
     Attributes:
         own: matrices of the rank, in order.
-        length: of its share.
+        length: Elements of its share.
         num_own: elements of its matrices.
         scratch_bytes: what making one of them orthogonal takes beside it, at most.
     """
@@ -232,11 +232,11 @@ def deal(
     """Return what ranks move for the update of a layout that is not cut into parts.
 
     Args:
-        layout: of the weight.
+        layout: Layout of the weight.
         is_matrix: tells parameters whose last two dimensions are matrices that have to be whole.
-        kinds: of state; those with `elements_of` are lent.
-        shares: of this rank.
-        scratch_bytes: of rows and columns: what work on a matrix takes beside it.
+        kinds: Kinds of state; those with `elements_of` are lent.
+        shares: What this rank owns.
+        scratch_bytes: Rows and columns -> bytes that work on a matrix takes beside it.
         flops: likewise: its operations, by which matrices are dealt.
     """
     whole = range(layout.num_elements)

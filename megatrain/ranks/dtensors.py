@@ -134,7 +134,7 @@ def add_over_shards(parameters: Sequence[Tensor], values: Sequence[float]) -> li
 
     Args:
         parameters: any number, of any meshes.
-        values: of this rank, one for each parameter.
+        values: Numbers of this rank, one for each parameter.
     """
     totals = list(values)
     alike: dict[Any, list[int]] = {}

@@ -25,7 +25,7 @@ class RankGroup:
     """The ranks of a run. One process alone is a group of one, with which nothing is exchanged.
 
     Args:
-        world: of this rank.
+        world: Place of this rank among all.
         line: to the launcher that started it; None: torchrun or srun did.
     """
 
@@ -237,7 +237,7 @@ class RankGroup:
 
         Args:
             message: for the user.
-            exit_code: of all processes.
+            exit_code: Status with which all processes end.
             is_own: see ``Watcher.fail``.
         """
         _flush()

@@ -83,7 +83,7 @@ def total(first: int, stop: int, sums: Mapping[Subtree, _Sum], add: Callable[[_S
     Args:
         first: lane of the node.
         stop: past its last lane.
-        sums: of nodes that together have every lane once.
+        sums: Sums of nodes that together have every lane once.
         add: returns the sum of two; it may change and return the left one, which is not used again.
     """
     if (first, stop) in sums:
@@ -100,7 +100,7 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
 
     Args:
         lane: that is complete.
-        num_lanes: of the step.
+        num_lanes: Lanes of a step.
         own: the lanes that are taken.
     """
     (found,) = ((first, stop) for first, stop in subtrees(0, num_lanes, own.start, own.stop) if first <= lane < stop)
@@ -122,7 +122,7 @@ def most_open_sums(num_lanes: int, own: range | None = None) -> int:
     """Return how many sums are open at once when lanes are taken in order.
 
     Args:
-        num_lanes: of the step.
+        num_lanes: Lanes of a step.
         own: the lanes that are taken; None: all. The sums of its subtrees stay open to the end.
     """
     own = range(num_lanes) if own is None else own
@@ -139,8 +139,8 @@ class Lanes:
     """The lanes of a step, and those of them that are summed here.
 
     Attributes:
-        num_lanes: of the step.
-        num_micro_batches: of the step.
+        num_lanes: Lanes of a step.
+        num_micro_batches: Micro-batches of a step.
         own: the lanes that are summed here.
     """
 

@@ -78,9 +78,9 @@ def launch(
     themselves are killed.
 
     Args:
-        command: of each rank.
+        command: Command line of each rank.
         size: number of ranks.
-        threads: of each rank's libraries; None: its part of the cores, as many for each.
+        threads: Threads of each rank's libraries; None: its part of the cores, as many for each.
         pass_fds: descriptors that rank 0 inherits.
         on_failure: called once, with what a user is told of a run that failed.
         on_message: called with what ranks say that is no failure.

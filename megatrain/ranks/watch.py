@@ -53,8 +53,8 @@ class Failure:
 
     Attributes:
         rank: the one that failed; -1: no single one.
-        host: of that rank.
-        exit_code: of all processes.
+        host: Host on which that rank ran.
+        exit_code: Status with which all processes end.
         message: for the user, without the rank.
         is_shared: all ranks failed with this message.
     """
@@ -158,7 +158,7 @@ class Watcher:
     """Watches the other ranks from threads of its own, and ends this process when one of them is gone.
 
     Args:
-        world: of this rank.
+        world: Place of this rank among all.
         store: a connection of its own, at which ranks meet.
         timeout_s: a rank that has not been heard of for so long is taken for dead.
         line: to the launcher, which then tells of failures in place of the ranks.
@@ -221,7 +221,7 @@ class Watcher:
 
         Args:
             message: for the user.
-            exit_code: of all processes.
+            exit_code: Status with which all processes end.
             is_own: the error is one of this rank's own. Else it may be what the end of another looks like from here, a
                 collective that broke: then the reason is waited for.
         """

@@ -134,7 +134,7 @@ class World:
         sees one of its own already, as Slurm may arrange it, that stays.
 
         Args:
-            environment: of this process.
+            environment: Variables of this process.
         """
         if self.is_single:
             return
@@ -206,7 +206,7 @@ def connect(world: World, host: str, port: int, *, serves: bool = False, timeout
     interfaces of the machine, whatever it is told, and answers whoever asks: that is for networks closed to others.
 
     Args:
-        world: of this rank.
+        world: Place of this rank among all.
         host: at which the store is served.
         port: at which the store is served; 0 where this rank serves it: a free one.
         serves: this rank serves it, for as long as the connection exists.
@@ -236,8 +236,8 @@ def init(world: World, device: torch.device, store: Store, bus: str = "") -> Non
     Waits for all ranks. The group adds nothing up, so the order of sums is never the library's.
 
     Args:
-        world: of this rank; alone, it joins nothing.
-        device: of the computation; a GPU is the only one that this process sees.
+        world: Place of this rank among all; alone, it joins nothing.
+        device: Where layers run; a GPU is the only one that this process sees.
         store: at which the ranks meet; each run has its own keys in it.
         bus: address of the GPU; "" where it is not known.
 
@@ -270,7 +270,7 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
     NCCL would say no more than "invalid usage"; and where one rank has no GPU, the others would wait for it for ever.
 
     Args:
-        world: of this rank.
+        world: Place of this rank among all.
         store: at which the ranks meet.
         bus: address of this rank's GPU, "" where it is not known; None: it has none.
     """
@@ -298,9 +298,9 @@ def init_by_file(world: World, device: torch.device, path: Path, bus: str = "") 
     """Join the default group with other processes of this machine.
 
     Args:
-        world: of this rank.
-        device: of the computation.
-        path: of a new file, the same for all.
+        world: Place of this rank among all.
+        device: Where layers run.
+        path: A new file, the same for all.
         bus: address of the GPU; "" where it is not known.
     """
     from torch.distributed import FileStore  # type: ignore[attr-defined]

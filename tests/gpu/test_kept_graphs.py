@@ -10,13 +10,13 @@ import torch
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.planned_workspace import planned_workspace
+from oracles.runners import layer_runner
 from tiered import MiB
 
 ROWS, LENGTH, NUM_MICRO_BATCHES = 4, 512, 2
@@ -39,7 +39,7 @@ def step(config: Any, dtype: torch.dtype, kept: Any, saved: Any = ()) -> tuple[A
     access._device = "cuda"
     access._weights = {name: weight.to("cuda") for name, weight in access._weights.items()}
     del model
-    runner = LayerRunner(graph, access, device="cuda", compute_dtype=dtype, kept=kept, saved_attention=saved)
+    runner = layer_runner(graph, access, device="cuda", kept=kept, saved_attention=saved)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}

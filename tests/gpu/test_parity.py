@@ -11,10 +11,10 @@ import torch
 from fakes.gpu_run import deterministic, gpu_config_text
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*")
@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_of_hugging_face(family: str, batches: str,
         expected = train_step(model, on_device, SEED)
         graph = build_graph(config)
         access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32, "cuda")
-        runner = LayerRunner(graph, access, device="cuda", compute_dtype=torch.float32)
+        runner = layer_runner(graph, access, device="cuda")
         before = 0 if virtual is None else len(virtual.waits)
         loss = runner.forward_backward(micro_batches, seed=SEED)
     if virtual is not None:

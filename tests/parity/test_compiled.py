@@ -18,6 +18,7 @@ from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import BoundUnit, LayerCompiler
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3
@@ -86,9 +87,7 @@ def prepared(
     graph = build_graph(config, attn_implementation="sdpa")
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
     trace = trace_visits(graph, 2, 32, torch.float32)
-    runner = LayerRunner(
-        graph, access, device="cpu", compute_dtype=torch.float32, trace=trace, compiler=compiler, kept=kept
-    )
+    runner = layer_runner(graph, access, device="cpu", trace=trace, compiler=compiler, kept=kept)
     ids = torch.randint(3, 90, (2, 32))
     return runner, access, {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -20,7 +20,6 @@ from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.rows_report import DataError
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import vocabulary_ranges
@@ -35,6 +34,7 @@ from megatrain.trainer import Trainer
 from oracles.families import VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 from tiered.units import PAGE_BYTES, round_up
 
@@ -138,11 +138,10 @@ def test_every_gradient_is_that_of_plain_torch(family: str, options: dict[str, A
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
     columns = {key: value for key, value in options.items() if key != "parts_in_turn"}
     trace = trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=4, **columns)
-    runner = LayerRunner(
+    runner = layer_runner(
         graph,
         access,
         device="cpu",
-        compute_dtype=torch.float32,
         head_rows=4,
         objective=objective,
         trace=trace,

@@ -41,6 +41,7 @@ from megatrain.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES, config_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,7 +70,7 @@ def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> 
     graph = build_graph(config, dtype=dtype)
     trace = trace_visits(graph, 2, 12, dtype)
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, trace=trace, head_rows=trace.head_rows and 4)
+    runner = layer_runner(graph, access, device="cpu", trace=trace, head_rows=trace.head_rows and 4)
     return runner, access
 
 

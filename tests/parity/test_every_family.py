@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 SEED = 3
 REFUSED = {"prophetnet": "outside of the weight's own module"}
@@ -45,7 +45,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
             buffer.copy_(buffers[name])
         assert torch.equal(buffer, buffers[name]), name
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     if model_type in REFUSED:
         with pytest.raises(Exception, match=REFUSED[model_type]):
             runner.forward_backward(batches, seed=SEED)
@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
     loss = runner.forward_backward(batches, seed=SEED)
     gradients = access.finish()
     assert_same_gradients(expected, loss.loss, gradients)
-    kept_runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=range(1000))
+    kept_runner = layer_runner(graph, access, device="cpu", kept=range(1000))
     kept_loss = kept_runner.forward_backward(batches, seed=SEED)
     kept = access.finish()
     assert kept_loss == loss and kept.keys() == gradients.keys()

@@ -25,7 +25,6 @@ from megatrain.config import load_config
 from megatrain.converters import experts
 from megatrain.converters.experts import ExpertsPart
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head_plan import plan_head
 from megatrain.export import export_checkpoint
 from megatrain.generation import Generator, config_of_folder
@@ -48,6 +47,7 @@ from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess, cut_like, joined
 from oracles.planned_workspace import planned_workspace
 from oracles.quantize import quantized_pair
+from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, config_text, run_config
 from processes.worlds import RankResult, digests, run_world, train
 from tiered.units import PAGE_BYTES
@@ -83,11 +83,11 @@ def _compare_with_hugging_face(config: Any) -> ModelGraph:
         if name in graph.persistent_buffers():
             buffer.copy_(buffers[name])
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     loss = runner.forward_backward(batches, seed=SEED)
     gradients = access.finish()
     assert_same_gradients(expected, loss.loss, joined(graph, gradients))
-    kept_runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=range(1000))
+    kept_runner = layer_runner(graph, access, device="cpu", kept=range(1000))
     assert kept_runner.forward_backward(batches, seed=SEED) == loss
     kept = access.finish()
     assert kept.keys() == gradients.keys()
@@ -533,7 +533,7 @@ def test_idle_experts_are_not_leased() -> None:
     graph = build_graph(config, cuts_experts=True)
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     for kept in ((), range(1000)):
-        runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, kept=kept)
+        runner = layer_runner(graph, access, device="cpu", kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)
         assert_same_gradients(expected, loss.loss, joined(graph, access.finish()))
     assert len(access.skipped) >= 2 * 2 * len(_parts(graph)) * 5 // 8  # forward and backward, twice

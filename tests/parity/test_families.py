@@ -13,6 +13,7 @@ from megatrain.engine.forward import LayerRunner, StepLoss
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,7 +36,7 @@ def streamed(
     for name, buffer in graph.model.named_buffers():
         torch.testing.assert_close(buffer, buffers[name], rtol=0, atol=0)
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, order=order, head_rows=head_rows)
+    runner = layer_runner(graph, access, device="cpu", order=order, head_rows=head_rows)
     loss = runner.forward_backward(batches, seed=SEED)
     assert all(parameter.is_meta for parameter in graph.model.parameters())
     return loss, access.finish(), runner
@@ -136,7 +137,7 @@ def test_second_step_repeats_the_first() -> None:
     model = build_model(config)
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     state = torch.get_rng_state()
     first, gradients = runner.forward_backward(padded_batches(), seed=1), access.finish()
     second, others = runner.forward_backward(padded_batches(), seed=1), access.finish()

@@ -11,13 +11,13 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.carried import carried_modules
 from megatrain.models.skeleton import reads_more_than_text
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 SEED = 3
 #: Those that Hugging Face runs on text alone, and the engine does not.
@@ -79,7 +79,7 @@ def test_loss_and_gradients_equal_hugging_face(model_type: str) -> None:
         assert not unaccounted
         assert not carried.names & set(expected.gradients), "what is kept has no gradient"
     access = MemoryAccess(graph, loaded, torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     loss = runner.forward_backward(batches, seed=SEED)
     gradients = access.finish()
     assert_same_gradients(expected, loss.loss, gradients)

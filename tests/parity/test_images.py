@@ -22,7 +22,6 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.export import export_checkpoint
 from megatrain.ranks.world import World
@@ -31,6 +30,7 @@ from oracles.huggingface import assert_same_gradients, train_step
 from oracles.image_models import FAMILIES, image_data, make_folder, write_rows
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, plain_name, with_adapters
+from oracles.runners import layer_runner
 from oracles.tiered_run import run_config
 from processes.worlds import RankResult, digests, run_world
 from processes.worlds import train as train_on_rank
@@ -108,7 +108,7 @@ def test_loss_and_every_gradient_equal_hugging_face(
         trace = trace_visits(graph, batch_rows, MAX_LENGTH, torch.float32, example=example)
         assert trace.exact, trace.guesses
         access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-        runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+        runner = layer_runner(graph, access, device="cpu", trace=trace)
         loss = runner.forward_backward(micro_batches, seed=SEED)
         gradients = access.finish()
         assert_same_gradients(expected, loss.loss, gradients)
@@ -159,7 +159,7 @@ def test_adapters_are_trained_as_by_peft(
     example = ImageProcessor(str(folder), load_tokenizer(str(folder)), MAX_LENGTH).example(1)
     trace = trace_visits(graph, 1, MAX_LENGTH, torch.float32, example=example)
     access = MemoryAccess(graph, parameters_by_name(theirs), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", trace=trace)
     loss = runner.forward_backward(micro_batches, seed=SEED)
     assert_same_gradients(expected, loss.loss, access.finish())
 

@@ -16,7 +16,6 @@ from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.config import load_config
 from megatrain.engine import head_plan
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.updates import Updater
 from megatrain.optim.base import Update
@@ -25,6 +24,7 @@ from megatrain.plan.plan import Plan
 from megatrain.ranks.lanes import micro_batches_of_lane, total
 from megatrain.trainer import Trainer
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model
 from tiered.units import PAGE_BYTES
 
@@ -58,11 +58,10 @@ class ByUse(MemoryAccess):
 def gradients_by_hand(plan: Plan, weights: Mapping[str, Tensor], micro_batches: list[Any]) -> dict[str, Tensor]:
     """Return gradients: of each lane by the engine with one lane, on its micro-batches, then added in the tree."""
     access = ByUse(plan.graph, weights, plan.graph.dtype)
-    runner = LayerRunner(
+    runner = layer_runner(
         plan.graph,
         access,
         device="cpu",
-        compute_dtype=plan.graph.dtype,
         head_rows=plan.trace.head_rows,
         head_columns=plan.trace.head_columns,
     )

@@ -12,11 +12,12 @@ from peft import LoraConfig, get_peft_model
 from megatrain.converters.adapters import LoraSpec, adapters_of
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import tile_mlps
-from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.engine.forward import StepLoss
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, peft_model, plain_name
+from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +32,7 @@ def streamed(
     if mlp_rows:
         assert tile_mlps(graph, mlp_rows)
     access = MemoryAccess(graph, dict(weights), dtype)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=dtype, order=order)
+    runner = layer_runner(graph, access, device="cpu", order=order)
     loss = runner.forward_backward(padded_batches(), seed=SEED)
     return loss, access.finish()
 

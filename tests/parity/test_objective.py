@@ -14,13 +14,13 @@ from transformers.trainer_pt_utils import LabelSmoother
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.state import micro_batch_seed
 from megatrain.engine.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import config_text, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -35,11 +35,10 @@ def streamed(
 ) -> tuple[float, dict[str, Any]]:
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    runner = LayerRunner(
+    runner = layer_runner(
         graph,
         access,
         device="cpu",
-        compute_dtype=torch.float32,
         order=order,
         head_rows=4,
         head_columns=columns,
@@ -50,7 +49,7 @@ def streamed(
     assert runner.forward_backward(padded_batches(), seed=SEED).loss == loss
     assert runner.forward_backward(padded_batches(), seed=SEED + 1).loss != loss or not objective.neftune_noise_alpha
     assert not model.get_input_embeddings()._forward_hooks and "_loss_function" not in vars(graph.model)
-    plain = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=4, head_columns=columns)
+    plain = layer_runner(graph, access, device="cpu", head_rows=4, head_columns=columns)
     assert runner.evaluate(padded_batches()) == plain.evaluate(padded_batches())
     return loss, gradients
 

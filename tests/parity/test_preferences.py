@@ -27,6 +27,7 @@ from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined
+from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,7 +75,7 @@ def make_runner(
     graph = build_graph(config, cuts_experts=cuts_experts)
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, objective=objective, **options)
+    runner = layer_runner(graph, access, device="cpu", objective=objective, **options)
     return runner, access
 
 

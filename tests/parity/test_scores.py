@@ -25,11 +25,11 @@ from megatrain.converters.spec import build_graph
 from megatrain.data import scores as scores_module
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.scores import ScoresError
-from megatrain.engine.forward import LayerRunner
 from megatrain.scoring import Scorer, ScoreSummary
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES
 from processes.saved_run import command_group
 
@@ -139,7 +139,7 @@ def test_every_family_gives_hugging_faces_log_softmax(family: str) -> None:
     model, batches = build_model(config), padded_batches()
     graph = build_graph(config, dtype=torch.float32, is_trained=False)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=4, head_columns=16)
+    runner = layer_runner(graph, access, device="cpu", head_rows=4, head_columns=16)
     found = runner.score(batches, k=K, temperature=2.0)
     model.eval()
     for batch, scores in zip(batches, found, strict=True):

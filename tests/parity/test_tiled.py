@@ -18,10 +18,10 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.beyond_text import Images
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, run_config
 from processes import memory_of_mlp
 
@@ -77,7 +77,7 @@ def gradients(family: str, rows: int, **values: Any) -> tuple[float, dict[str, t
         assert tile_mlps(graph, rows)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
     trace = trace_visits(graph, 2, 16, torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", trace=trace)
     ids = torch.randint(3, 90, (2, 16), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
     loss = runner.forward_backward([batch, {**batch, "input_ids": ids.flip(0)}])

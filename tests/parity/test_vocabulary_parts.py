@@ -31,6 +31,7 @@ from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.planned_workspace import planned_workspace
+from oracles.runners import layer_runner
 from oracles.tiered_run import config_text, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def runner_of(
         graph.model.get_output_embeddings().register_forward_hook(hook)
     access = access(graph, dict(build_model(config, dtype, freeze).named_parameters()), dtype)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}
-    return LayerRunner(graph, access, device="cpu", compute_dtype=dtype, **options), access
+    return layer_runner(graph, access, device="cpu", **options), access
 
 
 def step(config: Any, **options: Any) -> tuple[float, dict[str, Tensor]]:

@@ -18,11 +18,11 @@ from megatrain.converters import documents
 from megatrain.converters.documents import DocumentMask, Documents, attention_by_documents
 from megatrain.converters.spec import build_graph
 from megatrain.engine import attention
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 #: Documents of the rows of one micro-batch; windows of 4 tokens are longer and shorter than some, 130 than a piece.
 ROWS = ((1, 5, 3, 9), (12, 2, 4))
@@ -64,7 +64,7 @@ def dense(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def engine_step(config: Any, micro_batches: Sequence[Mapping[str, Tensor]], **options: Any) -> tuple[float, Any]:
     model, graph = build_model(config), build_graph(config)
     access = MemoryAccess(graph, dict(model.named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, **options)
+    runner = layer_runner(graph, access, device="cpu", **options)
     return runner.forward_backward(micro_batches, seed=3).loss, access.finish()
 
 

@@ -18,10 +18,10 @@ from megatrain.config import problems
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, tile_mlps
-from megatrain.engine.forward import LayerRunner
 from megatrain.plan import planner
 from oracles.families import tiny_config
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import config_text, run_config, write_tiny_model
 
 CUDA = torch.device("cuda")
@@ -50,7 +50,7 @@ def test_modules_of_the_model_change_and_nothing_else() -> None:
     losses = []
     for one in (graph, build_graph(tiny_config("llama"))):
         access = MemoryAccess(one, parameters, torch.float32)
-        runner = LayerRunner(one, access, device="cpu", compute_dtype=torch.float32)
+        runner = layer_runner(one, access, device="cpu")
         losses.append(runner.forward_backward([{"input_ids": ids, "labels": ids}]).loss)
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 

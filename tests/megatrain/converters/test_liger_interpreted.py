@@ -21,11 +21,11 @@ from fakes.liger_packages import complete_interpreter
 from megatrain.config import problems
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
 from megatrain.plan import planner
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import config_text, run_config, write_tiny_model
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,7 +60,7 @@ def step(family: str, batches: Any, *, liger: bool, kept: Any = ()) -> tuple[flo
     if liger:
         check_liger_kernels(graph.model, torch.device("cuda"))
         apply_liger_kernels(graph.model, with_mlps=True)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, head_rows=8, kept=kept)
+    runner = layer_runner(graph, access, device="cpu", head_rows=8, kept=kept)
     evaluation = runner.evaluate(batches)
     loss = runner.forward_backward(batches, seed=1).loss
     return loss, evaluation, access.finish()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.engine.forward import StepLoss
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
     GroupUpdates,
@@ -33,6 +33,7 @@ from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.planned_workspace import planned_workspace
+from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,9 +59,7 @@ class Side:
         self.graph = build_graph(config, freeze=freeze, dtype=dtype)
         parameters = dict(build_model(config, dtype, freeze).named_parameters())
         self.access = access(self.graph, parameters, dtype)
-        self.runner = LayerRunner(
-            self.graph, self.access, device="cpu", compute_dtype=dtype, kept=kept, head_rows=4, **options
-        )
+        self.runner = layer_runner(self.graph, self.access, device="cpu", kept=kept, head_rows=4, **options)
 
     def step(self, batches: Sequence[Mapping[str, torch.Tensor]] | None = None) -> tuple[StepLoss, Gradients]:
         loss = self.runner.forward_backward(batches or padded_batches(), seed=SEED)

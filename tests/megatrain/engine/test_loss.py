@@ -13,7 +13,6 @@ from torch import Tensor
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.cross_entropy import RunningSoftmax
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
 from megatrain.engine.objective import Objective
@@ -21,6 +20,7 @@ from megatrain.engine.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -120,11 +120,10 @@ def step(loss: Loss, **options: Any) -> tuple[float, dict[str, float], dict[str,
     objective = Objective(loss)
     columns = options.pop("head_columns", COLUMNS)
     trace = trace_visits(graph, 2, 12, torch.float32, objective=objective, head_rows=ROWS, head_columns=columns)
-    runner = LayerRunner(
+    runner = layer_runner(
         graph,
         access,
         device="cpu",
-        compute_dtype=torch.float32,
         head_rows=ROWS,
         head_columns=columns,
         objective=objective,

@@ -13,7 +13,7 @@ import torch
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.arguments import CapturedArguments, CapturedResult
-from megatrain.engine.forward import LayerRunner, NoTrainedTokensError, VisitOrderError
+from megatrain.engine.forward import NoTrainedTokensError, VisitOrderError
 from megatrain.engine.labels import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
@@ -22,13 +22,14 @@ from megatrain.models.graph import ModelGraph
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 
 def make(family: str = "llama", order: Any = "layer", trace: VisitTrace | None = None, **changes: Any) -> Any:
     config = tiny_config(family, **changes)
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, order=order, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", order=order, trace=trace)
     return graph, access, runner
 
 
@@ -52,7 +53,7 @@ def test_frozen_layers_keep_no_activations_but_are_announced() -> None:
     config = tiny_config("llama", tied=False)
     graph = build_graph(config, freeze=["model.*"])
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     runner.forward_backward(padded_batches())
     assert access.largest_num_activations == 0
     assert [visit for phase, visit in access.log if phase == "backward"] == [4, 3, 2, 1, 0]
@@ -142,7 +143,7 @@ def test_a_buffer_that_layers_share_is_brought_to_the_device_once() -> None:
     for module in (first, *others):
         module.register_buffer("table", table)
     access = MemoryAccess(graph, dict(build_model(tiny_config("llama")).named_parameters()), torch.float32)
-    LayerRunner(graph, access, device="meta", compute_dtype=torch.float32)
+    layer_runner(graph, access, device="meta")
     assert first.table.is_meta and others and all(module.table is first.table for module in others)
 
 
@@ -169,7 +170,7 @@ def test_a_buffer_changed_in_place_is_refused(monkeypatch: pytest.MonkeyPatch) -
     config = tiny_config("deepseek_v3")
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     bound = runner.bounds[3]
     forward, bias = bound.forward, bound.unit.module.mlp.gate.e_score_correction_bias
 
@@ -328,7 +329,7 @@ def test_trace_agrees_with_what_a_real_step_saves(monkeypatch: pytest.MonkeyPatc
 
     access.put_activation = noting  # type: ignore[method-assign]
     ids = torch.randint(3, 90, (2, 16))
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", trace=trace)
     runner.forward_backward([{"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}])
     assert [tuple(seen.get(number, ())) for number in range(len(trace.visits))] == [v.saved for v in trace.visits]
     assert trace.exact, "what it looks at is a constant"

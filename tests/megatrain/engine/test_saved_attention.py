@@ -12,13 +12,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.attention import AttentionCall
-from megatrain.engine.forward import LayerRunner, StepLoss
+from megatrain.engine.forward import StepLoss
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -65,9 +66,7 @@ class Side:
         change(graph)
         self.access = MemoryAccess(graph, dict(build_model(config, dtype, ()).named_parameters()), dtype)
         self.access.attention_nbytes = nbytes
-        runner = LayerRunner(
-            graph, self.access, device="cpu", compute_dtype=dtype, saved_attention=saved, head_rows=4, **options
-        )
+        runner = layer_runner(graph, self.access, device="cpu", saved_attention=saved, head_rows=4, **options)
         with Kernels() as kernels:
             self.loss: StepLoss = runner.forward_backward(batches, seed=SEED)
         self.gradients: Gradients = self.access.finish()

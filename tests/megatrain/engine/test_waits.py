@@ -21,6 +21,7 @@ from megatrain.trainer import Trainer
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 from oracles.tiered_run import config_text, make_loader, write_tiny_model
 
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
@@ -44,7 +45,7 @@ class NormOnDevice(clip.SquaredNorm):
 def runner_of(config: Any) -> LayerRunner:
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    return LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    return layer_runner(graph, access, device="cpu")
 
 
 @pytest.mark.parametrize("batches", BATCHES)

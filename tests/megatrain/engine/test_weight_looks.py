@@ -13,11 +13,11 @@ from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine import visit
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 #: What the model adds to its hidden states, by name.
 LOOKS = {
@@ -53,7 +53,7 @@ def test_loss_and_gradients_equal_hugging_face(monkeypatch: pytest.MonkeyPatch, 
     graph = build_graph(config)
     trace = trace_visits(graph, 3, 8, torch.float32)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, order=order, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", order=order, trace=trace)
     loss = runner.forward_backward(padded_batches())
     assert loss.loss == pytest.approx(expected.loss, rel=2e-6)
     found = access.finish()
@@ -74,7 +74,7 @@ def test_looks_on_a_device_while_inputs_are_mirrored(monkeypatch: pytest.MonkeyP
         weights = {key: parameter.detach().to("cuda") for key, parameter in model.named_parameters()}
         graph = build_graph(config)
         access = MemoryAccess(graph, weights, torch.float32, device="cuda")
-        runner = LayerRunner(graph, access, device="cuda", compute_dtype=torch.float32)
+        runner = layer_runner(graph, access, device="cuda")
         for _ in range(2):  # the second one finds all modes as the first did
             loss = runner.forward_backward(padded_batches())
             found = {key: gradient.cpu() for key, gradient in access.finish().items()}
@@ -98,6 +98,6 @@ def test_a_row_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config("llama")
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32)
+    runner = layer_runner(graph, access, device="cpu")
     with pytest.raises(IndexError, match="out of bounds"):
         runner.forward_backward(padded_batches())

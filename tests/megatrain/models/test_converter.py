@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from megatrain.base.layout import UnitLayout
 from megatrain.converters.spec import converters_for
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.trace import trace_visits
 from megatrain.models.converter import ConvertedGraph, InnerUnit, ModelConverter, ReadMaster, WeightSource
 from megatrain.models.export import export_model
@@ -22,6 +21,7 @@ from megatrain.models.graph import ModelGraph, converted_graph
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
+from oracles.runners import layer_runner
 
 
 class Gain(nn.Module):
@@ -123,7 +123,7 @@ def test_a_converted_model_is_streamed_like_any_other(converted: tuple[Gains, Mo
     trace = trace_visits(graph, 1, 8, torch.float32)
     gains.calls.clear()
     access = MemoryAccess(graph, weights, torch.float32)
-    runner = LayerRunner(graph, access, device="cpu", compute_dtype=torch.float32, trace=trace)
+    runner = layer_runner(graph, access, device="cpu", trace=trace)
     ids = torch.arange(3, 11)[None]
     loss = runner.forward_backward([{"input_ids": ids, "labels": ids}]).loss
     assert gains.calls == ["begin", "end"], "around the forward and the backward of a pass"
