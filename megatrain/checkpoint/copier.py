@@ -127,7 +127,7 @@ class CheckpointCopier:
             job, self._next = self._next, None
             self._start(job)
 
-    def wait_for_those_that_go(self, outgoing: Sequence[Checkpoint]) -> None:
+    def wait_for_pruned(self, outgoing: Sequence[Checkpoint]) -> None:
         """Wait until no checkpoint that the next commit prunes is being copied.
 
         Args:

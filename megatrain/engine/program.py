@@ -30,7 +30,7 @@ from megatrain.engine.encoding import AveragedWeight, Encoding
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
-from megatrain.ranks.dealing import DealtLayout, deal
+from megatrain.ranks.redistribute import DealtLayout, plan_redistribution
 from megatrain.ranks.shares import NETWORK, PEER, Sharding, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
@@ -871,7 +871,7 @@ class ProgramBuilder:
         on_host = self._compute_tier == "ram"
         state_kinds = optimizer.state_kinds(self._graph.dtype.itemsize == 2)
         dealt = {
-            index: deal(
+            index: plan_redistribution(
                 layout,
                 optimizer.is_matrix_of,
                 state_kinds,

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from megatrain.engine.tape import Op
     from megatrain.engine.updates import PendingUpdate, Updater
     from megatrain.ranks.collectives import Collectives
-    from megatrain.ranks.dealing import DealtLayout
     from megatrain.ranks.lanes import Subtree
+    from megatrain.ranks.redistribute import DealtLayout
 
 __all__ = ["Ranks", "describe_collectives"]
 
@@ -132,7 +132,7 @@ class Ranks:
         self.agree([layout], (), ())
 
     def update(self, op: Op, pending: PendingUpdate) -> None:
-        """Update a layout of which matrices have to be whole for one step."""
+        """Update sharded matrices that need an unsharded step."""
         assert self._dealt is not None, f"no update to make: {op}"
         self._dealt.run(op, pending)
 
@@ -710,7 +710,7 @@ class ExchangedGradients:
 
 
 class DealtUpdates:
-    """Updates of layouts of which matrices have to be whole for one step.
+    """Updates of sharded matrices that need an unsharded step.
 
     Args:
         collectives: The ranks.
@@ -731,7 +731,7 @@ class DealtUpdates:
         self._held_bytes = 0
 
     def run(self, op: Op, pending: PendingUpdate) -> None:
-        """Update a layout of which matrices have to be whole for one step: those come to one rank each, and go back.
+        """Update a layout: an all-to-all brings each matrix to one owner, which makes it orthogonal and sends it back.
 
         All that moves does so also where a gradient, or that of a parameter, is not used: it does not depend on data.
         """

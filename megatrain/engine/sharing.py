@@ -1,4 +1,4 @@
-"""Gradients that share room: those whose lives do not overlap take turns in one block.
+"""Buffer aliasing of gradients: those with disjoint lifetimes take turns in one block.
 
 A gradient's life is from its first contribution to its update. Where each update follows the backward that completes
 its gradient (``GroupUpdates.are_deferred`` is False), it is dead when the next layer but one begins, and a model needs

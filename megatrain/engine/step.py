@@ -221,7 +221,7 @@ class StepEngine:
 
     @property
     def moved_bytes(self) -> Mapping[str, int]:
-        """By link, what steps have moved beside blocks: directions of matrices, and what went between ranks."""
+        """Bytes per link outside of blocks: Muon's matrices between RAM and device, and what went between ranks."""
         if not isinstance(self._updater.matrices, DeviceMatrices):
             return dict(self._collectives.moved_bytes)
         tier, nbytes = self._program.compute_tier, self._updater.matrices.moved_bytes

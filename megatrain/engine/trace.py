@@ -624,7 +624,7 @@ def _is_plain_look_up(
 
 @contextmanager
 def _lists_are_read() -> Iterator[None]:
-    """Let model code make a tensor of a list of scalar tensors: torch would read those past all dispatch.
+    """Support ``torch.tensor([scalars])`` under fake tensors, which torch reads outside of dispatch.
 
     Not by a mode of torch functions: those are switched off while one runs, in which a forward may be suspended.
     """

@@ -545,7 +545,7 @@ def version_probe(tensor: Tensor) -> Tensor:
 
 
 class RoutedAccess(Protocol):
-    """What is told of experts to which no token goes."""
+    """Receives the experts that got no token."""
 
     def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
         """See ``BlockAccess``."""

@@ -177,7 +177,7 @@ class GraphKeeper:
 
 
 class _FreeMemory:
-    """What is left of the compute tier beside a placement, being given to graphs and attention's results."""
+    """Free memory of the compute tier, being spent on kept graphs and saved attention."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier

@@ -834,7 +834,7 @@ class PlacementSolver:
             for tier in self._homes(block):
                 if tier == homes[block.key] or state.try_move([block.key], tier, ahead=ahead):
                     break
-        self._spare_the_drive(state, ahead=ahead)
+        self._place_overflow_in_compute_tier(state, ahead=ahead)
         if self._residents is not None and state.overfull(ahead=False) == self._order[-1]:
             self._residents.choose(
                 homes,
@@ -855,8 +855,8 @@ class PlacementSolver:
         if not everything or not try_move(everything):
             self._residents.choose(state.homes, try_move)
 
-    def _spare_the_drive(self, state: _Fill, *, ahead: bool) -> None:
-        """Give gradients that RAM has no room for what is left of the compute tier.
+    def _place_overflow_in_compute_tier(self, state: _Fill, *, ahead: bool) -> None:
+        """Place gradients that overflow RAM in what is left of the compute tier, before drives.
 
         Over the bus they go once either way, so they are no residents for their own sake.
         """

@@ -208,11 +208,11 @@ class RunSpec:
         return max(map(self.tokens_of_rank, range(self.world.size)))
 
     def as_fullest_rank(self, size: int, num_hosts: int = 1) -> RunSpec:
-        """Return the run as one of several processes, none of which is there: the first of those that have most to do.
+        """Return the run as the busiest rank of a hypothetical world; the first of those that have most to do.
 
         Args:
-            size: number of processes, of all hosts.
-            num_hosts: that are like this one.
+            size: Number of ranks, on all hosts together.
+            num_hosts: Hosts, each like this one.
         """
         first = replace(self, world=World.local(0, size, num_hosts))
         if first.num_lanes < size:  # which is refused

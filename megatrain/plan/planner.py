@@ -452,7 +452,7 @@ def _place(
                 deeper = placed_with(gathers_ahead, updates_beside_device=updates_beside_device)
             except DoesNotFitError:
                 break
-            if not _takes_room_of_nobody(deeper, found, subject.compute_tier):
+            if not _deeper_gather_is_free(deeper, found, subject.compute_tier):
                 break
             found = deeper
         return found
@@ -495,7 +495,7 @@ def _place(
     return placed(updates_beside_device=False)
 
 
-def _takes_room_of_nobody(deeper: KeptGraphs, found: KeptGraphs, tier: str) -> bool:
+def _deeper_gather_is_free(deeper: KeptGraphs, found: KeptGraphs, tier: str) -> bool:
     """Return whether gathering further ahead leaves all blocks where they are, and room to fetch those of a tick ahead.
 
     It hides a gather that takes longer than one layer computes: not worth a block's home, or late copies.

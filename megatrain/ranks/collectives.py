@@ -31,7 +31,7 @@ from megatrain.ranks.world import WorldError, groups_of_hosts
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
-    from megatrain.ranks.dealing import Moves
+    from megatrain.ranks.redistribute import Moves
     from megatrain.ranks.world import World
 
 __all__ = ["Alone", "Collectives", "RanksDifferError", "collectives_of"]

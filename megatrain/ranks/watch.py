@@ -254,7 +254,7 @@ class Watcher:
     # -- the threads ---------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Talk to the store: an answer may never come, where whoever serves it is stopped."""
+        """Send heartbeats. The store may never answer if the process that serves it is stopped."""
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         number, next_s = 0, 0.0
         while not self._over.is_set():

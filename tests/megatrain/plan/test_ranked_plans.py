@@ -105,7 +105,7 @@ def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     assert slow.step_s >= 3 * free.step_s
 
 
-def test_weights_are_gathered_further_ahead_where_that_takes_room_of_nobody(config: Path) -> None:
+def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> None:
     once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
     assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.optim.base import StateKind
 
-__all__ = ["DealtLayout", "DealtMatrix", "Loan", "Move", "Moves", "deal", "deal_by_cost"]
+__all__ = ["DealtLayout", "DealtMatrix", "Loan", "Move", "Moves", "plan_redistribution", "assign_by_cost"]
 
 _DIRECTION_BYTES = 2  # directions travel in bf16
 _STATE_BYTES = 4  # and state in fp32
@@ -212,7 +212,7 @@ def _travelling(moves: Moves, size: int) -> int:
     return 0 if moves.is_empty else size * (sum(moves.sent_lengths) + sum(moves.received_lengths))
 
 
-def deal_by_cost(costs: Sequence[int], size: int) -> list[int]:
+def assign_by_cost(costs: Sequence[int], size: int) -> list[int]:
     """Return the rank of each piece of work: the most expensive first, each to the rank with the least so far."""
     loads, owners = [0] * size, [0] * len(costs)
     for number in sorted(range(len(costs)), key=lambda number: -costs[number]):
@@ -221,7 +221,7 @@ def deal_by_cost(costs: Sequence[int], size: int) -> list[int]:
     return owners
 
 
-def deal(
+def plan_redistribution(
     layout: UnitLayout,
     is_matrix: Callable[[TensorEntry], bool],
     kinds: Sequence[StateKind],
@@ -246,7 +246,7 @@ def deal(
             rows, columns = entry.shape[-2:]
             starts = range(entry.offset, entry.offset + entry.numel, rows * columns)
             places += [(entry.name, start, rows, columns) for start in starts]
-    owners = deal_by_cost([flops(rows, columns) for _, _, rows, columns in places], shares.size)
+    owners = assign_by_cost([flops(rows, columns) for _, _, rows, columns in places], shares.size)
     matrices = [DealtMatrix(*place, owner) for place, owner in zip(places, owners, strict=True)]
 
     def directions() -> Iterator[Move]:

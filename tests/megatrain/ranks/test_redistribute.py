@@ -12,7 +12,7 @@ from megatrain.base.layout import build_layout
 from megatrain.optim.elementwise import AdamW
 from megatrain.optim.muon import Muon
 from megatrain.optim.threads import KernelThreads
-from megatrain.ranks.dealing import DealtLayout, Moves, deal, deal_by_cost
+from megatrain.ranks.redistribute import DealtLayout, Moves, assign_by_cost, plan_redistribution
 from megatrain.ranks.shares import Shares
 
 SHAPES = {"q": (256, 200), "norm": (3000,), "experts": (5, 128, 96), "out": (300, 256), "table": (700, 256), "b": (7,)}
@@ -25,7 +25,7 @@ KINDS = OPTIMIZER.state_kinds(True)
 def dealt(size: int) -> list[DealtLayout]:
     """Return the view of each rank."""
     return [
-        deal(
+        plan_redistribution(
             LAYOUT,
             OPTIMIZER.is_matrix_of,
             KINDS,
@@ -114,7 +114,7 @@ def test_bytes_are_those_of_elements_that_change_ranks() -> None:
 def test_work_is_dealt_by_its_cost() -> None:
     costs = [9, 1, 1, 7, 3, 3, 8]
     for size in (1, 2, 3, 8):
-        owners = deal_by_cost(costs, size)
+        owners = assign_by_cost(costs, size)
         loads = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(size)]
         assert max(loads) <= sum(costs) / size + max(costs) * (size - 1) / size
-    assert deal_by_cost(costs, 2) == deal_by_cost(list(costs), 2)
+    assert assign_by_cost(costs, 2) == assign_by_cost(list(costs), 2)
