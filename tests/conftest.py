@@ -53,11 +53,13 @@ LONG_MATRICES = (
     "tests/megatrain/ranks/test_failures.py",
     "tests/megatrain/test_lora.py",
     "tests/megatrain/verify/",
+    "tests/cli/test_doctor.py",
+    "tests/examples/test_embed_examples.py",
     "tests/cli/test_ranks.py",
     "tests/docs/test_sizing.py",
     "tests/examples/test_popular_examples.py::test_an_example_is_planned",
 )
-SHARE, FEWEST = 17, 3  # a prime: of two parameters, one would else have the same value in all cases that are left
+SHARE, FEWEST = 17, 2  # a prime: of two parameters, one would else have the same value in all cases that are left
 #: But not these: their cases take milliseconds, and each is another one; or they are the only ones of their kind.
 SHORT = (
     "tests/gpu/test_freed_memory.py",
@@ -69,6 +71,8 @@ SHORT = (
 )
 #: Benches that other tests of test_benches.py run as well, or whose parts do.
 LONG_BENCHES = (
+    "process_memory",
+    "large",
     "plan_accuracy",
     "activations",
     "ranks",

@@ -191,6 +191,7 @@ def test_links_says_which_peers_are_missing_and_why() -> None:
     assert ("read.1MiB.ratio.tier_off/fio" in rows) == ("read.1MiB.fio_libaio_1M_qd32.rate" in rows)
 
 
+@pytest.mark.slow
 def test_comparison_steps_our_sides_in_processes_of_their_own() -> None:
     rows = {row["name"]: row["value"] for row in run("compare/deepspeed")}
     for side in ("ours_bf16", "ours_fp32"):
@@ -592,6 +593,7 @@ def test_a_step_is_drawn_with_everything_that_happened_in_it(tmp_path: Path) -> 
     assert again.read_text().count("<rect") == picture.read_text().count("<rect")
 
 
+@pytest.mark.slow
 def test_a_commit_writes_what_is_at_home_in_ram_and_links_the_rest() -> None:
     rows = {row["name"]: row["value"] for row in run("checkpoint")}
     for size in ("0.002GB",):

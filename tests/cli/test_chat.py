@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain import chat as chats
+from megatrain.tasks import chat as chats
 from megatrain.tasks.chat import ChatSettings, open_chat
 from processes.saved_run import SavedRun, make_run
 

@@ -88,6 +88,7 @@ path = "{drive / "not" / "yet"}"
     assert os.listdir(drive) == []
 
 
+@pytest.mark.slow
 def test_the_current_folder_is_measured_otherwise(call: Call, drive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(drive)
     assert [each["path"] for each in json.loads(call("--quick", "--json").stdout)["drives"]] == [str(drive)]
@@ -114,6 +115,7 @@ def test_ctrl_c_leaves_nothing(call: Call, drive: Path, monkeypatch: pytest.Monk
     assert not profile_path().exists()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_said(call: Call, drive: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     result = call("--quick", drive)

@@ -70,6 +70,7 @@ def shards(hub: FakeHub) -> list[tuple[str, str]]:
     return [(path, wanted) for _, path, wanted in hub.asked if path.endswith(".safetensors")]
 
 
+@pytest.mark.slow
 def test_fetched_for_the_run_interrupted_and_continued(machine: Machine) -> None:
     hub, config = machine.hub, machine.config()
     planned = machine.call("plan", config)

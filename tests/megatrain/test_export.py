@@ -108,7 +108,7 @@ def test_shards(run: SavedRun, tmp_path: Path) -> None:
 
 def test_one_unit_in_memory_at_a_time(run: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_now: list[str] = []
-    real = export_module._Source.weights
+    real = export_module._CheckpointWeights.weights
     most = 0
 
     def watched(self: Any, layout: Any) -> Any:
@@ -125,7 +125,7 @@ def test_one_unit_in_memory_at_a_time(run: SavedRun, tmp_path: Path, monkeypatch
 
         return weights()
 
-    monkeypatch.setattr(export_module._Source, "weights", watched)
+    monkeypatch.setattr(export_module._CheckpointWeights, "weights", watched)
     export_checkpoint(run.out, tmp_path / "out")
     assert most == 1 and not open_now
 

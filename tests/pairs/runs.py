@@ -29,6 +29,7 @@ from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.config import RunConfig, load_config
 from megatrain.converters import experts as model_experts
+from megatrain.final import FinalExport
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.ranks.group import RankGroup
 from megatrain.scoring import Scorer
@@ -178,12 +179,19 @@ class WatchedTrainer(Trainer):
         assert {name: capacity for name, (_, capacity) in end.tiers.items()} == dict(self.plan.budgets)
         return super()._summary(moved, link_bytes, **options)
 
-    def _export(self, exported: Any) -> Path:
-        if self.group.world.is_single:
-            for layout in self.plan.graph.layouts.values():
-                with self.weights.master(layout) as read:
-                    self._end.weights.update(views(read(0, layout.num_elements).clone(), layout))
-        return super()._export(exported)
+    def export(self) -> Path:
+        """Note the weights where they are written: updates are over, and the store is still there."""
+        real = FinalExport.write
+
+        def write(export: FinalExport, *arguments: Any) -> Path:
+            if self.group.world.is_single:
+                for layout in self.plan.graph.layouts.values():
+                    with export.weights.master(layout) as read:
+                        self._end.weights.update(views(read(0, layout.num_elements).clone(), layout))
+            return real(export, *arguments)
+
+        with mock.patch.object(FinalExport, "write", write):
+            return super().export()
 
 
 def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | None = None) -> RankEnd:

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from processes import memory_of_tiering
 
 ROOT = Path(__file__).resolve().parents[3]
 MIB = 1 << 20
 
 
+@pytest.mark.slow
 def test_memory_of_a_process(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "MALLOC_ARENA_MAX": "1"}
     script = str(Path(memory_of_tiering.__file__))

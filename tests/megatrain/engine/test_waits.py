@@ -12,7 +12,7 @@ import torch
 from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
-from megatrain.engine import host_io, step, weight_gradients
+from megatrain.engine import gradients, host_io, leased, weight_gradients
 from megatrain.engine.forward import LayerRunner
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
@@ -32,7 +32,7 @@ def as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the engine do on the CPU what it does on a GPU: norms stay tensors, and the host's copies answer looks."""
     for module in (host_io, weight_gradients):
         monkeypatch.setattr(module, "reads_sync_host", lambda device: True)
-    monkeypatch.setattr(step, "SquaredNorm", NormOnDevice)
+    monkeypatch.setattr(gradients, "SquaredNorm", NormOnDevice)
 
 
 class NormOnDevice(clip.SquaredNorm):
@@ -106,14 +106,14 @@ def test_a_whole_step_reads_once_at_its_end(
         trainer.load()
         engine = trainer.make_engine(3)
         engine.step(next(loader).micro_batches, number=0, lr=1e-3)
-        real, before_read = step.read_numbers, Counter[str]()
+        real, before_read = leased.read_numbers, Counter[str]()
 
         def read(values: Any) -> list[float]:
             before_read.update(waits)
             reads.append(Counter[str]())
             return real(values)
 
-        monkeypatch.setattr(step, "read_numbers", read)
+        monkeypatch.setattr(leased, "read_numbers", read)
         micro_batches = next(loader).micro_batches
         with counted_waits() as waits:
             result = engine.step(micro_batches, number=1, lr=1e-3)

@@ -171,6 +171,7 @@ def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
     assert values["estimate"]["predicted_tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()  # here this machine is what is asked
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

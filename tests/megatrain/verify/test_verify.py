@@ -156,6 +156,7 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     return lambda *words: CliRunner().invoke(group, ["verify", *map(str, words)])
 
 
+@pytest.mark.slow
 def test_the_command(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     result = call("--tiers", "ram")
     assert result.exit_code == 0, result.output
