@@ -9,6 +9,7 @@ import shlex
 import textwrap
 import threading
 from collections import deque
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -625,5 +626,16 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if written := _used(summary.written_bytes):
         lines.append("wrote  " + "  ".join(f"{path} {format_size(n)}" for path, n in written.items()))
     if summary.export_dir is not None:
-        lines += [f"model  {summary.export_dir}", f"next   megatrain-tier chat {shlex.quote(str(summary.export_dir))}"]
+        lines.append(f"model  {summary.export_dir}")
+        if not _judges_texts(summary.export_dir):
+            lines.append(f"next   megatrain-tier chat {shlex.quote(str(summary.export_dir))}")
     return lines
+
+
+def _judges_texts(folder: Path) -> bool:
+    """Return whether an export says classes or rewards of texts, and no words."""
+    try:
+        names = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or ()
+    except (OSError, ValueError, AttributeError):
+        return False
+    return any(str(name).endswith("Classification") for name in names)

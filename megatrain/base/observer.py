@@ -436,7 +436,14 @@ def format_step(metrics: StepMetrics) -> str:
 
 def format_preferences(figures: Mapping[str, float]) -> str:
     """Return what a line says of preferences; "" where there are none."""
-    names = {"rewards/accuracies": "accuracy {:.2f}", "rewards/margins": "margin {:.3f}", "kl": "kl {:.3f}"}
+    names = {
+        "rewards/accuracies": "accuracy {:.2f}",
+        "rewards/margins": "margin {:.3f}",
+        "kl": "kl {:.3f}",
+        "accuracy": "accuracy {:.3f}",
+        "f1": "F1 {:.3f}",
+        "margin": "margin {:.3f}",
+    }
     return ", ".join(text.format(figures[name]) for name, text in names.items() if name in figures)
 
 

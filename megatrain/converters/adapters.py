@@ -39,6 +39,7 @@ from megatrain.models.export import (
 from megatrain.models.folder import ADAPTER_CONFIG, ModelFolderError, TensorFile, some
 from megatrain.models.initialize import name_seed
 from megatrain.models.internals import is_conv1d
+from megatrain.models.task_head import head_modules, head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -408,6 +409,11 @@ def _add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images, beyond
     _check_supported(config, model)
     if beyond_text and (spec.folder is None or carried_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
+    head = head_of(model)
+    if head is not None and spec.folder is None:  # begins with random weights, which stay so where it is frozen
+        config.task_type = head.peft_task_type
+        config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
+        config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and spec.folder is None:
         config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
     saved_modules = config.modules_to_save

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
 from megatrain.data.images import ImageRef, Inserted
+from megatrain.data.labels import encode_labelled
 from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, MessageSpan
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.data.images import ImageProcessor
+    from megatrain.data.labels import Classified, Labelled, Labels, Tagged
 
 TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
 Offsets = Sequence[tuple[int, int]]
@@ -168,6 +170,12 @@ class RowEncoder:
                     yield _finish_tokenized(row)
             except RowError as error:
                 yield error
+
+    def encode_labelled(
+        self, rows: Sequence[Classified | Tagged | RowError], labels: Labels, max_length: int
+    ) -> Iterator[Labelled | RowError]:
+        """Yield the tokens and labels of each row; see ``megatrain.data.labels``."""
+        return encode_labelled(rows, self._tokenizer, labels, max_length)
 
     def _batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
         ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []

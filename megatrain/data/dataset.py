@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key
 from megatrain.data.chat import RowEncoder
-from megatrain.data.encoding import PLAIN, Encoder, EncodingOptions, Overlong, TokenWriter
+from megatrain.data.encoding import PLAIN, WHAT_IT_IS, Encoder, EncodingOptions, Overlong, TokenWriter
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
+from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Labels
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of, source_files
 from tiered import checksum
@@ -46,6 +48,8 @@ class DataSpec:
         images_folder: folder of the processor that prepares images; None: rows have none.
         scores: folder of what a teacher says of the rows; None: there is none.
         preferences: as in ``EncodingOptions``.
+        labels: as in ``EncodingOptions``.
+        judges_texts: as in ``EncodingOptions``.
     """
 
     table: DataConfig
@@ -54,6 +58,8 @@ class DataSpec:
     images_folder: str | None = None
     scores: Path | None = None
     preferences: Literal["", "pairs", "answers"] = ""
+    labels: Labels | None = None
+    judges_texts: bool = False
 
     def with_keys(self, **keys: Any) -> DataSpec:
         """Return the same with other values of keys of its table."""
@@ -75,7 +81,14 @@ class DataSpec:
         """How rows become documents, apart from what is trained."""
         table, joins = self.table, self.table.packing == "concat"
         return EncodingOptions(
-            table.max_length, table.overlong, table.bad_rows, self.only_text, joins, self.preferences
+            table.max_length,
+            table.overlong,
+            table.bad_rows,
+            self.only_text,
+            joins,
+            self.preferences,
+            self.labels,
+            self.judges_texts,
         )
 
     @property
@@ -100,7 +113,8 @@ class TokenDataset:
         in_use: numbers of the documents that are there to be used, ascending. None: all.
         images: the images of all documents, as ``refs_to_bytes`` writes them.
         image_starts: where those of each document begin, and the end. Empty: no document has any.
-        roles: for each document, what it is in an example of preferences. Empty: nothing.
+        roles: for each document, what it is in an example of preferences, and which labels are behind its tokens
+            (``data/labels.py``). Empty: nothing.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -133,7 +147,7 @@ class TokenDataset:
     @property
     def is_preferences(self) -> bool:
         """Whether each two documents, from the first on, are an example of preferences."""
-        return len(self.roles) > 0 and int(self.roles[0]) != PLAIN
+        return len(self.roles) > 0 and int(self.roles[0]) & WHAT_IT_IS != PLAIN
 
     def fingerprint(self) -> str:
         """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
@@ -158,7 +172,25 @@ class TokenDataset:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the tokens of each document."""
-        return np.diff(self.starts)
+        found = np.diff(self.starts)
+        if len(self.roles):
+            found = np.where(self.roles & HAS_TAGS, found // 2, found - (self.roles & HAS_LABEL != 0))
+        return found
+
+    def num_tokens_of(self, document: int) -> int:
+        """Return the tokens of a document."""
+        count, role = int(self.starts[document + 1] - self.starts[document]), self._role(document)
+        return count // 2 if role & HAS_TAGS else count - bool(role & HAS_LABEL)
+
+    def labels_of(self, document: int) -> npt.NDArray[np.int64] | None:
+        """Return the labels behind a document's tokens, -100 where there is none; None: its tokens are what it has."""
+        if not self._role(document) & (HAS_LABEL | HAS_TAGS):
+            return None
+        part = slice(int(self.starts[document]) + self.num_tokens_of(document), int(self.starts[document + 1]))
+        return np.where(self.trained[part], self.tokens[part].astype(np.int64), IGNORED_LABEL)
+
+    def _role(self, document: int) -> int:
+        return int(self.roles[document]) if len(self.roles) else PLAIN
 
     def images_of(self, document: int) -> list[ImageRef]:
         """Return the images of a document, in order."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, BinaryIO, Literal, cast
 
 import xxhash
 
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
+from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Classified, Labels, Tagged, as_number
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
 if TYPE_CHECKING:
@@ -92,6 +94,8 @@ class EncodingOptions:
         only_text: refuse rows that are no plain text (and no tokens).
         joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
         preferences: rows are compared answers ("pairs") or judged ones ("answers"); "": they are neither.
+        labels: classes of the rows; None: they have none.
+        judges_texts: whether whole texts of pairs are judged, by one number each, and not the words of answers.
     """
 
     max_length: int
@@ -100,11 +104,15 @@ class EncodingOptions:
     only_text: bool = False
     joins_texts: bool = False
     preferences: Literal["", "pairs", "answers"] = ""
+    labels: Labels | None = None
+    judges_texts: bool = False
 
 
 #: What a document is in an example of preferences, which is two documents: a chosen and a rejected answer; or an answer
 #: (good: CHOSEN, bad: REJECTED), and its prompt with the answer of another example.
 PLAIN, CHOSEN, REJECTED, MISMATCHED = range(4)
+#: The bits of a role that say so; others say which labels a document has (``data/labels.py``).
+WHAT_IT_IS = 3
 
 
 class TokenWriter:
@@ -156,11 +164,18 @@ class TokenWriter:
         begins_row: bool = True,
         images: Sequence[ImageRef] = (),
         role: int = PLAIN,
+        labels: Sequence[int] = (),
     ) -> None:
-        """Append a document; ``begins_row`` is false for the later pieces of a text that was cut."""
+        """Append a document; ``begins_row`` is false for the later pieces of a text that was cut.
+
+        With labels (-100: none) these are what is trained, and ``trained`` says nothing.
+        """
         assert len(tokens) == len(trained), (len(tokens), len(trained))
+        self.largest_id = max(self.largest_id, max(tokens, default=0))
         self._tokens.extend(tokens)
-        self._trained.extend(trained)
+        self._trained.extend([False] * len(trained) if labels else trained)
+        self._tokens.extend(0 if label == IGNORED_LABEL else label for label in labels)
+        self._trained.extend(label != IGNORED_LABEL for label in labels)
         self._starts.append(self.num_tokens)
         self._begins_row.append(begins_row)
         self._roles.append(role)
@@ -183,8 +198,6 @@ class TokenWriter:
             self._image_starts.tobytes(),
             bytes(self._roles),
         )
-        if self._tokens:
-            self.largest_id = max(self.largest_id, max(self._tokens))
         self.num_trained_tokens += sum(self._trained)
         self.nbytes += sum(map(len, held))
         self._before_write(self.nbytes)
@@ -320,8 +333,12 @@ class Encoder:
                 self._add_preferences(batch)
                 self._on_rows(self.counts.num_rows)
                 continue
-            plain = [row for row in batch if not isinstance(row, Preference)]
-            assert len(plain) == len(batch), "preferences are read for a loss over preferences alone"
+            if self._options.labels is not None:
+                self._add_labelled(batch, self._options.labels)
+                self._on_rows(self.counts.num_rows)
+                continue
+            plain = [row for row in batch if not isinstance(row, Preference | Classified | Tagged)]
+            assert len(plain) == len(batch), "such rows are read for losses over them alone"
             for row, coded in zip(plain, self._encoder.encode_many(plain), strict=True):
                 if isinstance(coded, RowError):
                     if self._options.bad_rows == "error":
@@ -370,6 +387,37 @@ class Encoder:
             counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
 
+    def _add_labelled(self, batch: Sequence[Row | RowError], labels: Labels) -> None:
+        """Write a document with its labels for each row."""
+        counts, options = self.counts, self._options
+        rows = [row for row in batch if isinstance(row, Classified | Tagged | RowError)]
+        assert len(rows) == len(batch), "rows of other kinds have no labels"
+        role = HAS_LABEL if labels.level == "sequence" else HAS_TAGS
+        for row, found in zip(rows, self._encoder.encode_labelled(rows, labels, options.max_length), strict=True):
+            if isinstance(found, RowError):
+                if options.bad_rows == "error":
+                    raise found
+                counts.drop(found)
+                continue
+            counts.num_rows += 1
+            counts.num_tokens += found.num_tokens
+            lost = found.num_tokens - len(found.tokens)
+            if lost:
+                if options.overlong == "error":
+                    raise DataError(
+                        "" if isinstance(row, RowError) else row.where,
+                        f"{found.num_tokens} tokens are more than data.max_length = {options.max_length}",
+                        'Raise it, or write overlong = "truncate" or "drop"',
+                    )
+                counts.num_rows_lost += 1
+                if options.overlong == "drop":
+                    counts.num_too_long += 1
+                    counts.num_tokens_lost += found.num_tokens
+                    continue
+                counts.num_truncated += 1
+                counts.num_tokens_lost += lost
+            self._writer.add(found.tokens, [False] * len(found.tokens), role=role, labels=found.labels)
+
     # -- preferences -------------------------------------------------------------------------------------------
 
     def _add_preferences(self, batch: Sequence[Row | RowError]) -> None:
@@ -385,7 +433,14 @@ class Encoder:
             assert isinstance(row, Preference)
             if self._options.preferences == "pairs":
                 for each, role in zip(kept, (CHOSEN, REJECTED), strict=True):
-                    self._writer.add(each.tokens, each.trained, begins_row=role == CHOSEN, role=role)
+                    labels = [as_number(row.margin) if role == CHOSEN else IGNORED_LABEL]
+                    self._writer.add(
+                        each.tokens,
+                        each.trained,
+                        begins_row=role == CHOSEN,
+                        role=role | HAS_LABEL if self._options.judges_texts else role,
+                        labels=labels if self._options.judges_texts else (),
+                    )
             else:
                 judged += zip(kept, (row.is_good, False), strict=False)
         if judged:
@@ -524,6 +579,7 @@ def _answers_of(row: Row | RowError, preferences: Literal["", "pairs", "answers"
         DataError: the row is not of the kind that the loss takes.
     """
     if not isinstance(row, Preference):
+        assert not isinstance(row, Classified | Tagged), row
         return [row]
     if row.rejected is not None:
         return [row.answer, row.rejected]
@@ -541,8 +597,10 @@ def _split_answer(coded: Encoded) -> tuple[list[int], tuple[list[int], list[bool
 def _num_characters(row: Row | RowError) -> int:
     if isinstance(row, Preference):
         return _num_characters(row.answer) + (0 if row.rejected is None else _num_characters(row.rejected))
-    if isinstance(row, Document):
+    if isinstance(row, Document | Classified):
         return len(row.text)
+    if isinstance(row, Tagged):
+        return sum(map(len, row.words))
     if isinstance(row, PromptCompletion):
         return len(row.prompt) + len(row.completion)
     if isinstance(row, Conversation):

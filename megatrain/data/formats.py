@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any, Literal
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
+from megatrain.data.labels import Classified, Tagged, classified_row, tagged_row
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
-Format = Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference"]
+Format = Literal[
+    "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
+    "classification", "token_classification",
+]  # fmt: skip
 
 _FIELDS = (
     "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
     "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask", "chosen", "rejected", "label",
-    "kto_tag",
+    "kto_tag", "margin", "tokens", "tags",
 )  # fmt: skip
 _NEEDED = {
     "messages": ("messages",),
@@ -28,7 +33,11 @@ _NEEDED = {
     "text": ("text",),
     "tokenized": ("input_ids",),
     "preference": (),
+    "classification": ("text", "label"),
+    "token_classification": ("tokens", "tags"),
 }
+#: Formats that are only meant where they are asked for: other tasks have rows with the same fields.
+_ASKED_FOR = ("preference", "classification", "token_classification")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 #: What fields are often called -> what is written for them.
 _GUESSES = {
@@ -108,17 +117,19 @@ class Preference:
         rejected: the prompt with the rejected answer; None: there is only one.
         is_good: whether the answer is a good one.
         where: file and row.
+        margin: by how much the chosen answer is better, for losses that ask for it.
     """
 
     answer: Conversation | PromptCompletion
     rejected: Conversation | PromptCompletion | None
     is_good: bool
     where: str
+    margin: float = 0.0
 
 
 #: What is tokenized, one text or several.
 PlainRow = Conversation | PromptCompletion | Document | Tokenized
-Row = PlainRow | Preference
+Row = PlainRow | Preference | Classified | Tagged
 
 
 def to_row(value: object, where: str, format: Format, columns: Mapping[str, str], folder: Path = Path()) -> Row:
@@ -144,6 +155,10 @@ def to_row(value: object, where: str, format: Format, columns: Mapping[str, str]
     value = _with_names(value, names, columns, format)
     if format == "preference":
         return _preference(value, where, names, columns)
+    if format == "classification":
+        return classified_row(value, where, names)
+    if format == "token_classification":
+        return tagged_row(value, where, names)
     if format == "auto":
         format = _detect(value, names, where, columns)
     if format in ("messages", "sharegpt"):
@@ -234,7 +249,11 @@ def _fits(value: Mapping[str, Any], names: Mapping[str, str], format: Format) ->
     """Return whether the fields of a format, or of any, are there."""
     if format == "preference":
         return any(names[field] in value for field in ("chosen", "rejected", *_JUDGED))
-    formats = [needed for needed in _NEEDED.values() if needed] if format == "auto" else [_NEEDED[format]]
+    formats = (
+        [needed for name, needed in _NEEDED.items() if name not in _ASKED_FOR]
+        if format == "auto"
+        else [_NEEDED[format]]
+    )
     return any(all(names[field] in value for field in needed) for needed in formats)
 
 
@@ -260,6 +279,8 @@ def format_of(row: Row, value: Mapping[str, Any]) -> Format:
         return "tokenized"
     if isinstance(row, Preference):
         return "preference"
+    if isinstance(row, Classified | Tagged):
+        return "classification" if isinstance(row, Classified) else "token_classification"
     if isinstance(row, PromptCompletion) or row.trained_from:
         return "prompt_completion"
     fields = {name.strip().casefold() for name in value}
@@ -308,7 +329,7 @@ def _preference(
         if isinstance(answers[0], str) != isinstance(answers[1], str):
             raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
         first, second = _with_prompt(prompt, answers, where, (chosen, rejected), tools)
-        return Preference(first, second, True, where)
+        return Preference(first, second, True, where, _margin(value, where, names["margin"]))
     label = next((names[name] for name in _JUDGED if names[name] in value), None)
     if label is None:
         if absent := absent_column(value, columns):
@@ -330,6 +351,15 @@ def _preference(
         prompt, [only], where, (names["completion"],), read_tools(value.get(names["tools"]), where)
     )
     return Preference(answer, None, value[label], where)
+
+
+def _margin(value: Mapping[str, Any], where: str, name: str) -> float:
+    margin = value.get(name)
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise RowError(where, f"`{name}` must be a number, this is {kind(margin)}")
+    return float(margin)
 
 
 _Messages = tuple[dict[str, Any], ...]

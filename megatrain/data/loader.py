@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, REFERENCE
+from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
 from megatrain.data.encoding import CHOSEN
+from megatrain.data.labels import of_number
 from megatrain.data.packing import pack_documents
 
 if TYPE_CHECKING:
@@ -158,9 +159,8 @@ class BatchLoader:
         ]
         last = step + 1 == self.steps_per_epoch
         self._position = LoaderPosition(epoch + 1, 0) if last else LoaderPosition(epoch, step + 1)
-        starts = self._dataset.starts
-        last_of = self._rows_per_example
-        num_real_tokens = sum(int(starts[doc + last_of] - starts[doc]) for row in chosen for doc in row)
+        together = range(self._rows_per_example)
+        num_real_tokens = sum(self._length(doc + number) for row in chosen for doc in row for number in together)
         self._dataset.release_pages()
         return StepBatch(
             micro_batches,
@@ -188,7 +188,7 @@ class BatchLoader:
         return batch | self._teacher.of_rows(keys, batch["input_ids"].shape[1])
 
     def _length(self, document: int) -> int:
-        return int(self._dataset.starts[document + 1] - self._dataset.starts[document])
+        return self._dataset.num_tokens_of(document)
 
     def _make_rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Decide once which documents share a row; only the order of the rows changes between epochs.
@@ -215,9 +215,12 @@ class BatchLoader:
         return self._order[1]
 
     def _document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return ids and labels of a document."""
-        part = slice(int(self._dataset.starts[index]), int(self._dataset.starts[index + 1]))
+        """Return ids and labels of a document; labels of its own begin one place later than its tokens."""
+        start = int(self._dataset.starts[index])
+        part = slice(start, start + self._length(index))
         tokens = self._dataset.tokens[part].astype(np.int64)
+        if (labels := self._dataset.labels_of(index)) is not None:
+            return tokens, np.concatenate([[IGNORED_LABEL], labels])
         return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -249,8 +252,19 @@ class BatchLoader:
         if self.reference is not None:
             for number, row in enumerate(both):
                 reference[number] = self.reference[row[0]] if row else 0.0
+        if (margins := self._margins(firsts, batch["labels"])) is not None:
+            return batch | {MARGIN: margins}
         desirable = np.array([bool(row) and self._dataset.roles[row[0]] == CHOSEN for row in firsts], dtype=np.bool_)
         return batch | {REFERENCE: torch.from_numpy(reference), DESIRABLE: torch.from_numpy(desirable)}
+
+    def _margins(self, firsts: Sequence[Sequence[int]], labels: torch.Tensor) -> torch.Tensor | None:
+        """Return the margins of pairs whose texts are judged, in whose place the labels get zeros; None: of others."""
+        if self._dataset.labels_of(int(self._members[0])) is None:
+            return None
+        is_there = labels != IGNORED_LABEL
+        margins = [of_number(int(each[1])) if row else 0.0 for row, each in zip(firsts, labels, strict=False)]
+        labels[is_there] = 0
+        return torch.tensor(margins, dtype=torch.float32)
 
     @property
     def rows_in_order(self) -> int:
@@ -268,13 +282,17 @@ class BatchLoader:
         documents = [self._document(row[0]) if row else None for row in rows]
         shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
+        widths = (len(document[1]) for document in documents if document is not None)
+        own = self._dataset.labels_of(int(self._members[0])) if len(self._members) else None
+        width = shape[1] if own is None else max(widths, default=2)
+        labels = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         attention_mask[:, 0] = 1  # an empty row attends to one token: a fully masked row has no softmax
         for number, document in enumerate(documents):
             if document is not None:
                 part = slice(0, len(document[0]))
-                input_ids[number, part], labels[number, part] = document
+                input_ids[number, part] = document[0]
+                labels[number, : len(document[1])] = document[1]
                 attention_mask[number, part] = 1
         arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}

@@ -415,6 +415,36 @@ class LayerRunner:
                 top.add(logits, 0)
                 yield joined_scores([top.scores()])
 
+    def outputs(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+        """Run the forward of all micro-batches as `evaluate` does; return the logits that each one's gives.
+
+        For models whose forward is not cut before its head: those that say a few numbers of a text, or of a token.
+
+        Args:
+            micro_batches: As in `forward_backward`.
+
+        Returns:
+            For each micro-batch its `logits` on the host, as the model's class shapes them.
+
+        Raises:
+            VisitOrderError: as in `forward_backward`.
+            UnsupportedModelError: as in `forward_backward`.
+        """
+        assert self._plan is None, "logits of words come in pieces"
+        model, random_state = self._graph.model, self._random.get()
+        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
+        labelled = {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
+        model.eval()
+        try:
+            with torch.no_grad(), self._trunk.prepared():
+                batches, _, _ = self._micro_batches.place(dict(enumerate(micro_batches)), labelled)
+                outputs = self._trunk.run(batches, None, 0)
+                self._trunk.check_visit_count()
+                return [output["logits"].float().cpu() for _, output, _ in outputs]
+        finally:
+            model.train()
+            self._end_pass(random_state)
+
     def _last_hidden(self, output: Any) -> Tensor:
         if self._plan is None:
             raise UnsupportedModelError(

@@ -108,15 +108,15 @@ class LoadPlan:
         by_target: parameter or persistent buffer -> the step that makes it.
         missing: names of the model that no tensor of the checkpoint makes.
         unexpected: names of the checkpoint that the model has no place for.
-        ignorable: names of the checkpoint that transformers leaves out without a word: the model has no place for them,
-            and its class says that this is right.
+        ignorable: names of the checkpoint that transformers leaves out without a word -> those that the model would
+            have: it has no place for them, and its class says that this is right.
         transforms: those that matched; the inverse conversion of an export needs them.
     """
 
     by_target: dict[str, Conversion]
     missing: list[str]
     unexpected: list[str]
-    ignorable: list[str]
+    ignorable: dict[str, str]
     transforms: list[WeightTransform]
 
 
@@ -154,13 +154,13 @@ def plan_load(model: PreTrainedModel, checkpoint: Mapping[str, torch.Tensor]) ->
     by_target = {name: step for name, step in by_target.items() if name in places}
     patterns = [re.compile(pattern) for pattern in _ignored_unexpected(model)]
     ignorable = {  # transformers looks at the new name
-        name: None for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
+        name: target for name, target in unexpected.items() if any(pattern.search(target) for pattern in patterns)
     }
     return LoadPlan(
         by_target=by_target,
         missing=_without(model._keys_to_ignore_on_load_missing, _missing(model, places, by_target)),
         unexpected=[name for name in unexpected if name not in ignorable] + unplaced,
-        ignorable=list(ignorable),
+        ignorable=ignorable,
         transforms=[transform for transform in mapping if transform.was_used()],
     )
 

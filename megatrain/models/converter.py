@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from megatrain.base.layout import UnitLayout
 
@@ -40,6 +40,10 @@ class ModelConverter:
     freezes_weights: bool = False
 
     # -- the skeleton, whose parameters are on the meta device --------------------------------------------------------
+
+    def model_class(self, config: PretrainedConfig) -> Any:
+        """Return the class of transformers that the skeleton is of, having changed its config; None: no other one."""
+        return None
 
     def take_out(self, model: PreTrainedModel) -> None:
         """Take tensors out of a skeleton that has no buffers yet, or freeze some of its parameters."""

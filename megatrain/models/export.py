@@ -39,6 +39,7 @@ from megatrain.models.folder import (
 )
 from megatrain.models.regions import Region, gather
 from megatrain.models.skeleton import dtypes_when_loaded
+from megatrain.models.task_head import head_of
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -550,6 +551,8 @@ def _write_config(folder: Path, model: PreTrainedModel, dtype: torch.dtype, orig
         return
     values = read_config_json(origin.folder.path)
     values.setdefault("architectures", [type(model).__name__])
+    if (head := head_of(model)) is not None:
+        values.update(head.config)
     values.pop("quantization_config", None)  # what is written is not quantized
     _set_dtype(values, dtype)
     for key in model.config.sub_configs:

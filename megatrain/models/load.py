@@ -22,6 +22,7 @@ from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError,
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
 from megatrain.models.regions import Region, gather
+from megatrain.models.task_head import head_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -244,7 +245,9 @@ class WeightLoader:
             trained += inside
             for name in () if inside else step.source_names:
                 owners[name] = _owner(step.first_target, paths) if step.first_target in carried_names else "buffers"
-        owners.update((name, _owner(name, ())) for name in plan.ignorable)
+        head = head_of(self._model)
+        other_heads = {name for name in plan.ignorable if head is not None and head.is_left_out(plan.ignorable[name])}
+        owners.update((name, _owner(name, ())) for name in plan.ignorable if name not in other_heads)
         names = tuple(name for name in self._folder.records if name in owners)
         origin = Origin(self._folder, plan, CarriedTensors(self._folder, names, owners), tuple(sorted(trained)))
         places = self._model.state_dict(keep_vars=True)
@@ -253,7 +256,7 @@ class WeightLoader:
         except ConversionError as error:
             raise ModelFolderError(self._folder.path, f"{error}. Such a folder is not supported") from error
         given_back = {target for step in steps for target in step.targets}
-        lost = sorted(self._folder.records.keys() - given_back - set(names))
+        lost = sorted(self._folder.records.keys() - given_back - set(names) - other_heads)
         if lost:
             text = f"{len(lost)} tensors could not be given back by an export: {some(lost)}"
             raise ModelFolderError(self._folder.path, f"{text}. Such a folder is not supported")
@@ -281,9 +284,9 @@ class WeightLoader:
         if other is None:
             return _SAME_MODEL
         return (
-            f"config.json names {other}, which is no causal language model: a config trains those alone. Train it from "
-            "Python with megatrain.offload; with transformers' Trainer or TRL's RewardTrainer by "
-            "megatrain.hf.offloaded(...)"
+            f'config.json names {other}, which is no causal language model. Write task = "classify" or "reward" for '
+            "classes of texts and words, and for rewards. Train other kinds from Python with megatrain.offload; with "
+            "transformers' Trainer or TRL's RewardTrainer by megatrain.hf.offloaded(...)"
         )
 
     def _check_shapes(self) -> None:

@@ -96,7 +96,8 @@ def build_skeleton(
 ) -> PreTrainedModel:
     """Build the model of `config` with parameters on the meta device and all buffers on the CPU.
 
-    It is the causal language model, or the class that `config.json` names if that one takes images or sounds as well.
+    It is the class that a converter asks for, else the causal language model, or the class that `config.json` names if
+    that one takes images or sounds as well.
 
     Args:
         config: Used by the model as it is, and changed by it: give a copy.
@@ -118,11 +119,15 @@ def build_skeleton(
     options: dict[str, Any] = {"dtype": dtype}
     if attn_implementation != "auto":
         options["attn_implementation"] = attn_implementation
-    beyond_text = None if text_only else class_beyond_text(config)
+    asked = (converter.model_class(config) for converter in converters)
+    given = next((found for found in asked if found is not None), None)
+    beyond_text = None if text_only or given is not None else class_beyond_text(config)
     try:
         with torch.device("meta"), no_init_weights():
             model: PreTrainedModel = (
-                beyond_text._from_config(config, **options)
+                given._from_config(config, **options)
+                if given is not None
+                else beyond_text._from_config(config, **options)
                 if beyond_text is not None and _is_wanted(beyond_text, config)
                 else AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
             )

@@ -1,0 +1,67 @@
+"""A head that takes the place of the language model's: a folder need not have it, and may have others.
+
+A classifier is mostly trained from a folder of a language model. Its own head is not there and begins with random
+weights; the head that is there (``lm_head``, what masked words are guessed with) has no place in the classifier, and an
+export leaves it out. ``config.json`` says other things of it as well. A converter notes all that on the skeleton, and
+the loader and the export ask here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["TaskHead", "give_head", "head_modules", "head_of"]
+
+_ATTRIBUTE = "_megatrain_task_head"
+
+
+@dataclass(frozen=True)
+class TaskHead:
+    """What a folder may lack for a model with such a head, and what of it is left out.
+
+    Attributes:
+        own: Pattern of the names of parameters that are made anew where the folder has none.
+        others: Pattern of the names of tensors that are left out, also of an export, where the model has no place.
+        peft_task_type: What peft calls the task.
+        config: Keys that ``config.json`` of an export has.
+    """
+
+    own: str
+    others: str
+    peft_task_type: str = "SEQ_CLS"
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    def is_left_out(self, name: str) -> bool:
+        """Return whether a tensor of a folder, by its name in the model, belongs to another head."""
+        return re.search(self.others, name) is not None
+
+
+def give_head(model: PreTrainedModel, head: TaskHead) -> None:
+    """Note a head on a skeleton. Transformers' own lists of what may be absent, or too much, are extended by it."""
+    own: Any = cast("Any", model).__dict__
+    own[_ATTRIBUTE] = head
+    for key, pattern in (("missing", head.own), ("unexpected", head.others)):
+        name = f"_keys_to_ignore_on_load_{key}"
+        own[name] = [*(getattr(model, name, None) or ()), pattern]
+
+
+def head_of(model: PreTrainedModel) -> TaskHead | None:
+    """Return the head that was noted on a skeleton; None: it is a language model."""
+    found: TaskHead | None = model.__dict__.get(_ATTRIBUTE)
+    return found
+
+
+def head_modules(model: PreTrainedModel) -> list[str]:
+    """Return the paths of the modules with parameters beside the model that transformers calls the base."""
+    prefix = model.base_model_prefix
+    return [
+        path
+        for path, module in model.named_children()
+        if path != prefix and next(module.parameters(), None) is not None
+    ]
