@@ -5,6 +5,8 @@ What is below the trainer takes these records and knows no config. Each record l
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,8 +17,12 @@ from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
 from megatrain.converters.adapters import LoraSpec
+from megatrain.converters.heads import HeadSpec, class_names
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME, DataSpec
+from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.labels import Labels
+from megatrain.data.rows_report import DataError
 from megatrain.data.scores import ScoresError, read_kind
 from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.objective import Objective
@@ -24,6 +30,7 @@ from megatrain.engine.program import KINDS, Kind
 from megatrain.machine import machine
 from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
+from megatrain.models.folder import read_config_json
 from megatrain.models.hub import locate
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
@@ -31,6 +38,7 @@ from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.distillation import Distillation
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
 from megatrain.tasks.preference import PreferenceLoss
+from megatrain.tasks.table import TASK_FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -155,6 +163,47 @@ def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
     )
 
 
+def resolve_labels(config: RunConfig) -> Labels | None:
+    """Return the classes of a run; None: it has none.
+
+    Raises:
+        ConfigError: neither the config nor the model's folder names them.
+    """
+    if config.task != "classify":
+        return None
+    table = config.classify
+    names = table.labels
+    if not names:
+        hub = locate(config.model.model_name_or_path, config.model.revision)
+        folder = config.model.model_name_or_path if hub is None else str(hub.folder)
+        names = class_names(read_config_json(Path(folder)))
+    if len(names) < 2:
+        said = "classify.labels names no classes, and the model's config.json none either"
+        text = said if not names else "classify.labels names one class alone: there is nothing to tell apart"
+        problem = Problem("classify.labels", text, 'Write for example labels = ["negative", "positive"] in [classify]')
+        raise ConfigError("[classify]", [problem])
+    return Labels(tuple(names), table.level)
+
+
+def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
+    """Return what judges texts in the place of the language model's head; None: the run trains words."""
+    if not TASK_FACTS[config.task].has_head:
+        return None
+    labels, fill = resolve_labels(config), _fill_token(tokenizer_folder)
+    if labels is None:
+        return HeadSpec("reward", (), config.reward.center_rewards_coefficient, fill)
+    return HeadSpec(labels.level, labels.names, pad_token_id=fill)
+
+
+@functools.cache
+def _fill_token(folder: str) -> int:
+    """Return what rows are filled with; 0 where the tokenizer cannot be opened, which is told where it is needed."""
+    try:
+        return pad_token_id(load_tokenizer(folder))
+    except DataError:
+        return 0
+
+
 def resolve_model(config: RunConfig) -> ModelSpec:
     """Return what is trained. Of a model on the hub, all but the weights is fetched unless it is here.
 
@@ -182,6 +231,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         lora=_lora(config.lora),
         images=table.images,
         cuts_experts=table.split_experts,
+        head=_head(config, tokenizer_folder),
     )
 
 
@@ -213,22 +263,27 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         config: the run's, checked.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
-    loss, keys = resolve_preference(config), dict[str, Any]()
+    loss, labels, keys = resolve_preference(config), resolve_labels(config), dict[str, Any]()
+    facts = TASK_FACTS[config.task]
     if sources is not None:
         keys |= {"train": tuple(sources), "val_size": None}
-    if loss is not None:
+    if facts.formats:
         own = config.data.train if sources is None else sources
+        row_format = facts.formats[labels is not None and labels.level == "token"]
         keys |= {
-            "train": tuple(source.model_copy(update={"format": "preference"}) for source in own),
+            "train": tuple(source.model_copy(update={"format": row_format}) for source in own),
             "train_on": "completion",
         }
+    is_reward = config.task == "reward"
     return DataSpec(
         table=config.data.model_copy(update=keys),
         only_text=config.task == "pretrain",
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_model(config).folder,
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
-        preferences="" if loss is None else "pairs" if loss.is_paired else "answers",
+        preferences="pairs" if is_reward else "" if loss is None else "pairs" if loss.is_paired else "answers",
+        labels=labels,
+        judges_texts=is_reward,
     )
 
 

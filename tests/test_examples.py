@@ -111,7 +111,8 @@ AT_HAND = (
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"), [("tiny.toml", ()), ("dpo.toml", ()), ("quickstart.toml", AT_HAND), ("sft.toml", AT_HAND)]
+    ("name", "changes"),
+    [("tiny.toml", ()), ("dpo.toml", ()), ("reward.toml", ()), ("quickstart.toml", AT_HAND), ("sft.toml", AT_HAND)],
 )
 def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
     done = run_example(name, tmp_path, "--json", *(f"--set={change}" for change in changes), command="check")

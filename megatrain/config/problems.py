@@ -34,7 +34,7 @@ from megatrain.config.keys import (
     what_to_write,
 )
 from megatrain.config.schema import RunConfig
-from megatrain.tasks.table import PreferenceConfig
+from megatrain.tasks.table import TASK_FACTS, ClassifyConfig, PreferenceConfig, RewardConfig
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -310,6 +310,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
         *_check_batch(config),
         *_check_data(config),
         *_check_preferences(config),
+        *_check_heads(config),
         *_check_images(config),
         *_check_evaluation(config),
         *_check_optimizer(config),
@@ -407,6 +408,9 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")
+    if TASK_FACTS[config.task].has_head:
+        text = f'task = "{config.task}" judges texts: such a model says no words'
+        yield Problem("task", text, "Open it with transformers, which has its class")
     if config.data.packing == "concat":
         text = 'data.packing = "concat" joins documents, and scores are those of single ones'
         yield Problem("data.packing", text, "Write packing = true")
@@ -540,6 +544,45 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+#: Tables that one task alone reads.
+_OWN_TABLES: Mapping[str, tuple[str, type[ClassifyConfig | RewardConfig]]] = {
+    "reward": ("says how rewards are trained", RewardConfig),
+    "classify": ("names classes", ClassifyConfig),
+}
+_LABELLED = TASK_FACTS["classify"].formats
+
+
+def _check_heads(config: RunConfig) -> Iterator[Problem]:
+    """Yield what does not go with models that judge texts."""
+    for task, (what, table) in _OWN_TABLES.items():
+        if config.task != task and getattr(config, task) != table():  # a resolved file has all tables
+            text = f'[{task}] {what}, but task = "{config.task}"'
+            yield Problem(task, text, f'Write task = "{task}", or leave the table out')
+    if not TASK_FACTS[config.task].has_head:
+        return
+    said = f'task = "{config.task}"'
+    if config.data.packing:
+        text = f"data.packing = {_shown(config.data.packing)}, but with {said} each text has a row of its own"
+        yield Problem("data.packing", text, "Leave the key out, or write packing = false")
+    for name in ("label_smoothing_factor", "z_loss"):
+        if getattr(config.training, name):
+            text = f"training.{name} changes the loss of words, which {said} does not train on"
+            yield Problem(f"training.{name}", text, "Leave it out")
+    if config.model.images != "off":
+        text = f'model.images = "{config.model.images}", but {said} reads text alone'
+        yield Problem("model.images", text, "Leave the key out")
+    if config.evaluation.predict_with_generate:
+        text = f"evaluation.predict_with_generate continues texts, and with {said} the model says no words"
+        yield Problem("evaluation.predict_with_generate", text, "Leave it out")
+    if config.training.train_batch_tokens is not None and config.rows_per_step % config.rows_per_example:
+        text = (
+            f"training.train_batch_tokens = {config.training.train_batch_tokens} makes {config.rows_per_step} rows of "
+            f"data.max_length = {config.data.max_length}, but a pair is two rows"
+        )
+        advice = f"Write {(config.rows_per_step + 1) * config.data.max_length}"
+        yield Problem("training.train_batch_tokens", text, advice)
+
+
 def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f'"{value}"'
 
@@ -547,16 +590,25 @@ def _shown(value: object) -> str:
 def _check_data(config: RunConfig) -> Iterator[Problem]:
     sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
     sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
+    formats = TASK_FACTS[config.task].formats
     for key, source in sources:
         is_preference = source.format == "preference"
-        if source.format != "auto" and is_preference != (config.task == "dpo"):
+        if source.format != "auto" and (is_preference or "preference" in formats) and source.format not in formats:
+            takes = "preferences" if "preference" in formats else "single rows"
             yield Problem(
                 f"{key}.format",
                 f'{key}.format = "{source.format}" holds {"preferences" if is_preference else "none"}, and '
-                f'task = "{config.task}" trains on {"preferences" if config.task == "dpo" else "single rows"}',
+                f'task = "{config.task}" trains on {takes}',
                 'Write task = "dpo"' if is_preference else 'Write "preference", or leave the key out',
             )
-    if config.task == "dpo":
+        elif source.format != "auto" and (source.format in _LABELLED or formats) and source.format not in formats:
+            yield Problem(
+                f"{key}.format",
+                f'{key}.format = "{source.format}" holds {"labels" if source.format in _LABELLED else "none"}, and '
+                f'task = "{config.task}" trains on {"labels" if formats else "words"}',
+                'Write task = "classify"' if source.format in _LABELLED else "Leave the key out",
+            )
+    if formats:
         return
     if config.task != "pretrain":
         if config.data.packing == "concat":

@@ -24,7 +24,15 @@ from megatrain.optim.table import OptimizerConfig
 from megatrain.plan.table import AdvancedConfig, PlacementConfig
 from megatrain.ranks.table import DistributedConfig
 from megatrain.run.table import LoggingConfig, ProfileConfig
-from megatrain.tasks.table import DistillConfig, EvaluationConfig, PreferenceConfig, TaskName
+from megatrain.tasks.table import (
+    TASK_FACTS,
+    ClassifyConfig,
+    DistillConfig,
+    EvaluationConfig,
+    PreferenceConfig,
+    RewardConfig,
+    TaskName,
+)
 
 
 class RunConfig(Table):
@@ -33,7 +41,8 @@ class RunConfig(Table):
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
     task: TaskName = key(
         "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]); "
-        "dpo: preferences, with the loss of preference.loss_type.",
+        "dpo: preferences, with the loss of preference.loss_type; reward: preferences, a number for each text; "
+        "classify: labels of texts or words ([classify]).",
         alters="yes",
     )
     output_dir: ConfigPath = key(
@@ -69,6 +78,8 @@ class RunConfig(Table):
     data: DataConfig = key("Rows, masks and their arrangement.")
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
     preference: PreferenceConfig = key("The loss over preferences.", default_factory=PreferenceConfig)
+    reward: RewardConfig = key("The loss of rewards.", default_factory=RewardConfig)
+    classify: ClassifyConfig = key("Classes.", default_factory=ClassifyConfig)
     optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
     score: ScoreConfig = key("What `score` writes.", default_factory=ScoreConfig)
     distill: DistillConfig = key("Training on a teacher's scores.", default_factory=DistillConfig)
@@ -91,7 +102,8 @@ class RunConfig(Table):
         filled = dict(values)
         if filled.get("task") == "pretrain" and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "all", **filled["data"]}
-        if filled.get("task") == "dpo" and isinstance(filled.get("data"), dict):
+        facts = TASK_FACTS.get(str(filled.get("task")))
+        if facts is not None and not facts.is_packed and isinstance(filled.get("data"), dict):
             filled["data"] = {"train_on": "completion", "packing": False, **filled["data"]}
         if isinstance(filled.get("data"), dict) and (filled["data"].get("eval") or filled["data"].get("val_size")):
             table = filled.get("evaluation", {})
@@ -109,7 +121,7 @@ class RunConfig(Table):
     @property
     def rows_per_example(self) -> int:
         """Rows of a micro-batch that belong together: two of an example of preferences."""
-        return 2 if self.task == "dpo" else 1
+        return TASK_FACTS[self.task].rows_per_example
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -131,7 +131,7 @@ def _max_length(machine: MachineFacts, model: ModelFacts | None) -> int:
 def _data(machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None) -> list[str]:
     length = _max_length(machine, model)
     lines = ["[data]", _line("max_length", length, "tokens in a row")]
-    if task != "dpo":
+    if TASK_FACTS[task].is_packed:
         lines.append(
             f"{'# packing = false':<{_COLUMN}}  # where the model can, documents share rows without seeing each other"
         )

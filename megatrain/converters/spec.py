@@ -11,6 +11,7 @@ from megatrain.converters.adapters import Adapters, LoraSpec
 from megatrain.converters.beyond_text import BeyondText, Images
 from megatrain.converters.documents import AttentionByDocuments
 from megatrain.converters.experts import ExpertsInParts
+from megatrain.converters.heads import Head, HeadSpec
 from megatrain.models.graph import converted_graph
 
 if TYPE_CHECKING:
@@ -26,7 +27,12 @@ __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
 
 def converters_for(
-    *, images: Images = "off", lora: LoraSpec | None = None, cuts_experts: bool = False, text_only: bool = False
+    *,
+    images: Images = "off",
+    lora: LoraSpec | None = None,
+    cuts_experts: bool = False,
+    text_only: bool = False,
+    head: HeadSpec | None = None,
 ) -> tuple[ModelConverter, ...]:
     """Return new converters for one graph, in the order in which they change it.
 
@@ -35,8 +41,11 @@ def converters_for(
         lora: Adapters, to train or only to run; the model's own weights are frozen then.
         cuts_experts: Whether fused experts that are larger than a part are several units, of some experts each.
         text_only: No folder has weights of the model, so nothing of it can be carried.
+        head: What judges texts in the place of the language model's head; None: it is a language model.
     """
     found: list[ModelConverter] = []
+    if head is not None:
+        found.append(Head(head))
     if images != "off" or not text_only:
         found.append(BeyondText(images))
     if lora is not None:
@@ -54,6 +63,7 @@ def build_graph(
     lora: LoraSpec | None = None,
     cuts_experts: bool = False,
     text_only: bool = False,
+    head: HeadSpec | None = None,
     **options: Any,
 ) -> ModelGraph:
     """Build the graph of a model with the converters that it needs.
@@ -64,6 +74,7 @@ def build_graph(
         lora: As in `converters_for`.
         cuts_experts: As in `converters_for`.
         text_only: As in `converters_for`, and in `converted_graph`.
+        head: As in `converters_for`.
         options: Those of `converted_graph`.
 
     Raises:
@@ -71,7 +82,7 @@ def build_graph(
         FreezeError: a pattern matches nothing, or everything is frozen.
         AdapterError: the model has no place for such adapters.
     """
-    converters = converters_for(images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only)
+    converters = converters_for(images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only, head=head)
     return converted_graph(config_or_folder, converters, text_only=text_only, **options)
 
 
@@ -94,6 +105,7 @@ class ModelSpec:
         images: whether rows may have images, and what reads them is trained.
         is_trained: False: it is only run, with all of it frozen.
         cuts_experts: fused experts that are larger than a part are several units, of some experts each.
+        head: what judges texts in the place of the language model's head; None: it is a language model.
     """
 
     folder: str
@@ -110,6 +122,7 @@ class ModelSpec:
     images: Images = "off"
     is_trained: bool = True
     cuts_experts: bool = False
+    head: HeadSpec | None = None
 
     @property
     def name(self) -> str:
@@ -124,6 +137,7 @@ class ModelSpec:
             lora=self.lora,
             cuts_experts=self.cuts_experts,
             text_only=self.from_scratch,
+            head=self.head,
             attn_implementation=self.attn_implementation,
             freeze=self.freeze,
             dtype=dtype,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from megatrain.tasks.classify import ClassifyTask
 from megatrain.tasks.dpo import PreferenceTask
+from megatrain.tasks.reward import RewardTask
 from megatrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ TASKS: Mapping[str, Callable[[Loss | None], Task]] = {
     "sft": TextTask,
     "distill": TextTask,
     "dpo": PreferenceTask,
+    "reward": RewardTask,
+    "classify": ClassifyTask,
 }
 
 

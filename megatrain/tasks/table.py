@@ -1,4 +1,4 @@
-"""The names of tasks and what a first config says of them; [preference], [distill] and [evaluation]."""
+"""The names of tasks and what they are; [preference], [reward], [classify], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -8,34 +8,64 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
+from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Listed, Table, all_alter, key
 
 #: What a run may train for; ``known.py`` has what each brings.
-TaskName = Literal["sft", "pretrain", "distill", "dpo"]
+TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward", "classify"]
 
 
 @dataclass(frozen=True, slots=True)
 class TaskFacts:
-    """What a first config says of a task.
+    """What a first config says of a task, and what its rows are.
 
     Attributes:
         what: Its rows and its loss, in words.
         example_data: A path of such rows.
         learning_rate: Of all parameters of a trained model.
         lora_learning_rate: Where adapters alone are trained.
+        formats: Of rows that this task alone takes, and no others; none: those that are trained word by word.
+        rows_per_example: Rows of a micro-batch that belong together.
+        has_head: Whether it judges texts, by another head than that of a language model.
     """
 
     what: str
     example_data: str
     learning_rate: float
     lora_learning_rate: float
+    formats: tuple[str, ...] = ()
+    rows_per_example: int = 1
+    has_head: bool = False
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether rows may hold several documents."""
+        return not self.formats
 
 
 TASK_FACTS: Mapping[str, TaskFacts] = {
     "sft": TaskFacts("chats and prompts: loss on the answers", "data/chat.jsonl", 1e-5, 1e-4),
     "pretrain": TaskFacts("plain text: loss on every token", "data/*.txt", 1e-4, 2e-4),
     "distill": TaskFacts("chats and prompts: loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4),
-    "dpo": TaskFacts("preferences: which of two answers is better", "data/preferences.jsonl", 1e-6, 1e-5),
+    "dpo": TaskFacts(
+        "preferences: which of two answers is better", "data/preferences.jsonl", 1e-6, 1e-5, ("preference",), 2
+    ),
+    "reward": TaskFacts(
+        "preferences: a reward, larger for the better of two answers",
+        "data/preferences.jsonl",
+        1e-5,
+        1e-4,
+        ("preference",),
+        2,
+        has_head=True,
+    ),
+    "classify": TaskFacts(
+        "texts with a label, or words with tags",
+        "data/labelled.jsonl",
+        2e-5,
+        1e-4,
+        ("classification", "token_classification"),
+        has_head=True,
+    ),
 }
 
 LossType = Literal["sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo"]
@@ -93,6 +123,32 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
         if isinstance(values, dict) and values.get("loss_type") == "cpo":
             return {"rpo_alpha": 1.0, **values}
         return values
+
+
+class RewardConfig(Table, json_schema_extra=all_alter("yes")):
+    """``[reward]``: with ``task = "reward"``, the loss of a pair."""
+
+    center_rewards_coefficient: float = key(
+        "Weight of the square of the sum of a pair's rewards, which keeps their mean near zero; e.g. 0.01.",
+        0.0,
+        ge=0,
+        same_name="TRL",
+    )
+
+
+class ClassifyConfig(Table, json_schema_extra=all_alter("yes")):
+    """``[classify]``: with ``task = "classify"``, what has a class, and which there are."""
+
+    level: Literal["sequence", "token"] = key(
+        "sequence: a row is a text with a label; token: it is words, each with a tag, of which the first token is "
+        "trained.",
+        "sequence",
+    )
+    labels: Listed[str] = key(
+        'Names of the classes in the order of their numbers, e.g. ["negative", "positive"]; rows have names or '
+        "numbers. Default: those of the model's folder, where that is a classifier already.",
+        (),
+    )
 
 
 class DistillConfig(Table, json_schema_extra=all_alter("yes")):
@@ -171,7 +227,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     )
     metric_for_best_model: str = key(
         'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '
-        'sets; of preferences "rewards/accuracies" and the others too.',
+        'sets; of preferences "rewards/accuracies" and the others too, of classes "accuracy" and "f1".',
         "loss",
         same_name=HF,
     )

@@ -27,6 +27,7 @@ NOT_EXECUTED = {
     "docs/containers.md": 2,
     "docs/distributed.md": 2,
     "docs/embedding.md": 2,
+    "docs/heads.md": 1,
     "docs/gpu.md": 3,
     "docs/lora_in_ten_minutes.md": 2,
     "docs/null_gpu.md": 2,

@@ -1,0 +1,94 @@
+"""Rewards: ``task = "reward"``, a number for a text, learned from pairs of which one text is better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from megatrain.base.batch_keys import IGNORED_LABEL, MARGIN
+from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.engine.forward import LayerRunner
+
+__all__ = ["RewardTask"]
+
+
+class RewardTask:
+    """Held-out pairs are judged by how often, and by how much, the chosen text has the larger reward; a ``Task``.
+
+    Args:
+        loss: What the steps minimise, which nothing here depends on.
+    """
+
+    def __init__(self, loss: object = None) -> None:
+        pass
+
+    def tally(self) -> JudgedPairs:
+        """Return what judges the pairs of a set."""
+        return JudgedPairs()
+
+    def prepare(self, before: Before) -> Mapping[str, Any]:
+        """Return nothing: rows are all that steps read."""
+        return {}
+
+    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
+        """Return how many pairs there are."""
+        count = len(dataset) // 2
+        return [Note("ok", "1 pair" if count == 1 else f"{count:,} pairs")]
+
+
+class JudgedPairs:
+    """The rewards of all pairs of a set; a ``Tally``."""
+
+    def __init__(self) -> None:
+        self._found: list[npt.NDArray[np.float64]] = []
+
+    def head(self, runner: LayerRunner, micro_batches: MicroBatches) -> list[npt.NDArray[np.float64]]:
+        """Return the rewards of the pairs of each micro-batch of a pass."""
+        outputs = runner.outputs(micro_batches)
+        return [rewards(batch, logits) for batch, logits in zip(micro_batches, outputs, strict=True)]
+
+    def add(self, found: list[npt.NDArray[np.float64]]) -> None:
+        """Take in a pass."""
+        self._found += found
+
+    def judge(self, gather: Gather[list[npt.NDArray[np.float64]]]) -> SetFigures:
+        """Return the loss of the pairs of all ranks without its centering, and the figures that TRL tells of them."""
+        found = np.concatenate([piece for of_rank in gather(self._found) for piece in of_rank], axis=1)
+        chosen, rejected, margins = found
+        count = len(chosen)
+        if not count:
+            return SetFigures(math.nan, 0)
+        difference = torch.from_numpy(chosen - rejected - margins)
+        losses = -torch.nn.functional.logsigmoid(difference)
+        both = np.concatenate([chosen, rejected])
+        # Exactly rounded: neither the order of terms nor who has which matters.
+        figures = {
+            "accuracy": int((chosen > rejected).sum()) / count,
+            "margin": math.fsum((chosen - rejected).tolist()) / count,
+            "mean_reward": math.fsum(both.tolist()) / len(both),
+            "min_reward": float(both.min()),
+            "max_reward": float(both.max()),
+        }
+        return SetFigures(math.fsum(losses.tolist()) / count, count, figures)
+
+
+def rewards(batch: Mapping[str, torch.Tensor], logits: torch.Tensor) -> npt.NDArray[np.float64]:
+    """Return the rewards and margins of the pairs of a micro-batch [3, P].
+
+    Args:
+        batch: With ``labels`` [2 P, 2], and ``MARGIN`` [P].
+        logits: Rewards [2 P, 1], those of all chosen texts first.
+    """
+    half = len(logits) // 2
+    is_there = batch["labels"][:half, 1] != IGNORED_LABEL
+    found = torch.stack([*logits.squeeze(-1).double().chunk(2), batch[MARGIN].double()])
+    return found[:, is_there].numpy()
