@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from megatrain.config.load import load_config
     from megatrain.embed.activations import offload_activations
     from megatrain.embed.integrations import hf, lightning
+    from megatrain.embed.named import named_tensors
     from megatrain.embed.offload import gathered, gradient_lanes, offload
     from megatrain.embed.optimizer import (
         TieredAdafactor,
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
         TieredSGD,
     )
     from megatrain.embed.pretrained import load_pretrained
-    from megatrain.embed.stores import open_store
+    from megatrain.embed.stores import open_store, release
     from megatrain.generation import generate
     from megatrain.plan.planner import plan_run
     from megatrain.scoring import Scorer
@@ -44,10 +45,12 @@ __all__ = [
     "lightning",
     "load_config",
     "load_pretrained",
+    "named_tensors",
     "offload",
     "offload_activations",
     "open_store",
     "plan_run",
+    "release",
 ]
 
 # Public name -> its module, imported at first use: the command line's help needs no torch.
@@ -66,10 +69,12 @@ _MODULES = {
     "gradient_lanes": "embed.offload",
     "load_config": "config.load",
     "load_pretrained": "embed.pretrained",
+    "named_tensors": "embed.named",
     "offload": "embed.offload",
     "offload_activations": "embed.activations",
     "open_store": "embed.stores",
     "plan_run": "plan.planner",
+    "release": "embed.stores",
 }
 
 

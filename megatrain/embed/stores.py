@@ -22,8 +22,8 @@ import torch
 from megatrain.api import available_ram_bytes, total_ram_bytes
 from megatrain.base.drive_readme import write_readme
 from megatrain.base.sizes import Size as ConfigSize
-from tiered import GpuTier, NvmeTier, RamTier, TieredStore
-from tiered.errors import CapacityError
+from tiered import CopyState, GpuTier, NvmeTier, RamTier, TieredStore
+from tiered.errors import CapacityError, LeaseError
 from tiered.units import GiB, KiB, MiB, format_size
 
 if TYPE_CHECKING:
@@ -119,6 +119,33 @@ def _close(found: ref[TieredStore]) -> None:
     if (store := found()) is not None:
         store.give_up_waiting()
         store.close()
+
+
+def release(store: TieredStore, tier: str) -> int:
+    """Give the memory of a tier back to its device, between two steps; return the bytes that stay in use.
+
+    Copies leave, changed ones are written back first, and free buffers are dropped: another program, such as a rollout
+    engine on the same GPU, may take that memory. What stays are homes and what is reserved, so give blocks no home on
+    the GPU. The next forward takes memory again, and finds its bytes in the tiers below. Call it outside of forwards
+    and backwards.
+
+    Raises:
+        LeaseError: a copy is in use, or pinned.
+        TransferError: a write-back failed.
+    """
+    owner = store.tier(tier)
+    homes = {spec.key: spec.home for spec in store.blocks()}
+    copies = [key for key, home in homes.items() if home != tier and tier in store.where(key)]
+    for transfer in [store.evict(key, tier) for key in copies]:
+        transfer.wait()
+    store.wait_idle()
+    held = [key for key in copies if store.where(key).get(tier, CopyState.ABSENT) is not CopyState.ABSENT]
+    if held:
+        raise LeaseError(f"{held[0]} is in use in tier '{tier}': release it between steps, outside of a forward")
+    free = owner.usage().free_bytes
+    store.reserve(tier, free)  # kept buffers make way
+    store.reserve(tier, -free)
+    return owner.usage().used_bytes
 
 
 def compute_tier(store: TieredStore) -> str:

@@ -62,7 +62,8 @@ class AbsentWeightError(RuntimeError):
             return
         super().__init__(
             f"{operation}: the numbers of {what} are in the tiered store. They are there during the forward and "
-            "backward of its module; elsewhere use `with megatrain.gathered(module):` to read or change them"
+            "backward of its module; elsewhere use `with megatrain.gathered(module):` to read or change them, or "
+            "megatrain.named_tensors(model) to send them elsewhere"
         )
 
 

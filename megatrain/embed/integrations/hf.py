@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatrain.api import check_internals
+from megatrain.embed.integrations.vllm import follow
 from megatrain.embed.offload import offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
 from megatrain.embed.partition import OffloadError
@@ -80,6 +81,8 @@ class TierTrainerMixin:
                 "the model is not offloaded: call megatrain.offload(model, store) before, or pass store=..."
             )
         self.add_callback(TierCallback(self._store))  # type: ignore[attr-defined]
+        if (engine := getattr(self, "vllm_generation", None)) is not None and _store_of(self.model) is not None:
+            follow(engine, self.model, self._store)
         self._clip_elsewhere = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = self._measure_norm
 
