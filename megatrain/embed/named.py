@@ -89,13 +89,14 @@ class _NamedWeight:
                     type(adapter).merge(adapter)
                 values = copies[leaf]
                 assert values is not None, leaf
-                merged = values.detach().clone()
-                for adapter in reversed(adapters):
-                    if adapter.merged:
-                        type(adapter).unmerge(adapter)
+                return values.detach().clone()
             finally:
-                base._parameters = own
-        return merged
+                try:
+                    for adapter in reversed(adapters):
+                        if adapter.merged:  # its own record of that; what the copies become is nobody's
+                            type(adapter).unmerge(adapter)
+                finally:
+                    base._parameters = own
 
 
 def _entries(model: nn.Module, *, merge: bool) -> Iterator[_NamedWeight]:

@@ -1,8 +1,8 @@
 """TRL's vLLM engine beside an offloaded policy: it is sent the weights that the store has, one at a time.
 
 Written against TRL 1.16: of ``VLLMGeneration``, which all its trainers with ``use_vllm`` have, ``_iter_named_params``
-(what is sent, in order), ``_weight_metadata`` (names, dtypes and shapes, which it would else read all weights for), and
-``generate``.
+(what is sent, in order), ``_weight_metadata`` (names, dtypes and shapes, which it would else read all weights for),
+``sync_weights`` and ``generate``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
-    """Let TRL's engine take weights from the store; before a colocated one writes, the store frees GPU memory for it.
+    """Let TRL's engine take weights from the store; a colocated one finds GPU memory free.
+
+    The store frees it before the engine is sent weights, and before it writes.
 
     Raises:
         OffloadError: another TRL, whose engine asks in another way.
@@ -44,13 +46,22 @@ def follow(generation: Any, model: nn.Module, store: TieredStore) -> None:
         for name, dtype, shape in named_shapes(model)
     ]
     if generation.mode == "colocate":
+        generation.sync_weights = _releasing(generation.sync_weights, store)
         generation.generate = _releasing(generation.generate, store)
 
 
-def _releasing(generate: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
-    @wraps(generate)
-    def release_and_generate(*args: Any, **options: Any) -> Any:
-        release(store, compute_tier(store))
-        return generate(*args, **options)
+def _releasing(method: Callable[..., Any], store: TieredStore) -> Callable[..., Any]:
+    """Return a method of the engine before and after which the store has no copies in GPU memory.
 
-    return release_and_generate
+    A sleeping engine takes memory for its weights at the start of ``sync_weights``, and for its cache right after.
+    """
+
+    @wraps(method)
+    def with_memory(*args: Any, **options: Any) -> Any:
+        release(store, compute_tier(store))
+        try:
+            return method(*args, **options)
+        finally:
+            release(store, compute_tier(store))
+
+    return with_memory

@@ -109,12 +109,20 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
     class Generation:  # what is used of TRL's class, which needs vLLM in this mode
         mode, accelerator, _weight_metadata = "colocate", SimpleNamespace(device=torch.device("cpu")), None
 
-        def _iter_named_params(self) -> None: ...
+        def _iter_named_params(self) -> Any: ...
 
         def _fix_param_name_to_vllm(self, name: str) -> str:
             return name
 
-        def generate(self, prompts: list[int]) -> int:
+        def sync_weights(self) -> dict[str, int]:
+            before = store.tier("gpu").usage().used_bytes  # where a sleeping engine takes memory for its weights
+            names = [name for name, _ in self._iter_named_params()]
+            assert names == [name for name, *_ in self._weight_metadata]
+            return {"before": before, "meanwhile": store.tier("gpu").usage().used_bytes}
+
+        def generate(self, prompts: list[int], *, sleeps: bool = False) -> int:
+            if sleeps:
+                self.sync_weights()
             return store.tier("gpu").usage().used_bytes
 
     generation: Any = Generation()
@@ -124,9 +132,10 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
         model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
         assert store.tier("gpu").usage().used_bytes > 0
         assert generation.generate([1]) == 0
-        assert [name for name, _ in generation._iter_named_params()] == [
-            name for name, *_ in generation._weight_metadata
-        ]
+        model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+        used = generation.sync_weights()
+        assert used["before"] == 0 < used["meanwhile"]
+        assert generation.generate([1], sleeps=True) == 0
 
 
 @pytest.mark.slow
