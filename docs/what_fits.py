@@ -405,6 +405,10 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
         parts.append("\n".join(table([row for model in shown for row in found[model, name]])) + "\n")
     by_model = sorted(cases, key=lambda case: (case.model, case.length))  # a model's trace is made once
     lines = {case: published_row(case, rows) for case in by_model}
+    sys.path.insert(0, str(ROOT / "docs"))
+    from what_fits_modules import section
+
+    parts.append("\n" + section())
     parts.append("\n" + BESIDE + "\n".join(lines[case] for case in cases) + "\n")
     return "".join(parts)
 

@@ -800,6 +800,11 @@ def _shared_working_bytes(parts: Sequence[Part], ranks: ModuleRanks) -> int:
 
 
 def _working_bytes(units: Sequence[UnitPart]) -> int:
-    """Return what the largest unit's update and the next unit's weights take together."""
-    sizes = [sum(part.layout.num_elements for part in unit.parts) for unit in units]
-    return (_STATE_BYTES + 2 * 4) * max(sizes)
+    """Return what the update of one unit and the next unit's weights take together; frozen ones have weights alone."""
+    return max(
+        sum(
+            (_STATE_BYTES + 2 * 4) * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
+            for part in unit.parts
+        )
+        for unit in units
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import pairwise
@@ -116,7 +116,7 @@ def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[Un
         )
     part_of: dict[int, Part] = {}
     units = []
-    for path, module, is_whole in _units(model, "", inside_list=False):
+    for path, module, is_whole in _units(model, ""):
         used = {id(p): p for p in module.parameters(recurse=is_whole) if id(p) in names}
         if not used:
             continue
@@ -179,34 +179,62 @@ def _check_memory(parameters: dict[str, nn.Parameter]) -> None:
             )
 
 
-def _units(module: nn.Module, path: str, *, inside_list: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+def _units(module: nn.Module, path: str, *, is_layer: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
     """Yield (path, module, whether the unit owns everything inside)."""
-    if inside_list and not _has_list_of_layers(module):
+    if is_layer:
         yield path, module, True
         return
     if any(parameter is not None for parameter in module._parameters.values()):
         yield path, module, False
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    layers = _layers_of(module) if is_list else frozenset[str]()
     for leaf, child in module.named_children():
-        has_inside = next(child.children(), None) is not None
-        yield from _units(child, f"{path}.{leaf}" if path else leaf, inside_list=is_list and has_inside)
+        yield from _units(child, f"{path}.{leaf}" if path else leaf, is_layer=leaf in layers)
 
 
-def _has_list_of_layers(module: nn.Module) -> bool:
-    """Return whether a list inside has items that are layers themselves.
+def _layers_of(items: nn.Module) -> frozenset[str]:
+    """Return the names of a list's items that are layers; others are stages, made of layers, or have nothing inside.
+
+    Stages of one list are alike: where one of a UNet's has attention, whose layers show that it is a stage, one without
+    is taken apart as well.
+    """
+    inside = {leaf: item for leaf, item in items.named_children() if _has_inside(item)}
+    stages = {leaf for leaf, item in inside.items() if _has_list_of(_is_deep, item)}
+    if stages:
+        stages |= {leaf for leaf, item in inside.items() if _has_list_of(_has_inside, item)}
+    return frozenset(inside.keys() - stages)
+
+
+def _has_list_of(kind: Callable[[nn.Module], bool], module: nn.Module) -> bool:
+    """Return whether a list inside has an item of a kind.
 
     A stage of a network that is a list of layers is taken apart; the experts or heads of one layer are not.
     """
     return any(
-        isinstance(child, nn.ModuleList | nn.Sequential) and any(_is_deep(item) for item in child.children())
+        isinstance(child, nn.ModuleList | nn.Sequential) and any(map(kind, child.children()))
         for child in module.modules()
         if child is not module
     )
 
 
+def _has_inside(module: nn.Module) -> bool:
+    """Return whether there are modules in a module."""
+    return next(_children(module), None) is not None
+
+
 def _is_deep(module: nn.Module) -> bool:
     """Return whether a module has modules with modules inside: a layer, not an expert or a head."""
-    return any(next(child.children(), None) is not None for child in module.children())
+    return any(map(_has_inside, _children(module)))
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """Return the modules in a module as they are without adapters of peft, which do not change where it is cut."""
+    while hasattr(type(module), "get_base_layer"):
+        base: nn.Module = module.get_base_layer()  # type: ignore[operator]
+        if base is module:
+            break
+        module = base
+    return module.children()
 
 
 def _parts(name: str, path: str, own: dict[str, nn.Parameter]) -> list[Part]:

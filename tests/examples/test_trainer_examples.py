@@ -21,13 +21,18 @@ MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32
 #: Losses and norms of fp32 runs; torch's AdamW fuses products and sums, ours rounds each.
 TOLERANCE = 2e-5
-NAMES = ("hf_trainer", "trl_sft", "trl_dpo", pytest.param("trl_grpo", marks=pytest.mark.slow))
+NAMES = (
+    "hf_trainer",
+    "trl_sft",
+    "trl_dpo",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("trl_grpo", "trl_reward", "hf_seq2seq")),
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     """Return the name of an example."""
-    if request.param != "hf_trainer":
+    if request.param.startswith("trl"):
         pytest.importorskip("trl")
     pytest.importorskip("accelerate")
     return request.param

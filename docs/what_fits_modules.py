@@ -1,0 +1,191 @@
+"""The table of docs/what_fits.md of modules that are no language models: ``python docs/what_fits_modules.py`` prints it.
+
+``plan`` traces language models. Of any module ``megatrain.offload`` says which parameters share a block, so what a store
+has of it, and the least that a GPU and RAM need, are sums over blocks; where they go follows from the order in which
+``offload`` and ``TieredAdamW`` register them. Modules are made on the meta device, from the defaults of diffusers'
+classes, which are those of the published models. Needs diffusers and peft.
+"""
+
+# ruff: noqa: E501 - sentences of the page
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from megatrain.embed.partition import UnitPart, partition  # noqa: E402
+from megatrain.machine.files import find_machine  # noqa: E402
+from megatrain.machine.machine import PlannedMachine  # noqa: E402
+from tiered.units import GiB  # noqa: E402
+
+MACHINES = ("laptop-32gb", "rtx4090-128gb", "rtx-pro-6000-256gb", "h200-1.5tb")
+#: ``open_store``'s: what it takes of free RAM and of a free drive, and how many checkpoints it keeps.
+RAM_SHARE, DRIVE_SHARE, KEPT = 0.95, 0.9, 2
+GRADIENT_BYTES = 4
+RANK = 16
+
+
+def modules() -> dict[str, Callable[[], nn.Module]]:
+    """Return what makes each transformer."""
+    import diffusers
+
+    return {
+        "Flux.1-dev": lambda: diffusers.FluxTransformer2DModel(guidance_embeds=True),
+        "Flux.2-dev": diffusers.Flux2Transformer2DModel,
+        "Qwen-Image": diffusers.QwenImageTransformer2DModel,
+        "Wan2.2-T2V-A14B, one of its two": diffusers.WanTransformer3DModel,
+    }
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What one module takes, in bytes.
+
+    Attributes:
+        parameters: all of them, adapters included.
+        trained: of them.
+        stored: weights, gradients and state.
+        gpu: the least a GPU tier needs: a layer with its gradients, and the modules around it.
+        ram: the least a RAM tier needs: a layer's update, or, where modules compute in RAM, what a GPU would need.
+        blocks: size of each, whether a checkpoint has it, in the order in which they get homes.
+        open_ram: kept free of homes in RAM.
+    """
+
+    parameters: int
+    trained: int
+    stored: int
+    gpu: int
+    ram: int
+    blocks: tuple[tuple[int, bool], ...]
+    open_ram: int
+
+    def on(self, ram_bytes: int, drive_bytes: int) -> tuple[int, int] | None:
+        """Return the bytes of homes in RAM, and of a drive with its checkpoints; None: they do not fit."""
+        in_ram = on_drive = 0
+        for nbytes, is_durable in self.blocks:
+            if in_ram + nbytes + self.open_ram <= ram_bytes:
+                in_ram += nbytes
+            else:
+                on_drive += nbytes * (1 + KEPT if is_durable else 1)
+        has_room = not on_drive or self.ram <= ram_bytes - in_ram
+        return (in_ram, on_drive) if has_room and on_drive <= drive_bytes else None
+
+
+def needs_of(module: nn.Module) -> Needs:
+    """Return what a module in bf16 takes that is trained with AdamW, or the trained part of it."""
+    units = partition(module, "model")
+    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
+    trained = [part for part in parts if part.layout.trainable]
+    weights = [(part.weight_bytes, True) for part in parts]
+    gradients = [(part.gradient_bytes, False) for part in trained]
+    state = [(part.layout.num_elements * size, True) for part in trained for size in _state_bytes(part)]
+    blocks = (*weights, *gradients, *state)
+    gpu = max(_with_what_is_around(unit, units) for unit in units)
+    return Needs(
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        trained=sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad),
+        stored=sum(nbytes for nbytes, _ in blocks),
+        gpu=gpu,
+        ram=max(*map(_held, parts), gpu),
+        blocks=blocks,
+        open_ram=max(sum(_working(part) for part in unit.parts) for unit in units),
+    )
+
+
+def _state_bytes(part: Any) -> tuple[int, ...]:
+    """Return what AdamW has of a parameter: the low half of a bf16 weight's master, m and v."""
+    return (2, 4, 4) if part.dtype == torch.bfloat16 else (4, 4)
+
+
+def _held(part: Any) -> int:
+    """Return what the update of a part has in RAM."""
+    of_each = part.dtype.itemsize + GRADIENT_BYTES + sum(_state_bytes(part))
+    return int(part.layout.num_elements * of_each) if part.layout.trainable else 0
+
+
+def _working(part: Any) -> int:
+    return int(24 * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes)
+
+
+def _with_what_is_around(unit: UnitPart, units: Sequence[UnitPart]) -> int:
+    around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
+    weights = {part: part.weight_bytes for other in around for part in other.parts}
+    return sum(weights.values()) + sum(part.gradient_bytes for part in unit.parts)
+
+
+def made(make: Callable[[], nn.Module], *, lora: bool) -> nn.Module:
+    """Return a module on the meta device in bf16, with adapters on its attention where these are trained."""
+    logging.getLogger("diffusers").setLevel(logging.ERROR)
+    with torch.device("meta"), contextlib.redirect_stderr(io.StringIO()):
+        module: Any = make().to(torch.bfloat16)
+        if lora:
+            from peft import LoraConfig
+
+            module.requires_grad_(False)
+            module.add_adapter(LoraConfig(r=RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    found: nn.Module = module
+    return found
+
+
+def _gib(nbytes: float) -> str:
+    gib = nbytes / GiB
+    return f"{gib / 1024:,.2f} TiB" if gib >= 1024 else f"{gib:,.0f} GiB" if gib >= 10 else f"{gib:,.1f} GiB"
+
+
+def cell(needs: Needs, machine: PlannedMachine) -> str:
+    """Return how a module fits a machine."""
+    if machine.gpu_bytes is not None and needs.gpu > machine.gpu_bytes:
+        return "GPU too small"
+    drive_bytes = int(sum(drive.total_bytes for drive in machine.drives) * DRIVE_SHARE)
+    place = needs.on(int(machine.free_ram_bytes * RAM_SHARE), drive_bytes)
+    if place is None:
+        return "does not fit"
+    in_ram, on_drive = place
+    return " + ".join([f"{_gib(in_ram)} RAM"] * bool(in_ram) + [f"{_gib(on_drive)} drives"] * bool(on_drive))
+
+
+def lines() -> Iterator[str]:
+    """Yield the lines of the table."""
+    machines = [find_machine(name) for name in MACHINES]
+    yield f"| module | trained | in the store | a GPU needs | RAM needs | {' | '.join(f'`{name}`' for name in MACHINES)} |"
+    yield "|---" * (5 + len(MACHINES)) + "|"
+    for title, make in modules().items():
+        for lora in (False, True):
+            needs = needs_of(made(make, lora=lora))
+            what = f"LoRA, {needs.trained / 1e6:,.0f} M" if lora else f"all {needs.trained / 1e9:,.1f} B"
+            cells = [_gib(needs.stored), _gib(needs.gpu), _gib(needs.ram), *(cell(needs, one) for one in machines)]
+            yield f"| {title} | {what} | {' | '.join(cells)} |"
+
+
+HEAD = f"""## Modules that are no language models
+
+[Any module](any_module.md) can be offloaded; `plan` traces language models alone, so this says what takes room, and no speed. Counted are blocks: weights in
+bf16 and, of what is trained, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
+in all. **A GPU needs** the largest layer, its gradients and the modules around it; **RAM needs** that layer's update. Not
+counted: activations (checkpoint them, and let `offload_activations` have the inputs of layers), text encoders and VAE, which take 2 bytes
+per parameter where they are in the store, and latents. LoRA has rank {RANK}, on the projections of attention. Under a machine stands
+where homes go with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
+from the classes of diffusers, with their defaults; it was planned, and not run.
+
+"""
+
+
+def section() -> str:
+    """Return the part of the page."""
+    return HEAD + "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    print(section(), end="")

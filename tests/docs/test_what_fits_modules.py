@@ -1,0 +1,56 @@
+"""docs/what_fits_modules.py: its table is on the page, and what it counts is what a store has."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import megatrain
+from oracles.any_modules import CASES
+from tiered import KiB, MiB
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("diffusers")
+
+
+@pytest.fixture(scope="module")
+def program() -> ModuleType:
+    """The program that makes the table."""
+    spec = importlib.util.spec_from_file_location("what_fits_modules", ROOT / "docs" / "what_fits_modules.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["what_fits_modules"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_has_the_table(program: ModuleType) -> None:
+    pytest.importorskip("peft")
+    page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
+    assert f"\n{program.section()}\n## " in page, "run python docs/what_fits_modules.py"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
+def test_what_is_counted_is_what_a_store_has(lora: bool, program: ModuleType, tmp_path: Path) -> None:
+    needs = program.needs_of(program.made(CASES["Wan"].make, lora=lora))
+    torch.manual_seed(0)
+    model = CASES["Wan"].make().to(torch.bfloat16)
+    if lora:
+        peft = pytest.importorskip("peft")
+        model.requires_grad_(False)
+        model.add_adapter(peft.LoraConfig(r=program.RANK, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    ram = 560 * KiB
+    with megatrain.open_store(ram=f"{ram}B", nvme=tmp_path, nvme_size="64MiB") as store:
+        megatrain.offload(model, store)
+        megatrain.TieredAdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3, max_grad_norm=1.0)
+        stats = store.stats().tiers
+        assert sum(spec.nbytes for spec in store.blocks()) == pytest.approx(needs.stored, rel=0.01)  # padding
+        in_ram, on_drive = needs.on(ram, 64 * MiB)
+        rounding = 4 * KiB * len(needs.blocks) * (1 + program.KEPT)  # of slots
+        assert on_drive and in_ram == pytest.approx(stats["ram"].home_bytes, abs=rounding)
+        assert on_drive == pytest.approx(stats["nvme"].used_bytes, abs=rounding)

@@ -1,0 +1,192 @@
+"""Models of all kinds, offloaded: losses, gradients and weights of plain PyTorch; and the same bits with all in RAM."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatrain
+from megatrain.embed.offload import offloaded_module
+from megatrain.embed.partition import partition
+from oracles.any_modules import CASES, Case
+from oracles.embedded import stored_gradient
+from tiered import KiB
+
+NUM_STEPS = 3
+RATE = 1e-3
+#: Kernels of torch and ours round each update differently. Gradients and losses follow from weights that differ so.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+#: Run each time: one of each kind. The others are like these.
+FIRST = ("Flux", "Wan", "UNet", "T5", "Whisper", "ViT", "reward", "protein")
+
+
+def make(name: str, *, dtype: torch.dtype = torch.float32, lora: bool = False) -> Any:
+    """Return a model, with adapters on its attention or without."""
+    case = CASES[name]
+    pytest.importorskip(case.needs)
+    torch.manual_seed(0)
+    model: Any = case.make().to(dtype).train()
+    if lora:
+        peft = pytest.importorskip("peft")
+        model.requires_grad_(False)
+        targets = ["to_q", "to_k", "to_v", "to_out.0"]
+        model.add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights="gaussian"))
+    return model
+
+
+@contextmanager
+def offloaded(model: Any, folder: Path, ram: str, where: str) -> Iterator[Any]:
+    """Offload a model into a store; yield its optimizer."""
+    with megatrain.open_store(ram=ram, nvme=folder, nvme_size="256MiB") as store:
+        megatrain.offload(model, store, weights=where, gradients=where)
+        yield megatrain.TieredAdamW(trained(model), lr=RATE, weight_decay=0.1, max_grad_norm=1.0, state=where)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def backward(case: Case, model: nn.Module, dtype: torch.dtype = torch.float32) -> tuple[float, dict[str, Any]]:
+    """Return the loss, and every gradient by name, after a forward and a backward."""
+    inputs = {
+        key: one.to(dtype) if isinstance(one, torch.Tensor) and one.is_floating_point() else one
+        for key, one in case.inputs().items()
+    }
+    loss = case.loss(model(**inputs))
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.item(), {name: stored_gradient(parameter) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_store_is_smaller_than_what_it_has(name: str) -> None:
+    num_bytes = 16 * sum(parameter.numel() for parameter in make(name).parameters())
+    assert num_bytes > 2 * CASES[name].ram_kib * KiB, num_bytes / KiB  # weights, gradients, m and v in fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "lora"),
+    [pytest.param(name, False, marks=() if name in FIRST else pytest.mark.slow) for name in CASES]
+    + [pytest.param(name, True, marks=() if name == "Flux" else pytest.mark.slow) for name in ("Flux", "Wan", "UNet")],
+    ids=str,
+)
+def test_losses_gradients_and_weights_are_those_of_plain_pytorch(name: str, lora: bool, tmp_path: Path) -> None:
+    case, plain = CASES[name], make(name, lora=lora)
+    model, in_ram = copy.deepcopy(plain), copy.deepcopy(plain)
+    if hasattr(plain, "enable_gradient_checkpointing"):  # diffusers
+        for one in (plain, model, in_ram):
+            one.enable_gradient_checkpointing()
+    twin = torch.optim.AdamW(trained(plain), lr=RATE, weight_decay=0.1)
+    with (
+        offloaded(model, tmp_path / "a", f"{case.ram_kib}KiB", "nvme") as optimizer,
+        offloaded(in_ram, tmp_path / "b", "64MiB", "ram") as other,
+    ):
+        for _ in range(NUM_STEPS):
+            loss, gradients = backward(case, model)
+            same, same_gradients = backward(case, in_ram)
+            wanted, wanted_gradients = backward(case, plain)
+            assert loss == same
+            assert loss == pytest.approx(wanted, rel=2e-6, abs=1e-6)
+            for key, expected in wanted_gradients.items():
+                assert (expected is None) == (gradients[key] is None), key
+                if expected is not None:
+                    assert torch.equal(gradients[key], same_gradients[key]), key
+                    torch.testing.assert_close(gradients[key], expected, **TOLERANCE)
+            torch.nn.utils.clip_grad_norm_(trained(plain), 1.0)
+            for one in (optimizer, other, twin):
+                one.step()
+                one.zero_grad()
+        found, same_weights = model.state_dict(), in_ram.state_dict()
+        for key, expected in plain.state_dict().items():
+            assert torch.equal(found[key], same_weights[key]), key
+            torch.testing.assert_close(found[key], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["Flux", "UNet", pytest.param("Wan", marks=pytest.mark.slow)])
+def test_adapters_leave_the_units_as_they_are(name: str) -> None:
+    assert [unit.name for unit in partition(make(name, lora=True), "model")] == [
+        unit.name for unit in partition(make(name), "model")
+    ]
+
+
+def test_stages_of_a_unet_are_taken_apart_with_attention_or_without() -> None:
+    names = {unit.name for unit in partition(make("UNet"), "model")}
+    assert {"up_blocks.0.resnets.0", "down_blocks.1.resnets.0", "up_blocks.1.resnets.1"} <= names
+    assert not {"up_blocks.0", "down_blocks.1", "up_blocks.1"} & names
+
+
+def test_experts_of_one_layer_stay_together() -> None:
+    def layer(num_experts: int) -> nn.Module:
+        experts = [nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(num_experts)]
+        return nn.ModuleDict({"norm": nn.LayerNorm(4), "experts": nn.ModuleList(experts)})
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([layer(1), layer(3)])
+    assert [unit.name for unit in partition(model, "model")] == ["layers.0", "layers.1"]
+
+
+def test_bf16_with_parts_in_fp32_and_a_folder_of_it(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    case = CASES["Wan"]
+    make("Wan").save_pretrained(tmp_path / "whole")
+    plain = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "whole", torch_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in plain.parameters()} == {torch.float32, torch.bfloat16}
+    model = copy.deepcopy(plain)
+    with offloaded(model, tmp_path / "a", "640KiB", "nvme") as optimizer:
+        with megatrain.open_store(ram="64MiB") as store:
+            twin = megatrain.TieredAdamW(plain.parameters(), lr=RATE, weight_decay=0.1, max_grad_norm=1.0, store=store)
+            for _ in range(NUM_STEPS):
+                losses = [backward(case, one, torch.bfloat16)[0] for one in (model, plain)]
+                assert losses[0] == losses[1]
+                for each in (optimizer, twin):
+                    each.step()
+                    each.zero_grad()
+        model.save_pretrained(tmp_path / "trained")
+    again = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / "trained", torch_dtype=torch.bfloat16)
+    for key, expected in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[key], expected), key
+
+
+def test_a_folder_of_diffusers_goes_into_the_store_file_by_file(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    accelerate = pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    whole = make("Wan")
+    whole.save_pretrained(tmp_path / "whole", max_shard_size="40KB")
+    with accelerate.init_empty_weights():  # parameters alone: buffers that no file has are made
+        model = diffusers.WanTransformer3DModel.from_config(
+            diffusers.WanTransformer3DModel.load_config(tmp_path / "whole")
+        )
+    with megatrain.open_store(ram="512KiB", nvme=tmp_path / "store", nvme_size="64MiB") as store:
+        megatrain.offload(model, store, weights="nvme", gradients="nvme")
+        files = sorted((tmp_path / "whole").glob("*.safetensors"))
+        assert len(files) > 2
+        for file in files:
+            model.load_state_dict(load_file(file), strict=False)
+        assert not any(block.missing for block in offloaded_module(model).blocks)  # type: ignore[union-attr]
+        loss, gradients = backward(CASES["Wan"], model)
+        wanted, expected = backward(CASES["Wan"], whole)
+        assert loss == wanted
+        assert all(torch.equal(gradients[key], one) for key, one in expected.items() if one is not None)
+
+
+def test_adapters_are_saved_as_diffusers_saves_them(tmp_path: Path) -> None:
+    model = make("Flux", lora=True)
+    with offloaded(model, tmp_path / "a", "896KiB", "nvme") as optimizer:
+        backward(CASES["Flux"], model)
+        optimizer.step()
+        model.save_lora_adapter(tmp_path / "adapter")
+        found = {name: one.clone() for name, one in model.state_dict().items() if "lora" in name}
+    other = make("Flux")
+    other.load_lora_adapter(tmp_path / "adapter", weight_name="pytorch_lora_weights.safetensors", prefix=None)
+    loaded = {name.replace(".default_0.", ".default."): one for name, one in other.state_dict().items()}
+    assert found
+    for name, expected in found.items():
+        assert torch.equal(loaded[name], expected), name
