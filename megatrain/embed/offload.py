@@ -213,6 +213,7 @@ class OffloadedModule:
         fetches the weights, and they stay to the end of the forward, or of the backward that it takes place in.
         """
         _register(model, self._before, self._after)
+        shared_state(self.store).modules.add(self)
         for block in self.blocks:
             block.owner = self
 
@@ -232,8 +233,12 @@ class OffloadedModule:
             self.end_backward(is_failing=True)
 
     def provide(self, block: WeightBlock) -> bool:
-        """Hold a block to the end of the running forward or backward; False where neither runs."""
-        call = self.calls.innermost_of(self)
+        """Hold a block to the end of the running forward or backward; False where neither runs.
+
+        Where another module's forward runs that uses the block, such as a student's with its teacher's head, to the end
+        of that.
+        """
+        call = self.calls.innermost_of(self) or self._forward_around()
         if call is not None:
             self.order.note(("use", block.key), [(block.key, block.tier)])
             call.hold(block)
@@ -245,6 +250,11 @@ class OffloadedModule:
         block.hold()
         self._for_backward.append(block)
         return True
+
+    def _forward_around(self) -> Call | None:
+        """Return the running forward of another module of the store."""
+        others = (other for other in shared_state(self.store).modules if other is not self)
+        return next((call for other in others if (call := other.calls.innermost_of(other)) is not None), None)
 
     def end_backward(self, *, is_failing: bool = False) -> None:
         """Release what the backward held for code that uses weights outside of their modules."""

@@ -34,6 +34,7 @@ def load_pretrained(
     attn_implementation: str = "auto",
     trust_remote_code: bool = False,
     revision: str | None = None,
+    trainable: bool = True,
     **options: Any,
 ) -> PreTrainedModel:
     """Return an offloaded causal language model with the weights of a folder, read into the store unit by unit.
@@ -43,6 +44,7 @@ def load_pretrained(
         dtype: what the weights get, as "bfloat16" or ``torch.bfloat16``; "auto": that of the config.
         attn_implementation: as in transformers; "auto" leaves the choice to it.
         revision: for a model on the hub: branch, tag or commit.
+        trainable: False for a teacher or a reference: frozen, with weights alone and no room for gradients.
         options: as for ``offload``.
 
     Raises:
@@ -72,6 +74,7 @@ def load_pretrained(
             f"{some(left)}",
             stacklevel=2,
         )
+    model.requires_grad_(trainable)
     offload(model, store, **options)
     offloaded = offloaded_module(model)
     assert offloaded is not None

@@ -179,6 +179,7 @@ class SharedState:
         committed: (num_changes, generation) of the last commit or load.
         mark: random text of that generation, which tells it from others of its number.
         optimizers: that have state in the store.
+        modules: that are offloaded into it.
     """
 
     def __init__(self, store: TieredStore) -> None:
@@ -190,6 +191,7 @@ class SharedState:
         self.committed: tuple[int, int | None] = (0, None)
         self.mark = ""
         self.optimizers: WeakSet[Any] = WeakSet()
+        self.modules: WeakSet[Any] = WeakSet()
 
     @property
     def _store(self) -> TieredStore:

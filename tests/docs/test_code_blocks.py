@@ -55,7 +55,7 @@ PLACEHOLDERS = {
     "FOLDER": "outputs/first/final",
 }
 #: Pages whose blocks call trainers of others, which warn of what is none of our business.
-WARNS = ("docs/any_module.md", "docs/embedding.md")
+WARNS = ("docs/any_module.md", "docs/embedding.md", "docs/teachers.md")
 #: Pages whose runs are called otherwise, or are there before the first block.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")

@@ -25,7 +25,7 @@ NAMES = (
     "hf_trainer",
     "trl_sft",
     "trl_dpo",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("trl_grpo", "trl_reward", "hf_seq2seq")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("trl_grpo", "trl_reward", "trl_gkd", "hf_seq2seq")),
 )
 
 
