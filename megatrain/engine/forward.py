@@ -798,6 +798,7 @@ class Trunk:
             number in self._recompute.saved_attention,
             unused,
             has_backward,
+            frozenset() if planned is None else planned.unneeded.weights,
         )
         self.visits.append(visit)
         return visit

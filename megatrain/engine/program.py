@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.encoding import AveragedWeight, Encoding
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, Unneeded
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
@@ -103,7 +104,7 @@ class TracedVisit:
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward: Work of the forward.
-        backward: That of recompute and backward. Both are none for visits of the head.
+        backward: That of recompute and backward, as they are run. Both are none for visits of the head.
         by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
             of its gradient.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
@@ -111,6 +112,7 @@ class TracedVisit:
         attention_nbytes: Size of the results of its attention kernels, if they are saved for the recompute; 0: it has
             none that can be saved.
         attention: Work of these kernels in the forward.
+        unneeded: What the recompute leaves out.
     """
 
     unit: int
@@ -128,6 +130,12 @@ class TracedVisit:
     attention: Work = NO_WORK
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
+    unneeded: Unneeded = NOTHING_UNNEEDED
+
+    @property
+    def recompute(self) -> Work:
+        """Work of the second run, which is in that of the backward; none where there is none."""
+        return self.forward - self.unneeded.work if self.has_backward and not self.is_head else NO_WORK
 
 
 @dataclass(frozen=True, slots=True)

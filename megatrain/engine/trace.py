@@ -30,6 +30,7 @@ from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import TracedVisit, VisitTrace
 from megatrain.engine.saved_attention import AttentionSizes
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded, changed_arguments
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
@@ -301,7 +302,7 @@ class _Tracer:
         self.counts = CountingMode()
         self._dense_masks: dict[str, None] = {}  # in the order in which they are met
         self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
-        self._graph, self._dtype, self._device = graph, dtype, device
+        self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
         self._phases: list[_Phase] = []
         self._saved: dict[int, list[Tensor]] = {}
         self._counted: dict[Any, int] = {}  # kind of part -> the visit that is counted
@@ -312,6 +313,7 @@ class _Tracer:
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
         self._attention: dict[int, AttentionSizes] = {}
+        self._unneeded: dict[int, Unneeded] = {}
         self._filled: dict[int, set[str]] = {}
         self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
         self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
@@ -327,7 +329,7 @@ class _Tracer:
         for bound in self.runner.bounds:
             if bound.unit.part is not None:
                 bound.forward = self._once(bound.unit.part, bound.forward)
-            bound.forward = self._measured(self._guessing(bound))
+            bound.forward = self._measured(bound, self._guessing(bound))
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         raise AssertionError("where tokens are routed to is not known in a trace")
@@ -449,22 +451,29 @@ class _Tracer:
 
         return once
 
-    def _measured(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a unit's forward that, in a recompute, measures the graph it builds."""
+    def _measured(self, bound: BoundUnit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a unit's forward that, in a recompute, measures the graph it builds, and what that does not need."""
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._phases or self._phases[-1].name != "backward":
                 return forward(*args, **kwargs)
+            visit, num_guesses = self._phases[-1].visit, self.counts.num_guesses
+            is_compiled = self._is_compiled and bound.unit.is_layer
+            uses = ProductUses({} if is_compiled else bound.matrices(), count_flops)
             saved: set[int] = set()
 
             def pack(tensor: Tensor) -> Tensor:
                 saved.add(tensor.untyped_storage()._cdata)
+                uses.note_saved(tensor)
                 return tensor
 
-            sizes = self._attention[self._phases[-1].visit] = AttentionSizes()
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), sizes.measuring():
+            sizes = self._attention[visit] = AttentionSizes()
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with hooks, uses.following(), sizes.measuring():
                 value = forward(*args, **kwargs)
             self._note_graph(value, saved)
+            if self.counts.num_guesses == num_guesses:  # else a run may take another way
+                self._unneeded[visit] = uses.unneeded(_tensors(value))
             return value
 
         return measured
@@ -511,7 +520,10 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             # A part was counted with all tokens, which bounds the memory.
             share = self._graph.units[unit].share
-            work = (NO_WORK, NO_WORK) if is_head else (forward.work.of_share(share), backward.work.of_share(share))
+            unneeded = self._unneeded.get(counted, NOTHING_UNNEEDED)
+            work = (forward.work.of_share(share), (backward.work - unneeded.work).of_share(share))
+            if is_head:
+                work = (NO_WORK, NO_WORK)
             graph_nbytes = self._graph_nbytes.get(counted, 0)
             by_part = self.runner.by_part_in_head
             if not is_head:  # activations come back for one run, and looking rows up takes one of its own
@@ -520,7 +532,10 @@ class _Tracer:
             counts = (*peaks, *work, graph_nbytes)
             visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
             visit = replace(
-                visit, reused=self._reused.get(number, {}), chance_of_no_token=self._misses.get(number, 0.0)
+                visit,
+                reused=self._reused.get(number, {}),
+                chance_of_no_token=self._misses.get(number, 0.0),
+                unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
             )
             sizes = self._attention.get(number)
             if sizes is not None and saved and not is_head and not visit.reused:
@@ -687,6 +702,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         new_nbytes: by storage, of those alive that were made since this was cleared.
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
+        num_guesses: how often a value was made up.
     """
 
     def __init__(self) -> None:
@@ -696,6 +712,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work = NO_WORK
         self.uncounted: list[str] = []
         self.where = "the model"
+        self.num_guesses = 0
         self._guesses: dict[str, list[str]] = {}
         self.new_nbytes: dict[int, int] = {}
         self._known: dict[int, int] = {}
@@ -727,6 +744,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def guess(self, what: str) -> None:
         """Note a made-up value, and why; reported once for all units that have it."""
+        self.num_guesses += 1
         names = self._guesses.setdefault(what, [])
         if self.where not in names:
             names.append(self.where)
@@ -760,7 +778,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.index.Tensor and unknown:
             args = (args[0], self._numbered(args[1]), *args[2:])
         if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
-            for tensor in _changed(func, args):
+            for tensor in changed_arguments(func, args, kwargs):
                 self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
             return self._result(func, args, kwargs)
         device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
@@ -769,7 +787,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = func(*real_args, **real_kwargs)
         if not _tensors(value):
             return value
-        changed = _changed(func, args)
+        changed = changed_arguments(func, args, kwargs)
         if changed or not _has_dynamic_shape(func):
             result = self._result(func, args, kwargs)
         else:
@@ -890,17 +908,6 @@ def _tensors(value: Any) -> list[Tensor]:
     return found
 
 
-def _changed(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return the arguments that an operator changes in place."""
-    schema = getattr(func, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    pairs = zip(schema.arguments, args, strict=False)
-    return [
-        arg for of, arg in pairs if of.alias_info is not None and of.alias_info.is_write and isinstance(arg, Tensor)
-    ]
-
-
 def _has_dynamic_shape(func: Any) -> bool:
     return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(getattr(func, "tags", ())))
 
@@ -958,8 +965,8 @@ def step_flops(
     trunk = [visit for visit in trace.visits if not visit.is_head]
     forward = sum(visit.forward.flops for visit in trunk)
     backward = sum(visit.backward.flops for visit in trunk)
-    recomputed = sum(visit.forward.flops for visit in trunk if visit.has_backward)
-    saved = sum(v.forward.flops for n, v in enumerate(trace.visits) if n in kept and v.has_backward and not v.is_head)
+    recomputed = sum(visit.recompute.flops for visit in trunk)
+    saved = sum(visit.recompute.flops for number, visit in enumerate(trace.visits) if number in kept)
     saved += sum(visit.attention.flops for number, visit in enumerate(trace.visits) if number in saved_attention)
     head = trace.head.flops * num_trained_tokens
     again = max(0, trace.head_parts - kept_parts)

@@ -4,7 +4,8 @@ The engine's activation checkpointing, unit by unit. Forward: the unit runs once
 without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
 its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
 kept (`Recompute.kept_graphs`) skips the offload and the recompute; one that saves attention's results
-(`Recompute.saved_attention`) skips attention in the recompute.
+(`Recompute.saved_attention`) skips attention in the recompute. What no gradient needs is never computed again
+(`TracedVisit.unneeded`).
 
 `UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
 """
@@ -32,6 +33,7 @@ from megatrain.engine.program import BlockAccess, GradientSink, MatrixParts
 from megatrain.engine.saved_attention import AttentionResults
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
+from megatrain.engine.unneeded import without_values
 from megatrain.engine.weight_gradients import (
     GradientReceiver,
     GradientTarget,
@@ -80,6 +82,7 @@ class UnitVisit:
         unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
             leased all the same. Index None: attention's results.
         plans_backward: Whether a backward that does not take place leases the weights all the same.
+        unneeded: Owner's names of the weights whose products the recompute leaves out.
 
     Attributes:
         pending_outputs: Outputs of the forward, on their way into the outer graph.
@@ -95,6 +98,7 @@ class UnitVisit:
         saves_attention: bool = False,
         unused: Sequence[tuple[int, int | None]] = (),
         plans_backward: bool = False,
+        unneeded: frozenset[str] = frozenset(),
     ) -> None:
         self.number = number
         self.bound = bound
@@ -104,7 +108,7 @@ class UnitVisit:
         self._keeps_graph = keeps_graph
         self._saves_attention = saves_attention and not keeps_graph
         self._to_put, self._to_take = deque(unused), deque[tuple[int, int | None]]()
-        self._plans_backward = plans_backward
+        self._plans_backward, self._unneeded = plans_backward, unneeded
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
         self._first_micro_batch = 0
         self._is_idle = False  # no token goes to it
@@ -367,6 +371,10 @@ class UnitVisit:
                 return [None] * len(streams)
             wanted = [stream for stream in streams if stream.requires_grad]
             with item.modes.applied(cache_enabled=False), ExitStack() as answering:
+                if self._unneeded:
+                    owners = self.bound.matrices()
+                    left_out = {key: name for key, name in owners.items() if name in self._unneeded}
+                    answering.enter_context(without_values(left_out))
                 if item.attention is not None and room is not None:
                     answering.enter_context(item.attention.answering(room))
                 self._random.set(item.random_state)
@@ -705,6 +713,12 @@ class BoundUnit:
         """Yield what is in the slots, by owner's name."""
         for parameters, leaf, owner in self._slots:
             yield owner, parameters[leaf]
+
+    def matrices(self) -> dict[int, str]:
+        """Return the owner's name of each bound weight that is there whole, by its id; of compiled layers none."""
+        if self._is_compiled:
+            return {}
+        return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, PartedWeight)}
 
     def has(self, owner: str) -> bool:
         """Return whether a parameter, by its owner's name, is one of the unit's."""

@@ -213,8 +213,8 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
         if visit.is_head:
             continue
         backward = visit.backward
-        if number in program.recompute.kept_graphs and visit.has_backward:
-            backward -= visit.forward
+        if number in program.recompute.kept_graphs:
+            backward -= visit.recompute
         elif number in program.recompute.saved_attention:
             backward -= visit.attention
         found["forward", number], found["backward", number] = visit.forward, backward

@@ -122,7 +122,7 @@ class GraphKeeper:
         """Return whether a byte of attention's results saves more operations than one of whole graphs."""
         visits = [self.trace.visits[number] for number in visits_with_attention(self.trace)]
         in_attention = sum(visit.attention.computed_flops for visit in visits)
-        in_all = sum(visit.forward.computed_flops for visit in visits)
+        in_all = sum(visit.recompute.computed_flops for visit in visits)
         of_graphs = sum(visit.graph_nbytes for visit in visits)
         return in_attention * of_graphs > in_all * sum(visit.attention_nbytes for visit in visits)
 

@@ -1,0 +1,230 @@
+"""Products that the second run of a unit leaves out, since no gradient needs their values.
+
+A unit runs again in its backward to give autograd what that needs. The result of a layer's last product is seldom
+among it: it is added to the residual stream, whose sum has a gradient that asks for no values, and the next unit has
+its own copy of it. Where a norm follows, the result is needed: the graph decides, not the family.
+
+The trace finds out. `ProductUses` follows the result of each product with a bound weight through a run on fake tensors,
+storage by storage. Whatever autograd saves, whatever outlives the run, changes what was there before, draws random
+numbers or is read on the host makes the products needed that it depends on. `without_values` runs a unit with NaN in
+place of the products that are left: a mistake would show in every gradient and stop the run, not change it a little.
+docs/decisions/0080-products-that-nobody-needs.md
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatrain.engine.work import NO_WORK, Work
+
+__all__ = ["NOTHING_UNNEEDED", "ProductUses", "Unneeded", "changed_arguments", "without_values"]
+
+_ATEN = torch.ops.aten
+_PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default})
+#: They read the shape of what they get, not its values.
+_SHAPE_ALONE = frozenset(
+    {
+        _ATEN.empty_like,
+        _ATEN.new_empty,
+        _ATEN.new_empty_strided,
+        _ATEN.zeros_like,
+        _ATEN.ones_like,
+        _ATEN.full_like,
+        _ATEN.new_zeros,
+        _ATEN.new_ones,
+        _ATEN.new_full,
+        torch.ops.prim.device,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Unneeded:
+    """What the second run of a visit leaves out.
+
+    Attributes:
+        weights: Owner's names of the weights whose products are not computed.
+        work: Work that this saves: these products, but for filling their results.
+    """
+
+    weights: frozenset[str] = frozenset()
+    work: Work = NO_WORK
+
+
+NOTHING_UNNEEDED = Unneeded()
+
+#: Gets the owner's name of the weight, and the call of the operator; returns its result.
+_Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
+    """Return the context of a run in which products with some weights are not computed: their results are NaN.
+
+    Args:
+        owners: id of a bound weight -> its owner's name.
+    """
+
+    def answer(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        left, right = args[-2:]
+        result: Tensor = left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
+        return result
+
+    return _WeightProducts(owners, answer)
+
+
+class ProductUses:
+    """Follows the results of products with weights through one run of a unit on fake tensors.
+
+    Args:
+        owners: id of a bound weight -> its owner's name.
+        flops_of: FLOPs of a call of an operator, given it, its arguments and its result.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[int, str],
+        flops_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int],
+    ) -> None:
+        self._owners, self._flops_of = owners, flops_of
+        self._work: dict[str, Work] = {}
+        self._needed: set[str] = set()
+        self._made: set[int] = set()  # storages of the run that are alive
+        self._depends: dict[int, set[str]] = {}  # storage -> owners whose products it depends on
+        self._saved: set[int] = set()
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Return the context of the run."""
+        with _Following(self._follow), _WeightProducts(self._owners, self._product):
+            yield
+
+    def note_saved(self, tensor: Tensor) -> None:
+        """Note what autograd saves."""
+        self._saved.add(_storage(tensor))
+
+    def unneeded(self, results: Iterable[Tensor]) -> Unneeded:
+        """Return the products that nothing needs.
+
+        Args:
+            results: What the run returned: the rest of the model has its own copies.
+        """
+        returned = {_storage(tensor) for tensor in results} - self._saved
+        needed = self._needed.union(*(owners for key, owners in self._depends.items() if key not in returned))
+        weights = frozenset(self._work.keys() - needed)
+        return Unneeded(weights, sum((self._work[name] for name in sorted(weights)), NO_WORK))
+
+    def _product(self, owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = func(*args, **kwargs)
+        # A fill takes its place, a launch as well.
+        filled_nbytes = result.numel() * result.element_size()
+        work = Work(product_flops=self._flops_of(func, args, kwargs, result), moved_nbytes=-filled_nbytes)
+        self._work[owner] = self._work.get(owner, NO_WORK) + work
+        self._depends.setdefault(_storage(result), set()).add(owner)
+        return result
+
+    def _follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        inputs = _tensors((args, kwargs))
+        before = {_storage(tensor) for tensor in inputs}
+        owners = set[str]().union(*(self._depends.get(key, ()) for key in before))
+        result = func(*args, **kwargs)
+        results = _tensors(result)
+        for tensor in results:
+            if (key := _storage(tensor)) not in before and key not in self._made:
+                self._made.add(key)
+                weakref.finalize(tensor.untyped_storage(), self._forget, key)
+        if not owners or getattr(func, "_overloadpacket", None) in _SHAPE_ALONE:
+            return result
+        changed = changed_arguments(func, args, kwargs)
+        if not results or _draws(func) or any(_storage(tensor) not in self._made for tensor in changed):
+            self._needed |= owners
+        for tensor in (*results, *changed):
+            self._depends.setdefault(_storage(tensor), set()).update(owners)
+        return result
+
+    def _forget(self, key: int) -> None:
+        self._made.discard(key)
+        self._depends.pop(key, None)
+
+
+class _WeightProducts(TorchFunctionMode):
+    """Gives the products of matrices in functions that are called with a weight to ``answer``.
+
+    Operators are only looked at inside of such functions: each that passes through Python costs time.
+    """
+
+    def __init__(self, owners: Mapping[int, str], answer: _Answer) -> None:
+        super().__init__()
+        self._owners, self._answer = owners, answer
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A matrix is a factor; a vector beside it is added.
+        factors = (item for item in (*args, *kwargs.values()) if id(item) in self._owners and item.dim() > 1)
+        if (factor := next(factors, None)) is None:
+            return func(*args, **kwargs)
+        with _Products(partial(self._answer, self._owners[id(factor)])):
+            return func(*args, **kwargs)
+
+
+class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives products of matrices to ``answer``."""
+
+    def __init__(self, answer: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._answer = answer
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _PRODUCTS:
+            return func(*args, **(kwargs or {}))
+        return self._answer(func, args, kwargs or {})
+
+
+class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives all operators to ``follow``."""
+
+    def __init__(self, follow: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._follow = follow
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._follow(func, args, kwargs or {})
+
+
+def changed_arguments(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments that an operator changes in place."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = {of.name: arg for of, arg in zip(schema.arguments, args, strict=False)} | dict(kwargs)
+    written = {of.name for of in schema.arguments if of.alias_info is not None and of.alias_info.is_write}
+    return [tensor for name, arg in given.items() if name in written for tensor in _tensors(arg)]
+
+
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def _storage(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
