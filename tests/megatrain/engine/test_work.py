@@ -74,7 +74,7 @@ def test_a_layer_of_llama_by_hand() -> None:
 
     tokens_first = total((2 * queries, 1), (2 * keys, 1))  # gradients of queries and keys come with heads first
     backward = total(
-        forward,  # the recompute
+        forward, (stream, 0),  # the recompute, in which a fill takes the place of the last product
         norm_backward, gated, gated, (3 * middle, 1), (3 * stream, 1),  # gradients of gate and up are added
         norm_backward, rotary_backward(queries), rotary_backward(keys), tokens_first, fused,
         (3 * stream, 1), (3 * stream, 1),  # gradients of queries, keys and values are added
@@ -88,7 +88,8 @@ def test_a_layer_of_llama_by_hand() -> None:
     assert layer.forward == Work(2 * weights * tokens, attention, attention // 2, FLOAT * numbers, launches)
     numbers, launches = backward
     in_attention = attention + attention_backward
-    assert layer.backward == Work(6 * weights * tokens, in_attention, in_attention // 2, FLOAT * numbers, launches)
+    multiplied = (6 * weights - 2 * width * inner) * tokens
+    assert layer.backward == Work(multiplied, in_attention, in_attention // 2, FLOAT * numbers, launches)
     assert layer.attention == Work(0, attention, attention // 2, 0, 1)
 
 
