@@ -371,9 +371,9 @@ class UnitVisit:
                 return [None] * len(streams)
             wanted = [stream for stream in streams if stream.requires_grad]
             with item.modes.applied(cache_enabled=False), ExitStack() as answering:
-                if self._unneeded:
-                    owners = self.bound.matrices()
-                    left_out = {key: name for key, name in owners.items() if name in self._unneeded}
+                owners = self.bound.matrices() if self._unneeded else {}
+                left_out = {key: name for key, name in owners.items() if name in self._unneeded}
+                if left_out:  # compiled layers, which have none, would be compiled anew inside of a mode
                     answering.enter_context(without_values(left_out))
                 if item.attention is not None and room is not None:
                     answering.enter_context(item.attention.answering(room))
