@@ -12,6 +12,7 @@ import torch
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.remote import bring_back, lanes_at_url
 from megatrain.checkpoint.resume import (
     LostCheckpointsError,
     already_done,
@@ -69,6 +70,8 @@ class RunStart:
             ConfigChangedError: the config alters results.
         """
         run, are_lost = self.plan.run, False
+        if run.checkpoint.table.copy_url is not None:
+            bring_back(run.checkpoint, self.tell)
         try:
             candidates = find_candidates(run.checkpoint, self.tell)
         except LostCheckpointsError as lost:
@@ -113,7 +116,8 @@ class RunStart:
 
     def _copy_last(self, checkpoint: Checkpoint) -> None:
         """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
-        if not checkpoint.is_copy and not checkpoint.is_listed:  # else all its ranks are to copy, and this one is alone
+        # Into a folder all its ranks are to copy, and this one is alone.
+        if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
             drive_bytes = self.plan.checkpoint_bytes_on_drives
             with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.tell) as copier:
                 copier.offer(checkpoint, is_last=True)
@@ -249,6 +253,8 @@ def with_kept_lanes(run: RunSpec) -> RunSpec:
     if run.batch.num_lanes is not None:
         return run
     kept = lanes_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
+        kept = lanes_at_url(run.checkpoint.table.copy_url)
     return replace(run, batch=replace(run.batch, num_lanes=kept))
 
 

@@ -1,4 +1,4 @@
-"""Whole copies of checkpoints in ``output_dir/copies``, made by a thread while training goes on."""
+"""Whole copies of checkpoints in ``output_dir/copies``, made by a thread while training goes on; or at a URL."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.remote_copier import RemoteCopier
 from megatrain.checkpoint.writer import CheckpointFolder, CopyWriter
 from tiered import CopyFigures, GenerationReader, WholeCopies
 from tiered.errors import TieredError
@@ -47,7 +48,8 @@ class CheckpointCopier:
     One copy is made at a time, by a background thread with a duty cycle of one half, so that it takes at most half of
     a drive's bandwidth; it runs at full speed once a caller waits for it. A checkpoint that is due while another is
     being copied is queued; a later one replaces it in the queue. Training waits only where the checkpoint being
-    copied would be pruned. A failed copy is reported and costs the copy, never the run.
+    copied would be pruned. A failed copy is reported and costs the copy, never the run. Copies at a URL have rules of
+    their own: ``RemoteCopier``.
 
     Each rank copies its own part, and all call the same methods in the same order.
 
@@ -74,6 +76,7 @@ class CheckpointCopier:
         self._min_free_disk = table.min_free_disk
         self._drive_bytes, self._tell = drive_bytes, tell
         self._folder = spec.output_dir / COPIES_NAME
+        self._remote = RemoteCopier(spec, tell, rank, gather) if table.copy_url is not None else None
         if self.is_on:
             folder = CheckpointFolder(self._folder, rank, gather, table.save_total_limit, tell, passes_over_damage=True)
             own, self._writer = folder.own, CopyWriter(folder)
@@ -99,6 +102,8 @@ class CheckpointCopier:
             checkpoint: One that the stores of these ranks hold.
             is_last: it is the last one of this start of the run: it is copied unless it is already.
         """
+        if self._remote is not None:
+            self._remote.offer(checkpoint)
         if not self.is_on:
             return
         self.poll()
@@ -113,6 +118,8 @@ class CheckpointCopier:
 
     def poll(self) -> None:
         """Report a copy that has finished, and start the next one."""
+        if self._remote is not None:
+            self._remote.poll()
         if self._job is None or self._job.thread is None:
             return
         if not self._writer.are_done(not self._job.thread.is_alive()):
@@ -127,20 +134,29 @@ class CheckpointCopier:
             job, self._next = self._next, None
             self._start(job)
 
-    def wait_for_pruned(self, outgoing: Sequence[Checkpoint]) -> None:
+    def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool] = lambda: False) -> None:
         """Wait until no checkpoint that the next commit prunes is being copied.
 
         Args:
             outgoing: the checkpoints that go.
+            should_stop: whether a stop was requested.
         """
         self.poll()
+        if self._remote is not None:
+            self._remote.wait_for_pruned(outgoing, should_stop)
         if self._job is None or self._job.checkpoint.ranks not in [each.ranks for each in outgoing]:
             return
         self._pass_over_next()  # the one that is committed now takes its place, and has more time
         self._wait()
 
     def finish(self) -> None:
-        """Wait for all copies that are due, without rests from now on."""
+        """Wait for all copies that are due, without rests from now on.
+
+        Raises:
+            CheckpointError: one cannot be sent to its URL.
+        """
+        if self._remote is not None:
+            self._remote.finish()
         while self._job is not None:
             if self._job.thread is not None and self._job.thread.is_alive():
                 size = format_size(self._drive_bytes)
@@ -149,6 +165,8 @@ class CheckpointCopier:
 
     def close(self) -> None:
         """Cancel the copy in flight and unlock the folder. Idempotent."""
+        if self._remote is not None:
+            self._remote.close()
         self._cancelled.set()
         self._hurry.set()
         self._next = None

@@ -104,7 +104,7 @@ class Saver:
             start_s = time.perf_counter()
             self.finish()
             self._wait_for_room(state.step)
-            self._copier.wait_for_pruned(self._writer.outgoing())
+            self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
             self._begin()
             self._writer.begin()
             commit = self._store.commit(state.to_meta())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,11 +28,18 @@ ResumeSource = Annotated[
     WithJsonSchema({"anyOf": [{"type": "string", "minLength": 1}, {"type": "boolean"}]}),
     is_path("auto", "no"),
 ]
-#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run.
+#: A URL of fsspec, without anything that may be a secret: a password, or what is signed.
+CopyUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://[^\s*?]*$", examples=["s3://bucket/run"])]
+#: Of which checkpoints there are whole copies: all or none, each so many-th, or the last of a run; or where they go to.
 CopyRule = Annotated[
-    bool | Annotated[int, Field(ge=1)] | Literal["last"],
-    is_not("is no rule for copies", 'Write true (every checkpoint), 5 (every fifth one), "last" or false'),
+    bool | Annotated[int, Field(ge=1)] | Literal["last"] | CopyUrl,
+    is_not(
+        "is no rule for copies",
+        'Write true (every checkpoint), 5 (every fifth one), "last" or false; or a URL such as "s3://bucket/run", '
+        "without keys: those come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
+    ),
 ]
+_PASSWORD = re.compile(r"(://)[^/\s@]*:[^/\s]*@")
 
 
 class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
@@ -62,7 +70,9 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     save_copy: CopyRule = key(
         "Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
         'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '
-        "end or at a stop, which all but false copy. save_total_limit of them are kept.",
+        "end or at a stop, which all but false copy. save_total_limit of them are kept. Or a URL that fsspec opens, "
+        'such as "s3://bucket/run": every checkpoint goes there, none is removed here before, and a run with an empty '
+        "output_dir goes on from there.",
         False,
     )
     save_on_signal: bool = key(
@@ -81,8 +91,17 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     @classmethod
     def _fill_strategy(cls, values: Any) -> Any:
         if isinstance(values, dict) and "save_interval" in values:
-            return {"save_strategy": "time", **values}
+            values = {"save_strategy": "time", **values}
+        if isinstance(values, dict) and isinstance(url := values.get("save_copy"), str):
+            # What is refused is shown to the user, and in logs: no secret may be in it.
+            values = {**values, "save_copy": _PASSWORD.sub(r"\1***@", url.partition("?")[0] + "?***" * ("?" in url))}
         return values
+
+    @property
+    def copy_url(self) -> str | None:
+        """The URL that copies go to; None: they stay in output_dir, or there are none."""
+        is_url = isinstance(self.save_copy, str) and self.save_copy != "last"
+        return str(self.save_copy) if is_url and self.is_on else None
 
     @property
     def copy_every(self) -> int | None:
@@ -104,7 +123,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     @property
     def num_copies(self) -> int:
         """Whole copies that ``output_dir`` holds at most."""
-        return self._most_kept if self.is_on and self.save_copy is not False else 0
+        return self._most_kept if self.is_on and self.save_copy is not False and self.copy_url is None else 0
 
     @property
     def _most_kept(self) -> int:

@@ -1,0 +1,720 @@
+"""Checkpoints at a URL: objects with checksums, the document that makes them a copy written last, and the way back.
+
+    s3://bucket/run/RUN.json                                    whose checkpoints these are
+    s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last: without it there is no copy
+    s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
+    s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
+
+One process has no folder of a rank in between. What lies in it is of the form of ``output_dir/checkpoints``, so that
+``GenerationReader`` can read it once any tool has copied it to a drive. Of the file system that fsspec opens, this
+file uses ``ls``, ``open``, ``pipe_file``, ``cat_file``, ``rm_file`` and ``rm``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+import tomllib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.document import (
+    Checkpoint,
+    RankGeneration,
+    manifest_checksum,
+    rank_folder_name,
+    read_checkpoints,
+    write_document,
+)
+from megatrain.checkpoint.scan import scan
+from megatrain.checkpoint.state import CheckpointError
+from tiered import GenerationReader, MiB, WholeCopies, checksum, format_size
+from tiered.errors import CorruptBlockError, GenerationError, TieredError
+from tiered.ext import SNAPSHOT_FOLDER, claim_directory, replace_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatrain.checkpoint.table import CheckpointSpec
+
+__all__ = [
+    "UploadCancelledError",
+    "RemotePart",
+    "RemoteCheckpoint",
+    "RemoteError",
+    "RemoteFolder",
+    "TakenError",
+    "Upload",
+    "bring_back",
+    "identity",
+    "lanes_at_url",
+]
+
+#: Of the documents at the URL. Readers refuse newer ones.
+REMOTE_FORMAT = 1
+RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECTS.json"
+#: In ``output_dir``: which run this is, for the URL.
+IDENTITY_NAME = "save_copy.json"
+#: In ``output_dir``: what is being brought back.
+PART_NAME = "checkpoints.part"
+#: Objects under way at once, in either direction; each takes a piece of 16 MiB, and what fsspec buffers of it.
+NUM_WORKERS = 2
+#: Largest object of a block.
+OBJECT_BYTES = 512 * MiB
+#: How often one object is read again before it counts as damaged, or its server as out of reach.
+NUM_TRIES = 3
+
+_FOLDER = re.compile(r"(\d{8})-step-(\d+)")
+_WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "arrow_hdfs")
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING")
+
+
+class RemoteError(CheckpointError):
+    """The URL cannot be reached or written, or what lies there cannot be used."""
+
+
+class DamagedError(RemoteError):
+    """An object is another one than was written."""
+
+
+class TakenError(RemoteError):
+    """Another run, or another process of this run, has the URL."""
+
+
+class UploadCancelledError(Exception):
+    """The copy was cancelled."""
+
+
+def identity(checkpoint: Checkpoint | RemoteCheckpoint) -> tuple[int | None, str]:
+    """Return what tells a checkpoint from the others of its run: its step, and when it was saved."""
+    return checkpoint.step, checkpoint.saved_at
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePart:
+    """What one rank has of a copy.
+
+    Attributes:
+        path: Folder of the rank, as in ``RankGeneration``.
+        generation: number of the generation there.
+        num_objects: how many objects ``OBJECTS.json`` names.
+        nbytes: Size of all objects.
+        sha256: Checksum of ``OBJECTS.json``.
+    """
+
+    path: str
+    generation: int
+    num_objects: int
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteCheckpoint:
+    """A whole copy at the URL.
+
+    Attributes:
+        number: grows from one copy to the next, whichever machine makes it.
+        step: steps done.
+        parts: What each rank has of it, by rank.
+        meta: ``RunState`` as JSON.
+        lanes: as in ``Checkpoint``.
+        elements: as in ``Checkpoint``.
+    """
+
+    number: int
+    step: int
+    parts: tuple[RemotePart, ...]
+    meta: Mapping[str, Any]
+    lanes: int
+    elements: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        """Name of its folder."""
+        return f"{self.number:08d}-step-{self.step}"
+
+    @property
+    def saved_at(self) -> str:
+        """Date and time, ISO 8601."""
+        return str(self.meta.get("saved_at", ""))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects."""
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass
+class Upload:
+    """What of a generation has been sent, so that another try goes on from there; and how to stop it.
+
+    Attributes:
+        hurry: set: it does not rest.
+        cancelled: set: it ends.
+        sums: by name of an object, its size and SHA-256.
+        compared: names of the objects that were read back and are what was sent.
+    """
+
+    hurry: threading.Event
+    cancelled: threading.Event
+    sums: dict[str, tuple[int, str]] = field(default_factory=dict)
+    compared: set[str] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Raise ``UploadCancelledError`` once it is cancelled."""
+        if self.cancelled.is_set():
+            raise UploadCancelledError
+
+
+class RemoteFolder:
+    """The copies at a URL. Opening it reads nothing; used by several threads.
+
+    Args:
+        url: anything that fsspec opens, e.g. ``"s3://bucket/run"``; the environment has the keys.
+
+    Raises:
+        RemoteError: the package for it is missing, or it is no URL of a file system.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/") if not url.endswith("://") else url
+        protocol = url.partition("://")[0]
+        options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files, self._root = url_to_fs(self.url, **options)
+        except (ImportError, ValueError) as error:
+            package = _PACKAGES.get(protocol)
+            advice = f"pip install {package}" if package else "Name a URL that fsspec knows, such as s3://bucket/folder"
+            if package == "s3fs":
+                advice += " (it is in megatrain-tier[remote])"
+            text = f"checkpoint.save_copy: '{url}' cannot be opened: {_plain(str(error)).rstrip('.')}. {advice}"
+            raise RemoteError(text) from error
+        except Exception as error:
+            raise self._error("it cannot be opened", error) from error
+        self._root = self._root.rstrip("/")
+        self._has_folders = protocol in _WITH_FOLDERS
+
+    # -- whose it is -----------------------------------------------------------------------------------------------
+
+    def claim(self, output_dir: Path, *, is_empty: bool) -> None:
+        """Make the URL that of a run, and check that it can be written.
+
+        Args:
+            output_dir: folder of the run, which keeps that identity.
+            is_empty: whether it holds no checkpoint: the run whose URL this is may go on here.
+
+        Raises:
+            TakenError: another run has it.
+            RemoteError: it cannot be read or written.
+        """
+        path, own = output_dir / IDENTITY_NAME, None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            own = str(json.loads(path.read_bytes())["run"])
+        text = self._read(RUN_NAME)
+        try:
+            there = None if text is None else str(json.loads(text)["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RemoteError(f"{self._called} has a {RUN_NAME} that cannot be read: name another URL") from error
+        run = (is_empty and there) or own or uuid.uuid4().hex
+        if there not in (None, run) and self.checkpoints():
+            raise TakenError(
+                f"{self._called} holds the checkpoints of another run than '{output_dir}'. Name another URL; or, to go "
+                "on with that run, an empty output_dir"
+            )
+        document = json.dumps({"format": REMOTE_FORMAT, "run": run})
+        self._write(RUN_NAME, document.encode())  # also where it is there: a lack of rights shows at once
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, document, durable=True)
+
+    # -- what is there ---------------------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[RemoteCheckpoint]:
+        """Return the whole copies, the newest first. Half ones, and those whose document is damaged, are none.
+
+        Raises:
+            RemoteError: it cannot be read.
+        """
+        found = (self._checkpoint(name) for name in sorted(self._folders(), reverse=True))
+        return [each for each in found if each is not None]
+
+    def _folders(self) -> list[str]:
+        with self._telling("it cannot be listed"):
+            try:
+                names = self._files.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return []
+        plain = (str(name).rstrip("/").rpartition("/")[2] for name in names)
+        return [name for name in plain if _FOLDER.fullmatch(name)]
+
+    def _checkpoint(self, name: str) -> RemoteCheckpoint | None:
+        text = self._read(f"{name}/{CHECKPOINT_NAME}")
+        if text is None:
+            return None
+        try:
+            document = json.loads(text)
+            version, body = document["format"], document["body"]
+            if version > REMOTE_FORMAT:
+                raise RemoteError(f"'{self.url}/{name}' is of a newer version of this program: upgrade")
+            if _seal(body) != document["sha256"]:
+                return None
+            parts = tuple(RemotePart(**part) for part in body["parts"])
+            step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
+            paths = [part.path for part in parts]
+            if paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
+                return None  # a document may come from a stranger: no name of a folder may lead out
+            if not isinstance(body["meta"], dict):
+                return None
+            return RemoteCheckpoint(number, step, parts, body["meta"], body["lanes"], body["elements"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    # -- make a copy -----------------------------------------------------------------------------------------------
+
+    def send(self, reader: GenerationReader, name: str, path: str, upload: Upload) -> RemotePart:
+        """Send a generation, read it back and compare it; the same call again goes on where it was cut off.
+
+        Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 once all are
+        there. Memory: 64 MiB.
+
+        Args:
+            reader: Reads the generation.
+            name: folder of the copy at the URL.
+            path: Folder of the rank in it.
+            upload: what an earlier try has sent.
+
+        Raises:
+            CorruptBlockError: a byte of the generation is another than was written.
+            GenerationError: a part of the generation is missing.
+            TransferError: a drive refused.
+            RemoteError: the URL did.
+            UploadCancelledError: it was cancelled.
+        """
+        prefix = f"{name}/{path}/" if path else f"{name}/"
+        objects = dict(_objects(reader, upload))
+        self._in_parallel(partial(self._send, prefix, upload), [each for each in objects.items()])
+        self._in_parallel(partial(self._compare, prefix, upload), list(objects))
+        sums = {each: upload.sums[each] for each in sorted(objects)}
+        text = json.dumps({"format": REMOTE_FORMAT, "objects": sums}, sort_keys=True).encode()
+        self._write(prefix + OBJECTS_NAME, text)
+        nbytes = sum(size for size, _ in sums.values())
+        return RemotePart(path, reader.generation, len(sums), nbytes, hashlib.sha256(text).hexdigest())
+
+    def _send(self, prefix: str, upload: Upload, item: tuple[str, _Contents]) -> None:
+        name, contents = item
+        if name in upload.sums:
+            return
+        upload.check()
+        digest, nbytes = hashlib.sha256(), 0
+
+        def read() -> Iterator[memoryview | bytes]:
+            nonlocal nbytes
+            for part in contents():
+                upload.check()
+                digest.update(part)
+                nbytes += len(part)
+                yield part
+
+        self._write(prefix + name, read())
+        upload.sums[name] = (nbytes, digest.hexdigest())
+
+    def _compare(self, prefix: str, upload: Upload, name: str) -> None:
+        if name in upload.compared:
+            return
+        nbytes, expected = upload.sums[name]
+        digest = hashlib.sha256()
+        for part in self._parts(prefix + name, nbytes):
+            upload.check()
+            digest.update(part)
+        if digest.hexdigest() != expected:
+            del upload.sums[name]  # the next try sends it again
+            raise DamagedError(f"{self._called}: '{prefix}{name}' is not what was sent: SHA-256 {digest.hexdigest()}")
+        upload.compared.add(name)
+
+    def commit(self, made: RemoteCheckpoint) -> None:
+        """Make what was sent a copy: from now on it is there.
+
+        Raises:
+            TakenError: another process has made a copy since.
+            RemoteError: it cannot be written.
+        """
+        others = [each for each in self.checkpoints() if each.number >= made.number]
+        if [(each.number, each.parts) for each in others] == [(made.number, made.parts)]:
+            return  # an earlier try has made it, and its answer was lost
+        if others:
+            raise TakenError(
+                f"{self._called} has got copy {others[0].number} from another process meanwhile: two runs share it. "
+                "End one of them, or name another URL in checkpoint.save_copy"
+            )
+        body = {
+            "parts": [asdict(part) for part in made.parts],
+            "meta": dict(made.meta),
+            "lanes": made.lanes,
+            "elements": dict(made.elements),
+        }
+        document = {"format": REMOTE_FORMAT, "sha256": _seal(body), "body": body}
+        self._write(f"{made.name}/{CHECKPOINT_NAME}", json.dumps(document, sort_keys=True).encode())
+        if self._checkpoint(made.name) is None:
+            raise DamagedError(f"{self._called}: '{made.name}/{CHECKPOINT_NAME}' is not what was sent")
+
+    def prune(self, keep: int, best_step: int | None) -> None:
+        """Remove all copies but the newest ``keep`` and that of ``best_step``, and what is left of half ones.
+
+        Only what is older than the newest copy. Raises ``RemoteError``; calling it again goes on.
+        """
+        whole = self.checkpoints()
+        stay = [each.name for each in [each for each in whole if each.step != best_step][:keep]]
+        stay += [each.name for each in whole if each.step == best_step][:1]
+        for name in sorted(self._folders()):
+            if name not in stay and whole and int(name[:8]) < whole[0].number:
+                with self._telling(f"'{name}' cannot be removed"):
+                    with contextlib.suppress(FileNotFoundError):  # first: a half one is none
+                        self._files.rm_file(f"{self._root}/{name}/{CHECKPOINT_NAME}")
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm(f"{self._root}/{name}", recursive=True)
+
+    # -- bring it back ---------------------------------------------------------------------------------------------
+
+    def fetch(self, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
+        """Make a copy a checkpoint of the run in ``output_dir``, as if it had been saved there.
+
+        What was fetched before a cut is compared and not fetched again.
+
+        Args:
+            checkpoint: which one.
+            output_dir: folder of the run; no process trains in it.
+            min_free_bytes: Bytes that stay free on its drive.
+
+        Raises:
+            DamagedError: an object is missing, or another than was written.
+            RemoteError: the URL cannot be read, or the drive has no room.
+        """
+        part_dir = output_dir / PART_NAME
+        root = part_dir / checkpoint.name
+        objects = [
+            (part.path, name, nbytes, sum_)
+            for part in checkpoint.parts
+            for name, (nbytes, sum_) in self._listed(checkpoint, part).items()
+        ]
+        try:
+            for other in part_dir.iterdir() if part_dir.is_dir() else ():
+                if other != root:
+                    shutil.rmtree(other)
+            root.mkdir(parents=True, exist_ok=True)
+            there = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+            need, free = checkpoint.nbytes - there + min_free_bytes, shutil.disk_usage(root).free
+            if free < need:
+                raise RemoteError(
+                    f"the drive of '{output_dir}' has {format_size(free)} free, and the checkpoint of step "
+                    f"{checkpoint.step} in '{self.url}' takes {format_size(checkpoint.nbytes)} beside "
+                    f"checkpoint.min_free_disk. Free {format_size(need - free)}"
+                )
+            self._in_parallel(partial(self._fetch, checkpoint.name, root), objects)
+            self._take_in(checkpoint, root, output_dir / CHECKPOINTS_NAME)
+            shutil.rmtree(part_dir)
+        except (CorruptBlockError, GenerationError) as error:
+            raise DamagedError(f"'{self.url}/{checkpoint.name}': {error}") from error
+        except (OSError, TieredError) as error:
+            raise RemoteError(f"'{self.url}/{checkpoint.name}' cannot be brought back: {error}") from error
+
+    def _listed(self, checkpoint: RemoteCheckpoint, part: RemotePart) -> dict[str, tuple[int, str]]:
+        """Return the objects of a rank's part, by name, with their size and SHA-256."""
+        path = "/".join(filter(None, (checkpoint.name, part.path, OBJECTS_NAME)))
+        text = self._read(path)
+        if text is None or hashlib.sha256(text).hexdigest() != part.sha256:
+            raise DamagedError(f"'{self.url}/{path}' is {'missing' if text is None else 'damaged'}")
+        found: dict[str, tuple[int, str]] = {}
+        for name, (nbytes, sum_) in json.loads(text)["objects"].items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise DamagedError(f"'{self.url}/{path}' names '{name}', which would lie outside of the checkpoint")
+            found[name] = (int(nbytes), str(sum_))
+        return found
+
+    def _fetch(self, folder: str, root: Path, item: tuple[str, str, int, str]) -> None:
+        path, name, nbytes, expected = item
+        target = root / path / name
+        if target.is_file() and target.stat().st_size == nbytes and _sha256_of(target) == expected:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(target.name + ".part")
+        where, problem = "/".join(filter(None, (folder, path, name))), ""
+        for _ in range(NUM_TRIES):
+            digest = hashlib.sha256()
+            with temporary.open("wb") as file:
+                for part in self._parts(where, nbytes):
+                    digest.update(part)
+                    file.write(part)
+            if digest.hexdigest() == expected:
+                os.replace(temporary, target)
+                return
+            problem = f"its SHA-256 is {digest.hexdigest()}, and was {expected} when it was written"
+        raise DamagedError(f"'{self.url}/{where}' is damaged: {problem}")
+
+    def _take_in(self, checkpoint: RemoteCheckpoint, root: Path, folder: Path) -> None:
+        """Make generations in a folder those of the stores of a run: compared, and linked where they lie."""
+        known = read_checkpoints(folder, on_damage=lambda error: None)
+        is_listed = checkpoint.parts[0].path != ""
+        if is_listed:
+            claim_directory(folder)
+        ranks = []
+        for part in checkpoint.parts:
+            copies = WholeCopies(folder / part.path)
+            try:
+                figures = copies.copy(GenerationReader(root / part.path, part.generation))
+            finally:
+                copies.close()
+            seal = manifest_checksum(folder / part.path, figures.generation) if is_listed else ""
+            ranks.append(RankGeneration(part.path, figures.generation, seal))
+        if is_listed:
+            number = 1 + max((each.number for each in known), default=0)
+            made = Checkpoint(
+                folder, number, tuple(ranks), checkpoint.meta, checkpoint.lanes, dict(checkpoint.elements)
+            )
+            write_document(folder, [*(each for each in known if each.is_listed), made])
+
+    # -- objects ---------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> bytes | None:
+        """Return a small object, None if it is not there."""
+        with self._telling(f"'{name}' cannot be read"):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{name}"))
+            except FileNotFoundError:
+                return None
+
+    def _parts(self, name: str, nbytes: int) -> Iterator[bytes]:
+        """Yield an object, 16 MiB at a time."""
+        step = GenerationReader.piece_bytes
+        for start in range(0, nbytes, step):
+            with self._telling(f"'{name}' cannot be read"):
+                try:
+                    yield self._files.cat_file(f"{self._root}/{name}", start=start, end=min(start + step, nbytes))
+                except FileNotFoundError as error:
+                    raise DamagedError(f"'{self.url}/{name}' is missing") from error
+
+    def _write(self, name: str, contents: bytes | Iterable[memoryview | bytes]) -> None:
+        """Write an object; one that is cut off is not there, or not whole."""
+        path = f"{self._root}/{name}"
+        with self._telling(f"'{name}' cannot be written"):
+            if self._has_folders:
+                self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if isinstance(contents, bytes):
+                self._files.pipe_file(path, contents)
+                return
+            file = self._files.open(path, "wb", block_size=GenerationReader.piece_bytes)
+            try:
+                for part in contents:
+                    file.write(part)
+            except BaseException:
+                # Closing would make an object of what has been sent.
+                with contextlib.suppress(Exception):
+                    file.discard()
+                with contextlib.suppress(Exception):
+                    file.closed = True
+                raise
+            file.close()
+
+    def _in_parallel(self, act: Callable[[Any], None], items: Sequence[Any]) -> None:
+        with ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="checkpoint-objects") as workers:
+            futures = [workers.submit(act, item) for item in items]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                for future in futures:
+                    future.cancel()
+                raise
+
+    @property
+    def _called(self) -> str:
+        return f"checkpoint.save_copy: '{self.url}'"
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (RemoteError, TieredError, UploadCancelledError):
+            raise
+        except Exception as error:  # of any file system that fsspec opens, and of the client below it
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: Exception) -> RemoteError:
+        text = _plain(str(error) or type(error).__name__).rstrip(".")
+        names = [each.__name__ for each in type(error).__mro__]
+        is_anonymous = "NoCredentialsError" in names or "locate credentials" in text
+        if is_anonymous or "PartialCredentialsError" in names or "DefaultCredentialsError" in names:
+            text += (
+                ". No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (s3); "
+                "GOOGLE_APPLICATION_CREDENTIALS (gs)"
+            )
+        elif isinstance(error, PermissionError):
+            text += ". These credentials may not do that: they need the right to list, read, write and delete there"
+        elif isinstance(error, FileNotFoundError):
+            text += ". Is the name of the bucket right? It must be there"
+        return RemoteError(f"{self._called}: {what}: {text}")
+
+
+# -- the objects of a generation -------------------------------------------------------------------------------------
+
+#: Yields the bytes of an object.
+_Contents = Callable[[], Iterator["memoryview | bytes"]]
+
+
+def _objects(reader: GenerationReader, upload: Upload) -> Iterator[tuple[str, _Contents]]:
+    """Yield the names and the contents of what makes a directory of one whole generation.
+
+    The manifest as in `docs/checkpoints.md`, with all blocks beside it; their arrays in files of at most 512 MiB.
+    """
+    folder = f"{SNAPSHOT_FOLDER}/{reader.generation:08d}"
+    blocks = [{**asdict(record), "location": f"{folder}/{record.key}"} for record in reader.manifest.blocks]
+    generation = {"generation": reader.generation}
+    meta, store = dict(reader.manifest.meta), reader.manifest.store
+    body = {**generation, "meta": meta, "paths": {}, "store": store, "blocks": blocks}
+    yield "MANIFEST.json", partial(_once, _sealed(generation))
+    yield f"{folder}/MANIFEST.json", partial(_once, _sealed(body))
+    for record in reader.manifest.blocks:
+        chunk_bytes = _chunk_bytes(record.nbytes)
+        document = json.loads((reader.place(record.key) / "zarr.json").read_bytes())
+        itemsize = reader.spec(record.key).dtype.itemsize
+        document["chunk_grid"]["configuration"]["chunk_shape"] = [chunk_bytes // itemsize]
+        yield f"{folder}/{record.key}/zarr.json", partial(_once, json.dumps(document).encode())
+        for number, start in enumerate(range(0, record.nbytes, chunk_bytes)):
+            contents = partial(_chunk, reader, record.key, start, chunk_bytes, upload)
+            yield f"{folder}/{record.key}/c/{number}", contents
+
+
+def _once(text: bytes) -> Iterator[bytes]:
+    yield text
+
+
+def _chunk(
+    reader: GenerationReader, key: str, start: int, chunk_bytes: int, upload: Upload
+) -> Iterator[memoryview | bytes]:
+    """Yield a chunk of a block's array, verified, filled up with zeros; rests as long as the drive worked."""
+    import torch
+
+    files, nbytes = reader.files(key), reader.spec(key).nbytes
+    stop = min(start + chunk_bytes, nbytes)
+    buffer: torch.Tensor = torch.empty(min(reader.piece_bytes, stop - start), dtype=torch.uint8)
+    for first in range(start, stop, reader.piece_bytes):
+        piece = buffer[: min(reader.piece_bytes, stop - first)]
+        start_s = time.perf_counter()
+        reader.read_piece(key, files, (first, first + len(piece)), piece)
+        upload.hurry.wait(time.perf_counter() - start_s)
+        yield memoryview(piece.numpy().data)
+    yield bytes(start + chunk_bytes - stop)
+
+
+def _chunk_bytes(nbytes: int) -> int:
+    """Return the size of the chunks of an array: all equal; no piece of 16 MiB lies in two of them."""
+    num_chunks = max(1, -(-nbytes // OBJECT_BYTES))
+    unit = GenerationReader.piece_bytes if num_chunks > 1 else 4096
+    return max(1, -(-nbytes // (num_chunks * unit))) * unit
+
+
+def _sealed(body: Mapping[str, Any]) -> bytes:
+    """Return a manifest as it lies on a drive (`docs/checkpoints.md`)."""
+    seal = checksum(json.dumps(body, sort_keys=True).encode())
+    return json.dumps({"format": 1, "xxh3_64": seal, "body": body}, sort_keys=True).encode()
+
+
+def _seal(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _plain(text: str) -> str:
+    """Return the text of an error without what may be a secret in it."""
+    for name in _SECRETS:
+        if value := os.environ.get(name):
+            text = text.replace(value, "***")
+    text = re.sub(r"(\w+://)[^/\s@]*:[^/\s@]*@", r"\1***@", text)
+    return re.sub(r"([?&][\w.-]*(?:sig|token|secret|credential|key)[\w.-]*=)[^&\s'\"]+", r"\1***", text, flags=re.I)
+
+
+# -- a run that goes on from there -----------------------------------------------------------------------------------
+
+
+def lanes_at_url(url: str) -> int | None:
+    """Return the lanes in which the newest copy added gradients; None: there is none. Raises ``RemoteError``."""
+    for each in RemoteFolder(url).checkpoints():
+        with contextlib.suppress(tomllib.TOMLDecodeError):
+            lanes = tomllib.loads(str(each.meta.get("config_toml", ""))).get("training", {}).get("gradient_lanes", 1)
+            return lanes if isinstance(lanes, int) else 1
+    return None
+
+
+def bring_back(spec: CheckpointSpec, tell: Callable[[str], None]) -> None:
+    """Fetch the newest copy where it is newer than what a run's folder holds, and that of the best evaluation.
+
+    Args:
+        spec: where the run saves, and the URL.
+        tell: called with messages for the user.
+
+    Raises:
+        RemoteError: the URL cannot be used, belongs to another run, or holds nothing that is whole.
+    """
+    url = spec.table.copy_url
+    assert url is not None
+    folder, own = RemoteFolder(url), _own(spec)
+    usable = [each for each in own if each.problem is None and not each.is_future]
+    folder.claim(spec.output_dir, is_empty=not own)
+    newest = max((each.saved_at for each in usable), default="")
+    whole = folder.checkpoints()
+    newer = [each for each in whole if each.saved_at > newest]
+    if not newer:
+        return
+    if spec.table.resume_from_checkpoint == "no":
+        raise RemoteError(
+            f"checkpoint.save_copy: '{url}' holds a run that was saved at step {newer[0].step}, and "
+            'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, or name another URL'
+        )
+    problems: list[str] = []
+    for each in newer:
+        try:
+            best = _best_of(each, whole) if spec.table.load_best_model_at_end else None
+            for wanted in (best, each):
+                if wanted is not None and identity(wanted) not in map(identity, usable):
+                    size = format_size(wanted.nbytes)
+                    tell(f"bringing back the checkpoint of step {wanted.step} from '{url}', {size}")
+                    folder.fetch(wanted, spec.output_dir, spec.table.min_free_disk)
+            return
+        except DamagedError as error:
+            problems.append(str(error))
+            tell(f"the copy of step {each.step} is passed over: {error}")
+    if not usable:
+        raise RemoteError(
+            f"none of the {len(newer)} copies in '{url}' is whole; the newest: {problems[0]}. Name another URL, and "
+            "the run starts anew"
+        )
+
+
+def _own(spec: CheckpointSpec) -> list[Checkpoint]:
+    """Return what the run's folder holds, and what is known of it."""
+    folders = [spec.output_dir / name for name in (CHECKPOINTS_NAME, COPIES_NAME)]
+    return [each for folder in folders for each in scan(folder, spec.drives, on_damage=lambda error: None)]
+
+
+def _best_of(newest: RemoteCheckpoint, whole: Sequence[RemoteCheckpoint]) -> RemoteCheckpoint | None:
+    best = newest.meta.get("best")
+    step = best.get("step") if isinstance(best, Mapping) else None
+    return next((each for each in whole if each.step == step and each.number < newest.number), None)

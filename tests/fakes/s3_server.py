@@ -1,0 +1,134 @@
+"""A real S3 server on the loopback address (moto's), and a way to it that can be cut, held up or taken down."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Line:
+    """A port in front of the server, over which all its bytes pass.
+
+    Attributes:
+        port: on the loopback address.
+        is_down: every connection is ended at once.
+        stall_after: bytes of clients after which nothing passes any more; None: all passes.
+        cut_after: bytes of clients after which the connection is reset, once; None: it is not.
+        stalled: set once it happened.
+        num_cuts: connections that were reset.
+    """
+
+    upstream: tuple[str, int]
+    port: int = 0
+    is_down: bool = False
+    stall_after: int | None = None
+    cut_after: int | None = None
+    stalled: threading.Event = field(default_factory=threading.Event)
+    num_cuts: int = 0
+    _passed: int = 0
+    _released: threading.Event = field(default_factory=threading.Event)
+
+    def restore(self) -> None:
+        """Let everything pass again."""
+        self.is_down, self.stall_after, self.cut_after, self._passed, self.num_cuts = False, None, None, 0, 0
+        self._released.set()
+        self._released, self.stalled = threading.Event(), threading.Event()
+
+    def serve(self, listener: socket.socket) -> None:
+        """Be the thread that accepts connections."""
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            if self.is_down:
+                client.close()
+                continue
+            threading.Thread(target=self._connect, args=(client,), daemon=True).start()
+
+    def _connect(self, client: socket.socket) -> None:
+        """Be the thread of one connection."""
+        with client, socket.create_connection(self.upstream) as server:
+            back = threading.Thread(target=self._forward, args=(server, client, False), daemon=True)
+            back.start()
+            self._forward(client, server, True)
+            back.join()
+
+    def _forward(self, source: socket.socket, target: socket.socket, is_from_client: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if self.is_down:
+                    break
+                if is_from_client:
+                    self._passed += len(data)
+                    if self.stall_after is not None and self._passed > self.stall_after:
+                        self.stalled.set()
+                        self._released.wait()
+                        break
+                    if self.cut_after is not None and self._passed > self.cut_after:
+                        self.cut_after = None
+                        self.num_cuts += 1
+                        break
+                target.sendall(data)
+        for each in (source, target):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+
+@dataclass
+class S3:
+    """The server: where it is, what lies in it, and the line to it."""
+
+    line: Line
+    direct: str
+
+    def files(self) -> Any:
+        """Return the file system, not over the line."""
+        import s3fs
+
+        return s3fs.S3FileSystem(
+            key="k", secret="s", endpoint_url=self.direct, use_listings_cache=False, skip_instance_cache=True
+        )
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[S3]:
+    """Start the server with the bucket "bucket"; the environment leads clients over its line."""
+    pytest.importorskip("s3fs", reason="pip install megatrain-tier[test]")
+    moto = pytest.importorskip("moto.server", reason="pip install megatrain-tier[test]")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    listener = socket.create_server(("127.0.0.1", 0))
+    line = Line((host, port), listener.getsockname()[1])
+    threading.Thread(target=line.serve, args=(listener,), daemon=True).start()
+    variables = {
+        "AWS_ACCESS_KEY_ID": "k",
+        "AWS_SECRET_ACCESS_KEY": "very-secret-key",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{line.port}",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+            patch.delenv(name, raising=False)
+        found = S3(line, f"http://{host}:{port}")
+        found.files().mkdir("bucket")
+        yield found
+        line.restore()
+        listener.close()
+        server.stop()

@@ -1,0 +1,329 @@
+"""Checkpoints that leave the machine, against a real S3 server on the loopback address."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.s3_server import S3, s3_server
+from megatrain.checkpoint import remote, remote_copier
+from megatrain.checkpoint.remote import RemoteFolder
+from processes import rank_runs
+from processes.rank_runs import launch
+from processes.saved_run import NVME, ON_NVME, SavedRun, end, make_run
+from tiered import GenerationReader
+from tiered.durable.manifest import list_generations
+
+ON_DRIVE = {"placement": ON_NVME, "more": NVME}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3]:
+    with s3_server() as found:
+        yield found
+
+
+@pytest.fixture
+def s3(server: S3) -> Iterator[S3]:
+    yield server
+    server.line.restore()
+    for name in server.files().ls("bucket", detail=False):
+        server.files().rm(name, recursive=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A model and data; and what six steps give that nothing happens to."""
+    run = make_run(tmp_path_factory.mktemp("model") / "w")
+    result = run.run(out="undisturbed")
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(model: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRun:
+    monkeypatch.setattr(remote_copier, "MAX_DELAY_S", 0.05)
+    return model.copy(tmp_path / "w")
+
+
+def to_s3(**more: Any) -> dict[str, Any]:
+    return {"checkpoint": 'save_copy = "s3://bucket/run"', **more}
+
+
+def weights(run: SavedRun, out: str = "out") -> bytes:
+    return (run.folder / out / "final/model.safetensors").read_bytes()
+
+
+def steps_at_url(url: str = "s3://bucket/run") -> list[int]:
+    return [each.step for each in RemoteFolder(url).checkpoints()]
+
+
+def be_an_empty_machine(run: SavedRun) -> None:
+    for name in ("out", "drive"):
+        shutil.rmtree(run.folder / name, ignore_errors=True)
+
+
+# -- there and back ------------------------------------------------------------------------------------------------
+
+
+def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3: S3) -> None:
+    """The run is killed while its second copy is half there; an empty machine goes on from the first, to the bit."""
+    s3.line.stall_after = 2_400_000  # of one copy: 1.6 MB and headers
+    process = run.start(**to_s3(**ON_DRIVE))
+    try:
+        assert s3.line.stalled.wait(60), "the second upload did not begin"
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)
+    finally:
+        end(process)
+    s3.line.restore()
+    assert steps_at_url() == [2]
+    half = [name for name in s3.files().ls("bucket/run", detail=False) if "step-4" in name]
+    assert half and not s3.files().exists(f"{half[0]}/CHECKPOINT.json"), "the cut came in the middle of a copy"
+
+    be_an_empty_machine(run)
+    result = run.run(**to_s3())  # no drive there
+    assert result.exit_code == 0, result.output
+    assert "bringing back the checkpoint of step 2 from 's3://bucket/run'" in result.output
+    assert "continuing after step 2 of 6" in result.output
+    assert weights(run) == weights(run, "undisturbed")
+    assert steps_at_url() == [6, 4, 2]
+    assert not s3.files().exists(half[0]) or "00000002" in half[0], "what was left of the half copy is gone"
+
+
+def test_what_lies_at_the_url_is_a_whole_checkpoint(run: SavedRun, s3: S3, tmp_path: Path) -> None:
+    """Any tool that copies the objects to a drive makes a folder that the reader of generations verifies."""
+    result = run.run(**to_s3(**ON_DRIVE))
+    assert result.exit_code == 0, result.output
+    assert steps_at_url() == [6, 4, 2] and result.output.count("copied checkpoint at step") == 3
+    newest = RemoteFolder("s3://bucket/run").checkpoints()[0]
+    s3.files().get(f"bucket/run/{newest.name}", str(tmp_path / "got"), recursive=True)
+    reader = GenerationReader(tmp_path / "got")
+    here = GenerationReader(run.out / "checkpoints", search=[run.folder / "drive"])
+    assert reader.manifest.meta == here.manifest.meta and reader.manifest.meta["step"] == 6
+    for key in reader.blocks:
+        nbytes = reader.spec(key).nbytes
+        assert reader.read_range(key, 0, nbytes).equal(here.read_range(key, 0, nbytes)), key
+    objects = json.loads((tmp_path / "got/OBJECTS.json").read_text())["objects"]
+    assert all(remote._sha256_of(tmp_path / "got" / name) == sum_ for name, (_, sum_) in objects.items())
+
+
+@pytest.mark.slow
+def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+        monkeypatch.setitem(rank_runs.ENVIRONMENT, name, os.environ[name])
+
+    def two_rows(**config: Any) -> Path:
+        path = run.write_config(**config)
+        rows = "per_device_train_batch_size = 1\ngradient_accumulation_steps = 2"
+        path.write_text(path.read_text().replace("per_device_train_batch_size = 2", rows))
+        return path
+
+    ended = launch(2, two_rows(steps=4, **to_s3(**ON_DRIVE)))
+    assert ended.codes == [0], ended.err
+    assert steps_at_url() == [4, 2]
+    be_an_empty_machine(run)
+    result = run.call("run", two_rows(**to_s3()), "--allow-config-change")
+    assert result.exit_code == 0, result.output
+    assert "continuing after step 4 of 6" in result.output
+    assert steps_at_url() == [6, 4, 2]
+    ended = launch(2, two_rows(out="whole"))
+    assert ended.codes == [0] and weights(run) == weights(run, "whole")
+
+
+@pytest.mark.slow
+def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) -> None:
+    """Another machine went further: what is here is older, and of the same run."""
+    assert run.run(steps=2, **to_s3()).exit_code == 0
+    other = run.copy(run.folder.parent / "other")
+    for each, steps in ((other, 4), (run, 6)):
+        result = each.run("--allow-config-change", steps=steps, **to_s3())
+        assert result.exit_code == 0, result.output
+    assert "continuing after step 4 of 6" in result.output
+    assert weights(run) == weights(run, "undisturbed")
+
+
+# -- nothing is removed before it is there -------------------------------------------------------------------------
+
+
+def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One checkpoint stays, and each of six is still there when its copy is committed."""
+    seen: list[tuple[int, bool]] = []
+    commit = RemoteFolder.commit
+
+    def look_and_commit(self: RemoteFolder, made: remote.RemoteCheckpoint) -> None:
+        generation = made.parts[0].generation
+        seen.append((made.step, generation in list_generations(run.out / "checkpoints")))
+        commit(self, made)
+
+    monkeypatch.setattr(RemoteFolder, "commit", look_and_commit)
+    path = run.write_config(**to_s3())
+    text = path.read_text().replace("save_steps = 2\nsave_total_limit = 3", "save_steps = 1\nsave_total_limit = 1")
+    path.write_text(text)
+    result = run.call("run", path)
+    assert result.exit_code == 0, result.output
+    assert seen == [(step, True) for step in range(1, 7)]
+    assert steps_at_url() == [6] and len(list_generations(run.out / "checkpoints")) == 1
+    assert weights(run) == weights(run, "undisturbed")
+
+
+def test_a_connection_that_drops_is_told_and_tried_again(
+    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = remote_copier.RemoteCopier._fail
+
+    def fail_and_restore(self: Any, *arguments: Any) -> None:
+        s3.line.is_down = False
+        fail(self, *arguments)
+
+    def go_down(self: Any, reader: Any, name: str, *arguments: Any) -> Any:
+        s3.line.is_down = name.startswith("00000002") and not s3.line.num_cuts
+        s3.line.num_cuts += s3.line.is_down
+        return send(self, reader, name, *arguments)
+
+    send = RemoteFolder.send
+    monkeypatch.setattr(RemoteFolder, "send", go_down)
+    monkeypatch.setattr(remote_copier.RemoteCopier, "_fail", fail_and_restore)
+    result = run.run(**to_s3())
+    assert result.exit_code == 0, result.output
+    assert "the checkpoint of step 4 is not in 's3://bucket/run' yet: checkpoint.save_copy: " in result.output
+    assert steps_at_url() == [6, 4, 2] and weights(run) == weights(run, "undisturbed")
+
+
+@pytest.mark.slow
+def test_an_upload_that_is_cut_in_its_middle_is_completed(run: SavedRun, s3: S3) -> None:
+    s3.line.cut_after = 900_000
+    result = run.run(**to_s3())
+    assert result.exit_code == 0, result.output
+    assert s3.line.num_cuts == 1 and steps_at_url() == [6, 4, 2]
+    be_an_empty_machine(run)
+    assert "continuing after step 6 of 6" in run.run(**to_s3()).output
+    assert weights(run) == weights(run, "undisturbed")
+
+
+def test_a_url_that_stays_away_ends_the_run_with_an_error_and_the_next_start_copies(
+    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
+
+    def refuse(*arguments: Any) -> None:
+        raise remote.RemoteError("the bucket went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteFolder, "send", refuse)
+        result = run.run(steps=2, **to_s3())
+    assert result.exit_code == 1
+    assert "the checkpoint of step 2 is not in 's3://bucket/run', after 2 tries" in result.output
+    assert steps_at_url() == []
+    result = run.run(steps=2, **to_s3())
+    assert result.exit_code == 0 and "nothing to do" in result.output, result.output
+    assert steps_at_url() == [2]
+
+
+# -- what is refused -----------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, s3: S3) -> None:
+    assert run.run(**to_s3()).exit_code == 0
+    newest = RemoteFolder("s3://bucket/run").checkpoints()[0]
+    names = s3.files().find(f"bucket/run/{newest.name}")
+    victim = next(name for name in names if name.endswith("/weight/c/0"))
+    contents = bytearray(s3.files().cat_file(victim))
+    contents[5] ^= 1
+    s3.files().pipe_file(victim, bytes(contents))
+    be_an_empty_machine(run)
+    result = run.run(**to_s3())
+    assert result.exit_code == 0, result.output
+    assert f"'s3://{victim}' is damaged: its SHA-256 is" in result.output.replace("\n", " ")
+    assert "continuing after step 4 of 6" in result.output
+    assert weights(run) == weights(run, "undisturbed")
+
+    be_an_empty_machine(run)
+    for each in RemoteFolder("s3://bucket/run").checkpoints():
+        s3.files().rm_file(f"bucket/run/{each.name}/OBJECTS.json")
+    result = run.run(**to_s3())
+    assert result.exit_code == 1 and "copies in 's3://bucket/run' is whole" in result.output
+    assert not (run.out / "final").exists(), "it did not begin anew without a word"
+
+
+def test_whose_url_it_is(run: SavedRun, s3: S3) -> None:
+    assert run.run(steps=2, **to_s3()).exit_code == 0
+    be_an_empty_machine(run)
+    no = 'save_copy = "s3://bucket/run"\nresume_from_checkpoint = "no"'
+    result = run.run(steps=2, checkpoint=no)
+    assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
+    be_an_empty_machine(run)
+    assert run.run(steps=2, checkpoint='save_copy = "s3://bucket/another"').exit_code == 0
+    result = run.run("--allow-config-change", steps=4, **to_s3())
+    assert result.exit_code == 1 and "holds the checkpoints of another run" in result.output
+
+
+def test_two_processes_that_share_a_url(tmp_path: Path, s3: S3) -> None:
+    folder = RemoteFolder("s3://bucket/run")
+    made = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
+    folder.commit(made)
+    folder.commit(made)  # its answer was lost, so it was tried again
+    other = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "b"),), {"saved_at": "2"}, 1, {})
+    with pytest.raises(remote.TakenError, match="two runs share it"):
+        folder.commit(other)
+
+
+def test_the_best_and_the_newest_stay(s3: S3) -> None:
+    folder = RemoteFolder("s3://bucket/run")
+    for number in range(1, 6):
+        part = remote.RemotePart("", number, 0, 0, "a")
+        folder.commit(remote.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+    s3.files().pipe_file("bucket/run/00000002-step-20/CHECKPOINT.json", b"{torn")
+    s3.files().pipe_file("bucket/run/00000006-step-60/begun", b"by a living run")
+    folder.prune(2, 10)
+    names = [name.rpartition("/")[2] for name in s3.files().ls("bucket/run", detail=False)]
+    assert names == ["00000001-step-10", "00000004-step-40", "00000005-step-50", "00000006-step-60"]
+
+
+@pytest.mark.parametrize("way", ["bucket", "credentials", "package", "unknown"])
+def test_a_url_that_cannot_be_used_is_one_clear_error(
+    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    url = "s3://no-such-bucket/run" if way == "bucket" else "nonsense://x" if way == "unknown" else "s3://bucket/run"
+    if way == "credentials":
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            monkeypatch.delenv(name)
+    with monkeypatch.context() as patch:
+        if way == "package":
+            patch.setitem(sys.modules, "s3fs", None)
+            patch.delitem(import_module("fsspec.registry")._registry, "s3", raising=False)
+        result = run.run(checkpoint=f'save_copy = "{url}"')
+    text = {
+        "bucket": "The specified bucket does not exist. Is the name of the bucket right?",
+        "credentials": "No credentials were found: set AWS_ACCESS_KEY_ID",
+        "package": "pip install s3fs (it is in megatrain-tier[remote])",
+        "unknown": "Name a URL that fsspec knows",
+    }[way]
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert text in " ".join(result.output.split()), result.output
+    assert not (run.out / "checkpoints").exists(), "it ended before the first step"
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://key:hunter2@bucket/run", "https://account.net/run?sig=hunter2", "ftp://me:hunter2@host/x?y=hunter2"]
+)
+def test_a_secret_in_a_url_is_refused_and_never_shown(run: SavedRun, url: str) -> None:
+    result = run.run(checkpoint=f'save_copy = "{url}"')
+    assert result.exit_code == 2 and "hunter2" not in result.output, result.output
+    assert "those come from the environment" in " ".join(result.output.split())
+    assert not run.out.exists()
+
+
+def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    text = remote._plain("no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h")
+    assert "hunter2" not in text and "pw1234" not in text and "a=b" in text
