@@ -21,7 +21,7 @@ from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, claim_directory, default_links, plan_chunks, statuses_below
+from tiered.ext import SourceTier, UnifiedTier, claim_directory, default_links, plan_chunks, statuses_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def open_store(
         links = default_links([tier for tier in tiers if tier.name != FOLDER])
         for tier in tiers:
             if isinstance(tier, SourceTier):
-                links.append(tier.link_to(next(ram for ram in tiers if ram.name == "ram")))
+                ram = next(ram for ram in tiers if ram.name == "ram")
+                links.append(ram.link_from(tier) if isinstance(ram, UnifiedTier) else tier.link_to(ram))
         store = TieredStore(
             tiers,
             LRU() if run.advanced.eviction_policy == "lru" else Belady(),
@@ -126,6 +127,8 @@ def make_tiers(
         if name == "gpu":
             alignment = budget.slot_bytes(1)
             tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
+        elif name == plan.program.compute_tier and plan.device.type == "cuda":
+            tiers.append(UnifiedTier(budget.capacity_bytes, device=str(plan.device)))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
         elif name == FOLDER:

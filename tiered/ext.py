@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
     from tiered.links.route import default_links
     from tiered.links.source import BlockSource, ReadPart, SourceTier
+    from tiered.links.unified import UnifiedTier, host_view
     from tiered.policies import Candidate, EvictionPolicy
     from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
     from tiered.tiers.base import (
@@ -79,6 +80,8 @@ __all__ = [
     "BlockSource",
     "ReadPart",
     "SourceTier",
+    "UnifiedTier",
+    "host_view",
     "route",
     "Candidate",
     "EvictionPolicy",
@@ -145,6 +148,8 @@ _HOMES = {
     "BlockSource": "links.source",
     "ReadPart": "links.source",
     "SourceTier": "links.source",
+    "UnifiedTier": "links.unified",
+    "host_view": "links.unified",
     "SNAPSHOT_FOLDER": "durable.manifest",
     "SimulatedChannel": "simulation",
     "SimulatedClock": "simulation",

@@ -14,6 +14,7 @@ from megatrain.engine.program import uses_of_layouts
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
+from megatrain.optim.one_memory import in_one_memory
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
@@ -129,6 +130,8 @@ class Updater:
         graph, program = model.graph, model.program
         assert recipe.device_optimizer is not None or not program.updates.in_compute_tier, program.compute_tier
         optimizers = {program.compute_tier: recipe.device_optimizer or recipe.optimizer, "ram": recipe.optimizer}
+        if program.compute_tier == "ram" and model.device.type == "cuda":
+            optimizers = {"ram": in_one_memory(recipe.optimizer, model.device)}
         uses = uses_of_layouts(graph, model.trace)
         self.trained = {
             index: (layout, tuple(recipe.segments(layout)))

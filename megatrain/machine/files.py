@@ -18,7 +18,14 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain.base.sizes import parse_rate
-from megatrain.machine.machine import DriveProfile, GpuProfile, MachineProfile, PlannedDrive, PlannedMachine
+from megatrain.machine.machine import (
+    DriveProfile,
+    GpuProfile,
+    MachineProfile,
+    PlannedDrive,
+    PlannedMachine,
+    is_one_memory,
+)
 from tiered.units import GB, GiB, format_decimal_size, parse_size
 
 __all__ = ["Figure", "MachineFile", "MachineFileError", "find_machine", "machine_names", "machine_toml", "read_machine"]
@@ -211,7 +218,7 @@ class MachineFile(_MachineTable):
     Attributes:
         title: what it is, in some words.
         note: what a user should know, or "".
-        unified_memory: size of the one memory that GPU and RAM share; their sizes are then its parts.
+        unified_memory: size of the one memory that is the GPU's and RAM; it is the size of both then.
     """
 
     format: Literal["megatrain-tier machine 1"]
@@ -415,6 +422,8 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
         f"title = {_quoted(f'{profile.host}: {profile.cpu}')}",
     ]
     gpu = profile.gpu
+    if gpu is not None and is_one_memory():
+        lines.append(size("unified_memory", profile.ram_bytes))
     if gpu is not None:
         lines += ["", "[gpu]", f"name = {_quoted(gpu.name)}", size("memory", gpu.memory_bytes)]
         lines += [*rate("from_ram", gpu.h2d_bytes_per_s), *rate("to_ram", gpu.d2h_bytes_per_s)]

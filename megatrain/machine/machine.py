@@ -175,7 +175,7 @@ class PlannedMachine:
         free_ram_bytes: what the system leaves of it.
         gpu_bytes: memory of one GPU; None: it has none.
         num_gpus: GPUs of that kind; a process uses one.
-        unified_bytes: size of the one memory that GPU and RAM share; None: they have their own.
+        unified_bytes: size of the one memory that is the GPU's and RAM; None: they have their own.
         drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
         profile: its rates.
         num_published: figures with a source.
@@ -533,8 +533,38 @@ def resolve_compute_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def compute_tier(tiers: TierSpecs, device: torch.device) -> str:
-    """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself."""
+    """Return the tier that layers run in: GPU memory with CUDA, or what takes its place, else RAM itself.
+
+    Where GPU and RAM are one memory that is RAM as well, unless the config gives a GPU tier a size of its own.
+    """
+    if device.type == "cuda" and tiers.table.gpu.size.is_auto and is_one_memory(tiers.machine):
+        return "ram"
     return "gpu" if device.type == "cuda" or tiers.emulates_gpu else "ram"
+
+
+def is_one_memory(planned: PlannedMachine | None = None) -> bool:
+    """Return whether the GPU has no memory of its own: CUDA calls it integrated, as that of GB10, of Jetson or an APU.
+
+    GPUs with memory of their own beside coherent RAM, as GH200, are not: RAM is slower to them.
+
+    Args:
+        planned: the machine; None: this one.
+    """
+    if planned is not None:
+        return planned.unified_bytes is not None
+    if not torch.cuda.is_available():
+        return False
+    return bool(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "is_integrated", False))
+
+
+def one_memory_reserve_bytes(total_bytes: int) -> int:
+    """Return what a run leaves of a memory that GPU and RAM share: a tenth, 2 GiB at least.
+
+    Such a machine stops to answer before it kills a process: allocations of the GPU cannot be swapped out, and the
+    system's own memory is all that is left to take (seen on GB10 with 112 of 119 GiB in use). Libraries and the CUDA
+    context are in it.
+    """
+    return max(total_bytes // 10, min(2 * GiB, total_bytes // 2))
 
 
 def moves_past_ram(tiers: TierSpecs, device: torch.device) -> bool:
@@ -619,23 +649,49 @@ def _stat_of(folder: Path, name: str) -> int:
 
 
 def ram_capacity_bytes(tiers: TierSpecs) -> int:
-    """Return the capacity of the RAM tier; auto: what is free now less the margin and an emulated GPU."""
-    planned = tiers.machine
+    """Return the capacity of the RAM tier; auto: what is free now less the margin and a GPU tier that lies in RAM.
+
+    Raises:
+        ConfigError: GPU and RAM are one memory, and the config leaves too little of it to the system.
+    """
+    planned, gpu_size = tiers.machine, tiers.table.gpu.size
     total = total_ram_bytes() if planned is None else planned.ram_bytes
-    margin = tiers.table.safety_margin.resolve(total)
-    if tiers.emulates_gpu:
-        margin += tiers.table.gpu.size.resolve(total)
+    margin, of_gpu, is_one = tiers.table.safety_margin.resolve(total), 0, is_one_memory(planned)
+    if is_one:
+        margin = max(margin, one_memory_reserve_bytes(total))
+    if tiers.emulates_gpu or (is_one and not gpu_size.is_auto):
+        of_gpu = gpu_size.resolve(total)
     free = available_ram_bytes() if planned is None else planned.free_ram_bytes
-    return tiers.table.ram.size.resolve(total, auto_bytes=max(0, free - margin))
+    capacity = tiers.table.ram.size.resolve(total, auto_bytes=max(0, free - margin - of_gpu))
+    if is_one:
+        _check_one_memory(tiers, capacity + of_gpu, total)
+    return capacity
+
+
+def _check_one_memory(tiers: TierSpecs, wanted_bytes: int, total_bytes: int) -> None:
+    """Refuse sizes that leave too little of a memory that GPU and RAM share."""
+    most = total_bytes - one_memory_reserve_bytes(total_bytes)
+    if wanted_bytes <= most:
+        return
+    sizes = {"tiers.ram.size": tiers.table.ram.size, "tiers.gpu.size": tiers.table.gpu.size}
+    given = {key: f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto}
+    text = (
+        f"{' and '.join(given.values())}: GPU and RAM are one memory here, of "
+        f"{format_size(total_bytes)}, and with less than {format_size(total_bytes - most)} left the system stops to "
+        "answer instead of ending the run"
+    )
+    raise ConfigError("the config", [Problem(next(iter(given)), text, f'Write at most "{most // GiB}GiB", or "auto"')])
 
 
 def gpu_capacity_bytes(tiers: TierSpecs, device: torch.device) -> int:
     """Return the capacity of the GPU tier; auto: what is free now less the margin. Emulated: as configured.
 
-    The margin is at least what libraries take.
+    The margin is at least what libraries take. Where GPU and RAM are one memory: that of the RAM tier.
     """
     if tiers.emulates_gpu:
         return tiers.table.gpu.size.resolve(total_ram_bytes() if tiers.machine is None else tiers.machine.ram_bytes)
+    if compute_tier(tiers, device) == "ram":
+        return ram_capacity_bytes(tiers)
     free, total = _gpu_memory(tiers.machine, device)
     margin = max(tiers.table.safety_margin.resolve(total), library_bytes(total))
     return tiers.table.gpu.size.resolve(total, auto_bytes=max(0, free - margin))
@@ -652,7 +708,7 @@ def library_bytes(total_bytes: int) -> int:
 
 def gpu_room_beside_tier(capacity_bytes: int, device: torch.device, planned: PlannedMachine | None = None) -> str:
     """Return, for a person, how much GPU memory a tier of this capacity leaves to libraries; "": nobody can tell."""
-    if device.type != "cuda" or (planned is None and not torch.cuda.is_available()):
+    if device.type != "cuda" or (planned is None and not torch.cuda.is_available()) or is_one_memory(planned):
         return ""
     free, total = _gpu_memory(planned, device)
     left, allowed = max(0, free - capacity_bytes), library_bytes(total)

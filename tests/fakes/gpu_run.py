@@ -19,7 +19,7 @@ from megatrain.engine import device_kernels, visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_generation, trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
-from megatrain.optim import clip
+from megatrain.optim import clip, one_memory
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
@@ -27,14 +27,18 @@ from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import forward, plan, planner
 from oracles.tiered_run import config_text
 from tiered import MiB
+from tiered.links import unified
 
 GPU_TIER_BYTES = 64 * MiB
 
 
 @contextmanager
-def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
-    """Let ``device = "cuda"`` mean a device in software with so much memory, for the whole product."""
-    device = VirtualCuda(total_bytes)
+def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> Iterator[VirtualCuda]:
+    """Let ``device = "cuda"`` mean a device in software with so much memory, for the whole product.
+
+    An integrated one has the host's memory, in which tiers of ``tiered.ext.UnifiedTier`` let it compute.
+    """
+    device = VirtualCuda(total_bytes, is_integrated=is_integrated)
     patches = [
         # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process. The
         # device's mode comes before that of fake tensors, too: what a trace makes up would be allocated.
@@ -44,6 +48,9 @@ def virtual_gpu(total_bytes: int = 1 << 30) -> Iterator[VirtualCuda]:
         mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+        mock.patch.object(one_memory, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+        mock.patch.object(unified, "device_view", device.view_of_host),
+        mock.patch.object(one_memory, "host_view", lambda tensor: tensor.memory),
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),

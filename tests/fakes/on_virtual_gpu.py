@@ -3,6 +3,7 @@
     python tests/fakes/on_virtual_gpu.py bench/gpu.py --quick --device cuda --parts 7b_4k
     python tests/fakes/on_virtual_gpu.py -m cli run run.toml
     VIRTUAL_GPU_BYTES=50000000 python tests/fakes/on_virtual_gpu.py -m cli plan run.toml
+    VIRTUAL_GPU_INTEGRATED=1 python tests/fakes/on_virtual_gpu.py -m cli run run.toml
 
 Takes what the interpreter takes: a file, ``-m MODULE`` or ``-c CODE``, and its arguments. Seconds mean nothing here:
 what doctor measures is kept apart from the machine's own figures.
@@ -29,6 +30,7 @@ os.environ.setdefault("XDG_CACHE_HOME", str(Path(tempfile.gettempdir(), f"virtua
 from fakes.gpu_run import virtual_gpu  # noqa: E402
 
 TOTAL_BYTES = "VIRTUAL_GPU_BYTES"
+INTEGRATED = "VIRTUAL_GPU_INTEGRATED"
 DEFAULT_TOTAL_BYTES = 1 << 30
 _WITH_NO_VALUE = ("-P", "-u", "-B", "-s", "-S", "-E", "-I")
 
@@ -39,7 +41,10 @@ def main(words: Sequence[str]) -> None:
     kind, rest = (words[0], words[1:]) if words[0] in ("-m", "-c") else ("", words)
     name, sys.argv = rest[0], [kind or rest[0], *rest[1:]]
     started = functools.partialmethod(_start, subprocess.Popen.__init__)
-    with mock.patch.object(subprocess.Popen, "__init__", started), virtual_gpu(total_bytes):
+    with (
+        mock.patch.object(subprocess.Popen, "__init__", started),
+        virtual_gpu(total_bytes, is_integrated=INTEGRATED in os.environ),
+    ):
         if kind == "-c":
             exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
         elif kind == "-m":

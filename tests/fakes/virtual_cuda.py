@@ -79,6 +79,7 @@ class VirtualCuda(LazyDevice):
 
     Args:
         total_bytes: Of its memory, as ``mem_get_info`` tells.
+        is_integrated: It has none of its own: pinned memory of the host is what it computes in, without a copy.
 
     Attributes:
         allocated_bytes: Of live tensors. peak_bytes: The most there were.
@@ -89,9 +90,9 @@ class VirtualCuda(LazyDevice):
         tells_addresses: Tests may ask tensors where they are; nobody else has use for that.
     """
 
-    def __init__(self, total_bytes: int = 1 << 30) -> None:
+    def __init__(self, total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> None:
         super().__init__()
-        self.total_bytes = total_bytes
+        self.total_bytes, self.is_integrated = total_bytes, is_integrated
         self.memory = ReusedMemory(self.lock)
         self.allocated_bytes = self.peak_bytes = self.others_bytes = 0
         self.num_calls = 0
@@ -134,8 +135,9 @@ class VirtualCuda(LazyDevice):
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
-            total_memory=self.total_bytes, multi_processor_count=1, name="virtual", major=9, minor=0
-        )
+            total_memory=self.total_bytes, multi_processor_count=1, name="virtual", major=9, minor=0,
+            is_integrated=int(self.is_integrated),
+        )  # fmt: skip
         return {
             "Stream": class_of(self.stream),
             "Event": class_of(self.event),
@@ -267,6 +269,11 @@ class VirtualCuda(LazyDevice):
     def tensor(self, memory: Tensor, allocation: Allocation | None = None) -> VirtualTensor:
         """Return a device tensor: a new one, or a view into an allocation."""
         return VirtualTensor(memory, allocation or Allocation(self, memory.untyped_storage().nbytes()))
+
+    def view_of_host(self, memory: Tensor, device: Any) -> Tensor:
+        """Stand for ``tiered.links.unified.device_view``: the same bytes, of which none is the device's own."""
+        assert not memory.numel() or self.is_page_locked(memory), "the device cannot reach memory that is not pinned"
+        return self.tensor(memory, Allocation(self, 0))
 
     def wait(self, name: str) -> None:
         """Let the host wait until the current stream has done its work."""

@@ -66,9 +66,9 @@ def test_every_figure_says_where_it_comes_from() -> None:
             assert len(figure.origin) > 5, (name, place)
 
 
-def test_parts_of_a_unified_memory_are_the_whole() -> None:
+def test_a_unified_memory_is_the_gpus_and_ram() -> None:
     found = find_machine("dgx-spark")
-    assert found.unified_bytes == (found.gpu_bytes or 0) + found.ram_bytes
+    assert found.unified_bytes == found.gpu_bytes == found.ram_bytes
 
 
 @pytest.fixture

@@ -1,0 +1,133 @@
+"""A GPU without memory of its own: one tier, no copies in it, the bits of every other placement."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, virtual_gpu
+from fakes.virtual_cuda import VirtualCuda
+from megatrain.base.errors import ConfigError
+from megatrain.config import load_config
+from megatrain.machine import machine
+from megatrain.machine.files import find_machine
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve, resolve_tiers
+from oracles.tiered_run import config_text, run_config
+from processes.saved_run import NVME, make_run
+from tiered import GiB, MiB
+
+ALL_ON_DRIVE = "".join(f'{kind} = ["nvme"]\n' for kind in ("weights", "optimizer", "activations", "gradients"))
+CHECKED = {"tiers": 'verify = "always"', "precision": 'compute_dtype = "bfloat16"'}
+CASES = {
+    "all on a drive": {"placement": ALL_ON_DRIVE, **CHECKED},
+    "in memory": {},
+    "state on a drive": {"placement": 'optimizer = ["nvme"]'},
+    "updates by the host": {
+        "placement": 'optimizer = ["nvme"]',
+        "optimizer": 'optim = "muon"\nmax_grad_norm = 0\n' + 'nonfinite = "ignore"',
+    },
+}
+
+
+@pytest.fixture
+def integrated() -> Iterator[VirtualCuda]:
+    with virtual_gpu(is_integrated=True) as device:
+        yield device
+
+
+def assert_same_in_one_memory(model: Path, folder: Path, **tables: str) -> None:
+    tables = {"precision": 'compute_dtype = "float32"', **tables}
+    with virtual_gpu():
+        text = gpu_config_text(folder / "two", model, gpu_bytes=GPU_TIER_BYTES, **tables)
+        two = run_config(text, folder / "two", num_steps=3)
+    with virtual_gpu(is_integrated=True):
+        one = run_config(config_text(folder / "one", model, device="cuda", **tables), folder / "one", num_steps=3)
+    one.assert_as_planned()
+    one.assert_same(two)
+    assert one.plan.program.compute_tier == "ram" and "gpu" not in one.plan.budgets
+    assert one.moved is not None
+    moved = {link for link, stats in one.moved.links.items() if stats.num_bytes}
+    assert moved == ({"nvme->ram", "ram->nvme"} if "nvme" in tables.get("placement", "") else set())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_are_those_of_a_gpu_with_memory_of_its_own(case: str, tiny_model: Path, tmp_path: Path) -> None:
+    assert_same_in_one_memory(tiny_model, tmp_path, **CASES[case])
+
+
+def test_updates_without_a_kernel_of_the_gpu_are_made_by_the_host_in_place(tiny_model: Path, tmp_path: Path) -> None:
+    assert_same_in_one_memory(tiny_model, tmp_path, **CASES["updates by the host"])
+
+
+@pytest.mark.usefixtures("integrated")
+def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
+    """With adapters over a base that is read from the model's folder into the one memory."""
+    run = make_run(tmp_path / "run")
+    lora = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n'
+    places = 'optimizer = ["nvme"]\nweights = ["folder", "ram"]\n'
+    values = {"device": "cuda", "dtype": "bfloat16", "placement": places, "more": NVME + lora}
+    whole = run.run(steps=3, out="whole", **values)
+    assert whole.exit_code == 0, whole.output
+    for steps in (2, 3):
+        done = run.run("--max-steps", str(steps), steps=3, **values)
+        assert done.exit_code == 0, done.output
+    rows = [
+        [json.loads(row) for row in (run.folder / out / "metrics.jsonl").read_text().splitlines()]
+        for out in ("whole", "out")
+    ]
+    losses = [[row["loss"] for row in found if "event" not in row] for found in rows]
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+    summary = json.loads((run.folder / "whole/summary.json").read_text())["ends"][-1]
+    assert set(summary["tier_capacity_bytes"]) == {"ram", "folder", "nvme"}
+    assert summary["link_bytes"]["folder->ram"] > 0 < summary["link_bytes"]["nvme->ram"]
+    assert summary["tier_peak_bytes"]["ram"] <= summary["tier_capacity_bytes"]["ram"]
+
+
+def specs_of(folder: Path, tiers: str = "") -> machine.TierSpecs:
+    (folder / "run.toml").write_text(
+        f'task = "pretrain"\noutput_dir = "out"\ndevice = "cuda"\n[model]\nmodel_name_or_path = "model"\n'
+        f'[[data.train]]\npath = "text.txt"\n{tiers}'
+    )
+    return resolve_tiers(load_config(folder / "run.toml").config)
+
+
+@pytest.mark.usefixtures("integrated")
+def test_a_tenth_of_the_memory_is_left_to_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
+    monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
+    cuda = torch.device("cuda")
+    specs = specs_of(tmp_path)
+    assert machine.compute_tier(specs, cuda) == "ram" == machine.compute_tier(specs, torch.device("cpu"))
+    assert machine.ram_capacity_bytes(specs) == machine.gpu_capacity_bytes(specs, cuda) == 103 * GiB
+    with pytest.raises(ConfigError, match=r'tiers\.ram\.size = "112GiB".*one memory.*at most "108GiB"'):
+        machine.ram_capacity_bytes(specs_of(tmp_path, '[tiers.ram]\nsize = "112GiB"\n'))
+
+
+@pytest.mark.usefixtures("integrated")
+def test_a_gpu_tier_of_a_size_lies_in_the_same_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way out where one tier does not work: copies as on any GPU, and both tiers within the one memory."""
+    monkeypatch.setattr(machine, "total_ram_bytes", lambda: 120 * GiB)
+    monkeypatch.setattr(machine, "available_ram_bytes", lambda: 115 * GiB)
+    specs = specs_of(tmp_path, '[tiers.gpu]\nsize = "60GiB"\n')
+    assert machine.compute_tier(specs, torch.device("cuda")) == "gpu"
+    assert machine.ram_capacity_bytes(specs) == 43 * GiB
+    with pytest.raises(ConfigError, match=r'tiers\.ram\.size = "60GiB" and tiers\.gpu\.size = "60GiB"'):
+        machine.ram_capacity_bytes(specs_of(tmp_path, '[tiers.ram]\nsize = "60GiB"\n[tiers.gpu]\nsize = "60GiB"\n'))
+
+
+def test_a_plan_for_such_a_machine_has_one_tier_and_moves_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(
+        config_text(tmp_path, tiny_model, nvme=0, ram="auto").replace('device = "cpu"', 'device = "auto"')
+    )
+    spark = find_machine("dgx-spark")
+    plan = plan_run(resolve(load_config(tmp_path / "run.toml").config, spark))
+    assert set(plan.budgets) == {"ram"} and not any(plan.traffic.values())
+    assert spark.unified_bytes == spark.ram_bytes == spark.gpu_bytes
+    assert plan.budgets["ram"] == spark.free_ram_bytes - spark.ram_bytes // 10 > 100 * GiB > 2 * MiB
+    apart = plan_run(resolve(load_config(tmp_path / "run.toml").config, find_machine("gh200")))
+    assert "gpu" in apart.budgets

@@ -1,0 +1,201 @@
+"""UnifiedTier: host memory that a GPU computes in, where GPU and RAM are one memory, and its links."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tiered.errors import TransferError
+from tiered.links.base import Link, LinkUsage, Workers
+from tiered.links.route import default_links
+from tiered.links.source import SourceTier
+from tiered.tiers.base import Slot, Tier
+from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
+from tiered.tiers.nvme import NvmeTier
+from tiered.tiers.ram import HostSlab, RamTier
+from tiered.transfer import Transfer
+from tiered.units import PAGE_BYTES, round_up
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class UnifiedBuffer(DeviceBuffer):
+    """The resource of a UnifiedTier's slot: ``tensor`` is the device's view of the bytes of ``slab``."""
+
+    slab: HostSlab
+
+    @contextmanager
+    def view(self, start: int, stop: int) -> Iterator[Any]:
+        """Yield bytes ``start`` to ``stop`` as a memoryview of host memory."""
+        yield self.slab.view(start, stop)
+
+
+class UnifiedTier(GpuTier):
+    """One memory of host and GPU, of at most ``capacity_bytes``: slots are pinned slabs that the device computes in.
+
+    For a GPU that has no memory of its own: a copy from RAM to it would only double the bytes. A slot's tensor is on
+    the device; files are read into its slab and written from it as those of a RamTier are, once the device has done
+    what was recorded as using the slot. On a GPU with memory of its own it works too, with every access over the bus.
+
+    Args:
+        capacity_bytes: bound on all slots and reservations together.
+        device: a CUDA device, or ``"cpu"``: then it is a RamTier, for tests.
+    """
+
+    def __init__(self, capacity_bytes: int, *, name: str = "ram", device: str | torch.device = "cuda") -> None:
+        super().__init__(capacity_bytes, name=name, device=device, alignment_bytes=PAGE_BYTES)
+
+    def _make(self, nbytes: int) -> DeviceBuffer:
+        slab = HostSlab(nbytes, pin=self._is_cuda)
+        if nbytes and self._is_cuda and not slab.is_pinned:
+            slab.close()
+            raise OSError(errno.ENOMEM, f"CUDA cannot pin them ({os.strerror(errno.ENOMEM)})")
+        return UnifiedBuffer(device_view(slab.tensor, self._device) if self._is_cuda else slab.tensor, slab=slab)
+
+    def _drop(self, buffer: DeviceBuffer) -> None:
+        assert isinstance(buffer, UnifiedBuffer), buffer
+        buffer.wait()  # also what torch's own memory is for: no stream orders what is unmapped
+        buffer.tensor = torch.empty(0, dtype=torch.uint8)
+        buffer.slab.close()
+        self.num_drops += 1  # under the pool's lock
+
+    def allocate(self, nbytes: int, *, name: str, home: bool) -> Slot | None:
+        """Return a slot (resource: a ``UnifiedBuffer``), or None when there is no room now.
+
+        Raises:
+            TransferError: the machine has less free memory than the ledger says, or CUDA cannot pin it.
+        """
+        slot_bytes = self.slot_bytes(nbytes)
+        try:
+            buffer = self._pool.take(slot_bytes) if slot_bytes else self._make(0)
+        except OSError as error:
+            raise self._no_memory(f"{slot_bytes} bytes of block '{name}': {error.strerror}") from error
+        return None if buffer is None else Slot(self.name, nbytes, slot_bytes, buffer)
+
+    def slot_bytes(self, nbytes: int) -> int:
+        """Return ``nbytes`` rounded up to 4096."""
+        return round_up(nbytes, PAGE_BYTES)
+
+    def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
+        """Return the links with files: those of a RamTier, behind what the device has queued. None: no way is known."""
+        if not isinstance(neighbour, NvmeTier):
+            return None
+        return [self._behind_device(link) for link in default_links([self._as_ram(), neighbour])]
+
+    def link_from(self, source: SourceTier) -> Link:
+        """Return the link that reads the blocks of a source into this tier; there is none back."""
+        return self._behind_device(source.link_to(self._as_ram()))
+
+    def _as_ram(self) -> RamTier:
+        """Return what links of RAM are made for: it has no slot of its own."""
+        return RamTier(0, name=self.name, pin_memory=False)
+
+    def _behind_device(self, link: Link) -> Link:
+        return LinkBehindDevice(link, self)
+
+
+class LinkBehindDevice:
+    """A link of a RamTier for the slots of a UnifiedTier: bytes move once the device has finished with them.
+
+    No stream knows of files. A slot that the device still works in is waited for by a thread of the link; the others
+    move at once. When a read has ended kernels that are queued later need no further order: they see what the host
+    wrote.
+
+    Args:
+        inner: moves the bytes.
+        tier: one of its two ends.
+    """
+
+    def __init__(self, inner: Link, tier: UnifiedTier) -> None:
+        self.src, self.dst = inner.src, inner.dst
+        self._inner, self._tier = inner, tier
+        self._order = Workers(1, f"tiered-{self.src}-{self.dst}-order")
+
+    @property
+    def path(self) -> str:
+        """Return which way bytes take now, as the inner link says."""
+        return self._inner.path
+
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        """Start copying the first ``nbytes`` and return at once; see ``Link``."""
+        is_write = src_slot.tier == self._tier.name
+        ours = src_slot if is_write else dst_slot
+        buffer = buffer_of(ours)
+        assert isinstance(buffer, UnifiedBuffer), ours
+        host = Slot(ours.tier, ours.nbytes, ours.slot_bytes, buffer.slab)
+
+        def start() -> Transfer:
+            buffer.slab.tensor[ours.nbytes :] = 0  # goes to disk with the contents: never leftovers of another block
+            return self._inner.submit(*((host, dst_slot) if is_write else (src_slot, host)), nbytes)
+
+        if buffer.is_idle():
+            return start()
+        transfer = Transfer(self.src, self.dst, nbytes, self.path)
+        self._order.submit(lambda: self._start_behind(buffer, start, transfer), urgent=not is_write)
+        return transfer
+
+    def _start_behind(self, buffer: DeviceBuffer, start: Callable[[], Transfer], transfer: Transfer) -> None:
+        try:
+            buffer.wait()
+            started = start()
+        except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
+            error = TransferError(f"the device failed: {cause}", tier=f"{self.src}->{self.dst}")
+            error.__cause__ = cause
+            transfer.finish(error)
+        else:
+            started.add_done_callback(lambda ended: transfer.finish(ended.error))
+
+    def usage(self) -> LinkUsage:
+        """Return the counters of the inner link."""
+        return self._inner.usage()
+
+    def close(self) -> None:
+        """Finish what is under way and stop the threads. Idempotent."""
+        self._order.close()
+        self._inner.close()
+
+
+class _AddressForCuda:
+    """Host memory as CUDA libraries exchange device memory. Holds the memory while a tensor is made of it."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": (memory.numel(),),
+            "typestr": "|u1",
+            "data": (memory.data_ptr(), False),
+            "version": 2,
+        }
+
+
+def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return pinned host memory as a tensor of a CUDA device, no copy: its address is the same there.
+
+    Args:
+        memory: 1-D uint8, pinned. It must stay pinned while the device uses the view.
+        device: that computes.
+    """
+    if not memory.numel():
+        return torch.empty(0, dtype=torch.uint8, device=device)
+    view: torch.Tensor = torch.as_tensor(_AddressForCuda(memory), device=device)
+    assert view.data_ptr() == memory.data_ptr(), "the device's address of pinned memory is another one than the host's"
+    return view
+
+
+def host_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of a UnifiedTier as one of the host, no copy. The caller has waited for the device's work on it.
+
+    Args:
+        tensor: contiguous, a lease's or a part of one; it is to be held while the view is used.
+    """
+    if not tensor.is_cuda or not tensor.numel():
+        return tensor.cpu()
+    assert tensor.is_contiguous(), (tuple(tensor.shape), tensor.stride())
+    memory = (ctypes.c_uint8 * (tensor.numel() * tensor.element_size())).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
