@@ -83,7 +83,7 @@ _QUANTIZED = frozenset(
     {"load_in_4bit", "load_in_8bit", "quantization_bit", "quantization_method", "bnb_4bit_quant_type"}
 )
 _QUANTIZED_FOLDERS = (
-    "name one of bitsandbytes' nf4, fp8 or mxfp4 in model_name_or_path, and write [lora]. Nothing else is needed"
+    "name one of bitsandbytes' nf4, int4, fp8 or mxfp4 in model_name_or_path, and write [lora]. Nothing else is needed"
 )
 
 

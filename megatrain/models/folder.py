@@ -170,8 +170,10 @@ def _refuse_adapter(folder: Path) -> None:
 
 
 def quantization_of(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantization that a ``config.json`` names, or None."""
-    table = values.get("quantization_config")
+    """Return the quantization that a ``config.json`` names, or None. Some that read images name it for their texts."""
+    table, texts = values.get("quantization_config"), values.get("text_config")
+    if table is None and isinstance(texts, dict):
+        table = texts.get("quantization_config")
     return None if table is None else table if isinstance(table, dict) else {}
 
 

@@ -1,12 +1,13 @@
 """Quantized folders: their weights as the fp32 numbers that they stand for, a few rows at a time.
 
-Three public formats, whose tensors are found by name:
+Four public formats, whose tensors are found by name:
 
 - fp8 with scales of blocks (DeepSeek): ``W`` float8 [R, C] and ``W_scale_inv`` [ceil(R/b), ceil(C/b)];
 - mxfp4 (gpt-oss): ``W_blocks`` bytes [..., R, C/32, 16], two e2m1 numbers in each, the low half first, and ``W_scales``
   [..., R, C/32], exponents of two with a bias of 127; the model has ``W`` as [..., C, R];
 - nf4 of bitsandbytes: ``W`` bytes, two numbers of a table in each, the high half first, with ``W.absmax`` per block of
-  the flattened weight, itself perhaps in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON.
+  the flattened weight, itself perhaps in 8 bits (``nested``), and ``W.quant_state.bitsandbytes__nf4``, JSON;
+- int4 of compressed-tensors, in ``int4.py``.
 
 Bytes become numbers by torch operations that give the same bits on every device: on the host for loading and export, on
 the compute device for blocks that hold the packed bytes (``packed.py``).
@@ -25,10 +26,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megatrain.models.int4 import find_int4
+
 __all__ = ["METHODS", "Decoder", "QuantizationError", "decode", "find_decoders", "method_of"]
 
 #: ``quant_method`` of a config -> what it is called here.
-METHODS = {"fp8": "fp8 with scales of blocks", "mxfp4": "mxfp4", "bitsandbytes": "nf4"}
+METHODS = {
+    "fp8": "fp8 with scales of blocks",
+    "mxfp4": "mxfp4",
+    "bitsandbytes": "nf4",
+    "compressed-tensors": "int4 (pack-quantized)",
+}
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _MX_BLOCK = 32
 _EXPONENT_BIAS = 127
@@ -122,6 +130,8 @@ def find_decoders(
         return _find_mxfp4(shapes)
     if method == "bitsandbytes":
         return _find_nf4(shapes, read)
+    if method == "compressed-tensors":
+        return dict(find_int4(shapes, table, read))
     raise QuantizationError(f"its method, {method or 'without a name'}, is not read here")
 
 

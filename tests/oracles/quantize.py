@@ -79,6 +79,31 @@ def mxfp4(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     return {"_blocks": packed, "_scales": (exponents + 127).to(torch.uint8)}, meant
 
 
+def int4(weight: Tensor, group: int, *, symmetric: bool = False) -> tuple[dict[str, Tensor], Tensor]:
+    """Return what compressed-tensors' pack-quantized saves of a weight [R, C], and what it stands for."""
+    rows, columns = weight.shape
+    groups = weight.reshape(rows, -1, group)
+    low, high = groups.amin(dim=-1).clamp(max=0), groups.amax(dim=-1).clamp(min=0)
+    if symmetric:
+        scales, zeros = (torch.maximum(-low, high) / 7.5).bfloat16(), torch.zeros(rows, columns // group)
+    else:
+        scales = ((high - low) / 15).bfloat16()
+        zeros = (-8 - (low / scales.float()).round()).clamp(-8, 7)
+    codes = ((groups / scales.float()[..., None]).round() + zeros[..., None]).clamp(-8, 7)
+    meant = ((codes - zeros[..., None]) * scales.float()[..., None]).view(rows, columns)
+    found = {"_packed": _words(codes.view(rows, columns)), "_scale": scales, "_shape": torch.tensor([rows, columns])}
+    if not symmetric:
+        found["_zero_point"] = _words(zeros.T).T.contiguous()
+    return found, meant
+
+
+def _words(numbers: Tensor) -> Tensor:
+    """Return numbers from -8 to 7 [R, C] as int32 [R, ceil(C/8)], the lowest bits first."""
+    padded = torch.nn.functional.pad(numbers.long() + 8, (0, -numbers.shape[1] % 8)).view(numbers.shape[0], -1, 8)
+    words = (padded << torch.arange(0, 32, 4)).sum(dim=-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
 def write_quantized(plain: Path, folder: Path, table: dict[str, object], parts: dict[str, dict[str, Tensor]]) -> None:
     """Make a copy of a model's folder with some weights quantized.
 
@@ -124,10 +149,19 @@ class Method:
 
 _FP8: dict[str, object] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 _NF4: dict[str, object] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+
+
+def _int4_table(group: int, *, symmetric: bool) -> dict[str, object]:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": group, "symmetric": symmetric}
+    groups = {"group_0": {"weights": weights, "input_activations": None, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+
+
 METHODS = {
     "fp8": Method(_FP8, lambda weight: fp8(weight, BLOCK)),
     "nf4": Method(_NF4, nf4),
     "nested nf4": Method(_NF4, lambda weight: nf4(weight, nested=True)),
+    "int4": Method(_int4_table(16, symmetric=False), lambda weight: int4(weight, 16)),
     # As the folders of gpt-oss are, and those of Qwen's and DeepSeek's mixtures, each expert for itself.
     "mxfp4": Method(
         {"quant_method": "mxfp4"},
@@ -150,6 +184,14 @@ METHODS = {
     ),
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
+    ),
+    # As the folders of Kimi K2 are.
+    "int4 experts": Method(
+        _int4_table(8, symmetric=True),
+        lambda weight: int4(weight, 8, symmetric=True),
+        tuple(f".experts.{number}.{part}_proj.weight" for number in range(8) for part in ("gate", "up", "down")),
+        family="deepseek_v3",
+        values={"hidden_size": 64},
     ),
 }
 

@@ -24,7 +24,7 @@ from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.load import open_loader
 from megatrain.models.quantized import decode, find_decoders
 from oracles.families import tiny_config
-from oracles.quantize import BLOCK, METHODS, fp8, mxfp4, nf4, quantized_pair, write_quantized
+from oracles.quantize import BLOCK, METHODS, fp8, int4, mxfp4, nf4, quantized_pair, write_quantized
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered import TransferError
 
@@ -75,6 +75,7 @@ def assert_same_numbers(run: TieredRun, plain: TieredRun) -> None:
         ("nested nf4", ("folder", "RAM")),
         ("mxfp4", ("folder", "emulated GPU")),
         ("fp8 experts", ("folder", "RAM")),
+        ("int4", ("folder", "emulated GPU")),
     ],
 )
 def test_a_run_moves_packed_bytes_and_gives_the_bits_of_the_plain_folder(
@@ -135,6 +136,49 @@ def test_nf4_is_decoded_as_bitsandbytes_did() -> None:
         theirs, prefix = recorded[f"{case}.dequantized"], f"{case}.weight"
         parts = {name.removeprefix(prefix): each for name, each in recorded.items() if name.startswith(prefix)}
         assert torch.equal(decoded_nf4(parts, theirs.shape).to(theirs.dtype), theirs), case
+
+
+def test_int4_is_decoded_as_compressed_tensors_did(tmp_path: Path) -> None:
+    """Recorded of its 0.20.0: groups of columns and whole rows, with zero points and without, in three dtypes."""
+    recorded = load_file(Path(__file__).parents[2] / "data/compressed_tensors_int4.safetensors")
+    cases = [name.removesuffix(".decompressed") for name in recorded if name.endswith(".decompressed")]
+    assert len(cases) == 4
+    tensors = {name: tensor for name, tensor in recorded.items() if not name.endswith(".decompressed")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    scheme = {"weights": {"num_bits": 4, "type": "int", "group_size": 32}, "input_activations": None}
+    other = {"weights": {"num_bits": 4, "type": "int", "group_size": 16}}
+    table = {**METHODS["int4"].table, "config_groups": {"a": scheme, "b": other}}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"quantization_config": table}}))
+    folder = ModelFolder(tmp_path)
+    assert set(folder.records) == {f"{case}.weight" for case in cases}
+    for case in cases:
+        ours, theirs = folder.read(f"{case}.weight"), recorded[f"{case}.decompressed"]
+        assert torch.equal(ours.to(theirs.dtype), theirs), case
+        decoder, flat = folder.records[f"{case}.weight"].decoder, ours.view(-1)
+        assert decoder is not None
+        for first, count in ((0, 1), (47, 2), (200, 150), (flat.numel() - 5, 5)):
+            assert torch.equal(decode(decoder, first, count, folder.read_stored), flat[first : first + count]), case
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "float-quantized"}, "only pack-quantized is read here, not float-quantized"),
+        ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "int"}}}}, r"have 8 bits \(int\), not 4"),
+        (
+            {"config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}, "input_activations": {"num_bits": 8}}}},
+            "activations are quantized too",
+        ),
+        ({"config_groups": {"a": {"weights": {"num_bits": 4, "group_size": 7}}}}, "config.json no such size"),
+    ],
+)
+def test_other_formats_of_compressed_tensors_are_refused(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    parts, _ = int4(torch.randn(16, 64, generator=torch.Generator().manual_seed(2)), 16)
+    save_file({f"a.weight{end}": tensor for end, tensor in parts.items()}, tmp_path / "model.safetensors")
+    table = {**METHODS["int4"].table, **change}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": table}))
+    with pytest.raises(ModelFolderError, match=says):
+        ModelFolder(tmp_path)
 
 
 def test_nf4_is_decoded_as_bitsandbytes_does() -> None:
@@ -233,7 +277,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
     assert num_packed > 2
 
 
-@pytest.mark.parametrize("method", ["mxfp4", "fp8 experts"])
+@pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
 def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, method: str) -> None:
     """Packed, transposed, or each expert a tensor of its own: unpacked they are what loading makes."""
     blocks = []
@@ -264,6 +308,7 @@ def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, m
         ("fp8", "_scale_inv", lambda t: t.fill_(math.inf)),
         ("nf4", ".absmax", lambda t: t.fill_(math.nan)),
         ("mxfp4", "_scales", lambda t: t.fill_(255)),
+        ("int4", "_scale", lambda t: t.fill_(math.inf)),
     ],
 )
 def test_packed_bytes_of_no_finite_number_end_the_run(tmp_path: Path, method: str, part: str, damage: Any) -> None:

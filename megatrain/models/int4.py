@@ -1,0 +1,141 @@
+"""int4 of compressed-tensors (``pack-quantized``): a decoder of its weights, for ``quantized.py``.
+
+A weight ``W`` [R, C] is stored as ``W_packed`` int32 [R, ceil(C/8)], eight numbers in each, the lowest bits first, as
+8 more than they are; ``W_scale`` [R, G] of the groups of columns, or of whole rows (G = 1); ``W_shape`` int64 [2]; and
+where it is not symmetric ``W_zero_point`` int32 [ceil(R/8), G], packed along the rows. The numbers are
+``(packed - zero point) * scale``. Kimi K2's experts are stored so, and what llm-compressor writes as W4A16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["find_int4"]
+
+_PACKED, _SCALE, _ZERO, _SHAPE = "_packed", "_scale", "_zero_point", "_shape"
+_SCALES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+_PER_WORD, _BIAS, _LARGEST_NUMBER = 8, 8, 15
+_LARGEST = 3.38e38  # of what is finite in bf16 too
+
+
+@dataclass(frozen=True)
+class _Int4:
+    parts: tuple[str, ...]
+    packed: tuple[str, ...]  # numbers, scales, and zero points where there are some
+    shape: tuple[int, int]
+    group: int  # columns
+    dtype: torch.dtype  # of the scales
+    is_transposed: bool = False
+
+    @property
+    def _across(self) -> int:
+        return -(-self.shape[1] // self.group)
+
+    @property
+    def _row_bytes(self) -> int:
+        return 4 * -(-self.shape[1] // _PER_WORD)
+
+    def _rows(self, first: int, count: int) -> range:
+        columns = self.shape[1]
+        return range(first // columns, -(-(first + count) // columns))
+
+    def spans(self, first: int, count: int) -> tuple[range, ...]:
+        rows, of_scales = self._rows(first, count), self.dtype.itemsize * self._across
+        numbers = range(rows.start * self._row_bytes, rows.stop * self._row_bytes)
+        scales = range(rows.start * of_scales, rows.stop * of_scales)
+        if len(self.packed) == 2:
+            return numbers, scales
+        of_zeros = 4 * self._across
+        return numbers, scales, range(rows.start // _PER_WORD * of_zeros, -(-rows.stop // _PER_WORD) * of_zeros)
+
+    def numbers(self, first: int, count: int, packed: Sequence[Tensor]) -> Tensor:
+        rows, columns = self._rows(first, count), self.shape[1]
+        numbers = _unpacked(packed[0].view(len(rows), -1))[:, :columns]
+        device = numbers.device
+        of_column = torch.arange(columns, device=device) // self.group
+        if len(self.packed) > 2:
+            # A word has the zero points of eight rows: as rows of words first, then as the rows that are asked for.
+            words = packed[2].view(-1, self._across, 4).transpose(0, 1).reshape(self._across, -1)
+            skipped = rows.start % _PER_WORD
+            zeros = _unpacked(words)[:, skipped : skipped + len(rows)].T
+            numbers = numbers - zeros.index_select(1, of_column)
+        scales = packed[1].view(self.dtype).view(-1, self._across).float()
+        numbers = numbers * scales.index_select(1, of_column)
+        return numbers.reshape(-1)[first - rows.start * columns :][:count]
+
+    def is_finite(self, name: str, packed: Tensor) -> bool:
+        if name != self.packed[1]:
+            return True
+        # Also times the largest number that there is.
+        return bool((packed.view(self.dtype).float().abs() * _LARGEST_NUMBER <= _LARGEST).all())
+
+
+def _unpacked(packed: Tensor) -> Tensor:
+    """Return the two numbers of each byte [rows, bytes] as [rows, 2 bytes], fp32: the low half first."""
+    pairs = torch.stack([packed & 0xF, packed >> 4], dim=-1)
+    return pairs.view(packed.shape[0], -1).float() - _BIAS
+
+
+def find_int4(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
+    table: Mapping[str, Any],
+    read: Callable[[str, int, int], Tensor],
+) -> dict[str, _Int4]:
+    """Return the decoders of a folder's weights, as ``quantized.find_decoders`` does.
+
+    Raises:
+        ValueError: tensors of another format of compressed-tensors, or that do not belong together.
+    """
+    groups = _groups(table)
+    found: dict[str, _Int4] = {}
+    for name, (packed_shape, dtype) in shapes.items():
+        if not name.endswith(_PACKED) or f"{name.removesuffix(_PACKED)}{_SHAPE}" not in shapes:
+            continue
+        whole = name.removesuffix(_PACKED)
+        if f"{whole}_g_idx" in shapes:
+            raise ValueError(f"{whole} has its columns in an order of their own (actorder), which is not read here")
+        if dtype != "I32" or len(packed_shape) != 2 or shapes[f"{whole}{_SHAPE}"] != ((2,), "I64"):
+            raise ValueError(f"{name} is {dtype} {list(packed_shape)}: no packed matrix")
+        rows, columns = read(f"{whole}{_SHAPE}", 0, 16).view(torch.int64).tolist()
+        if packed_shape != (rows, -(-columns // _PER_WORD)):
+            raise ValueError(f"{name} {list(packed_shape)} does not hold [{rows}, {columns}] numbers of 4 bits")
+        scale_shape, scale_dtype = shapes.get(f"{whole}{_SCALE}", ((), ""))
+        if len(scale_shape) != 2 or scale_shape[0] != rows or scale_dtype not in _SCALES:
+            raise ValueError(f"{whole}{_SCALE} is {scale_dtype or 'missing'} {list(scale_shape)}, not [{rows}, groups]")
+        across = scale_shape[1]
+        group = columns if across == 1 else next((g for g in groups if -(-columns // g) == across), 0)
+        if not group:
+            raise ValueError(f"{whole}{_SCALE} has {across} groups of {columns} columns, and config.json no such size")
+        packed: tuple[str, ...] = (name, f"{whole}{_SCALE}")
+        if (zeros := f"{whole}{_ZERO}") in shapes:
+            wanted = ((-(-rows // _PER_WORD), across), "I32")
+            if shapes[zeros] != wanted:
+                raise ValueError(f"{zeros} is {shapes[zeros][1]} {list(shapes[zeros][0])}, not I32 {list(wanted[0])}")
+            packed = (*packed, zeros)
+        parts = (*packed, f"{whole}{_SHAPE}")
+        found[whole] = _Int4(parts, packed, (rows, columns), group, _SCALES[scale_dtype])
+    return found
+
+
+def _groups(table: Mapping[str, Any]) -> list[int]:
+    """Return the sizes of groups of columns that a config has, having refused formats that are not read."""
+    kind = str(table.get("format", ""))
+    schemes = [each for each in (table.get("config_groups") or {}).values() if isinstance(each, Mapping)]
+    formats = {str(each.get("format") or kind) for each in schemes} or {kind}
+    if formats != {"pack-quantized"}:
+        raise ValueError(f"of compressed-tensors only pack-quantized is read here, not {', '.join(sorted(formats))}")
+    sizes = []
+    for each in schemes:
+        weights = each.get("weights") or {}
+        if weights.get("num_bits") != 4 or weights.get("type", "int") != "int":
+            raise ValueError(f"its weights have {weights.get('num_bits')} bits ({weights.get('type')}), not 4 (int)")
+        if each.get("input_activations"):
+            raise ValueError("its activations are quantized too, which training in the compute dtype would leave out")
+        if size := weights.get("group_size"):
+            sizes.append(int(size))
+    return [size for size in sizes if size > 0]
