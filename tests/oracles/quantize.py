@@ -185,13 +185,13 @@ METHODS = {
     "fp8 experts": Method(
         _FP8, lambda weight: fp8(weight, BLOCK), family="qwen3_moe", values={"hidden_size": 64, "head_dim": 16}
     ),
-    # As the folders of Kimi K2 are.
+    # The experts alone, as in the folders of Kimi K2.
     "int4 experts": Method(
         _int4_table(8, symmetric=True),
         lambda weight: int4(weight, 8, symmetric=True),
         tuple(f".experts.{number}.{part}_proj.weight" for number in range(8) for part in ("gate", "up", "down")),
-        family="deepseek_v3",
-        values={"hidden_size": 64},
+        family="qwen3_moe",
+        values={"hidden_size": 64, "head_dim": 16},
     ),
 }
 
