@@ -10,7 +10,7 @@ import torch
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner, StepLoss
-from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
+from oracles.families import FAMILIES, RECENT, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
 TIED = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt2", "opt", "phi3", "granite", "cohere2", "smollm3")
+#: Whose gradients in fp32 are further from those in fp64, Hugging Face's own as much as ours (2.9e-5 of the largest).
+NOISY = {"gemma4_text": 5e-5}
 
 
 def streamed(
@@ -54,21 +56,23 @@ def assert_equal(
         assert error <= max(noise, tolerance * gradient.abs().max()), (name, float(error), float(gradient.abs().max()))
 
 
-def compare(config: Any, batches: Sequence[Mapping[str, torch.Tensor]], **options: Any) -> LayerRunner:
+def compare(
+    config: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, tolerance: float = 1e-5, **options: Any
+) -> LayerRunner:
     """Compare both orders with Hugging Face and with each other, the latter bit for bit."""
     model = build_model(config, freeze=options.get("freeze", ()))
     expected = train_step(model, batches, SEED)
     loss, gradients, runner = streamed(config, model, batches, **options)
-    assert_equal(expected, loss, gradients)
+    assert_equal(expected, loss, gradients, tolerance)
     again, others, _ = streamed(config, model, batches, order="micro_batch", **options)
     assert again == loss
     assert all(torch.equal(others[name], gradients[name]) for name in gradients)
     return runner
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(FAMILIES | RECENT))
 def test_family_untied(family: str) -> None:
-    runner = compare(tiny_config(family, tied=False), padded_batches())
+    runner = compare(tiny_config(family, tied=False), padded_batches(), tolerance=NOISY.get(family, 1e-5))
     assert runner.head_rows
 
 
