@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from megatrain.config.load import load_config, salvage
     from megatrain.config.resolved import config_from_toml, resolved_values, to_toml
     from megatrain.converters.adapters import AdapterError
-    from megatrain.data.dataset import TokenDataset, load_dataset
+    from megatrain.data.dataset import TokenDataset
     from megatrain.data.loader import StepBatch
     from megatrain.data.rows_report import DataError, DataReport
     from megatrain.data.sources import is_hub_name, source_files
+    from megatrain.data.stream import open_dataset
     from megatrain.machine import machine
     from megatrain.machine.files import machine_toml
     from megatrain.machine.machine import (
@@ -162,9 +163,9 @@ __all__ = [
     "StepBatch",
     "TokenDataset",
     "is_hub_name",
-    "load_dataset",
     "load_evaluation_sets",
     "make_samplers",
+    "open_dataset",
     "plans_of_evaluations",
     "source_files",
     # Plans.
@@ -317,10 +318,7 @@ _NAMES = {
         "no_progress_bars",
         "write_small_model",
     ),
-    "data.dataset": (
-        "TokenDataset",
-        "load_dataset",
-    ),
+    "data.dataset": ("TokenDataset",),
     "data.loader": ("StepBatch",),
     "data.rows_report": (
         "DataError",
@@ -330,6 +328,7 @@ _NAMES = {
         "is_hub_name",
         "source_files",
     ),
+    "data.stream": ("open_dataset",),
     "tasks.evaluation": (
         "load_evaluation_sets",
         "make_samplers",

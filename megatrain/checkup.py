@@ -46,7 +46,6 @@ from megatrain.api import (
     find_objections,
     is_hub_name,
     load_config,
-    load_dataset,
     load_evaluation_sets,
     machine,
     make_loader,
@@ -54,6 +53,7 @@ from megatrain.api import (
     make_schedule,
     missing_weights,
     model_warnings,
+    open_dataset,
     open_loader,
     plan_run,
     plans_of_evaluations,
@@ -182,7 +182,8 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
         CheckpointError: there is no checkpoint where the config names one, or there is one and it wants none.
         ConfigChangedError: the config would continue a checkpoint with other results.
     """
-    for source in (*config.data.train, *config.data.eval):
+    # Shards of streams are listed where they are opened.
+    for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
         if not is_hub_name(source.path):
             source_files(source.path, source.subset, source.split)
     try:
@@ -323,7 +324,7 @@ class _Checkup:
             yield CheckResult("data", "note", "not looked at without a tokenizer")
             return
         try:
-            dataset = load_dataset(resolve_data(self._config), self._tokenizer)
+            dataset = open_dataset(resolve_data(self._config), self._tokenizer)
         except DataError as error:
             yield from self._each_source(error)
             return
@@ -352,7 +353,7 @@ class _Checkup:
         found = []
         for source in sources:
             try:
-                load_dataset(resolve_data(self._config, [source]), self._tokenizer)
+                open_dataset(resolve_data(self._config, [source]), self._tokenizer)
             except DataError as each:
                 found.append(problem("data", each))
         yield from found or [problem("data", error)]

@@ -266,7 +266,8 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
     loss, labels, keys = resolve_preference(config), resolve_labels(config), dict[str, Any]()
     facts = TASK_FACTS[config.task]
     if sources is not None:
-        keys |= {"train": tuple(sources), "val_size": None}
+        is_streamed = config.data.streaming and all(source in config.data.train for source in sources)
+        keys |= {"train": tuple(sources), "val_size": None, "streaming": is_streamed}
     if facts.formats:
         own = config.data.train if sources is None else sources
         row_format = facts.formats[labels is not None and labels.level == "token"]

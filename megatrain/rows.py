@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.data.dataset import TokenDataset, check_ids
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
+from megatrain.data.stream import StreamDataset, StreamLoader
 from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.tasks.distillation import Distillation
 
@@ -61,14 +62,18 @@ def make_loader(plan: Plan, dataset: TokenDataset, tokenizer: PreTrainedTokenize
         assert isinstance(loss, Distillation), loss
         teacher = TeacherScores(data.scores, loss.k, vocab_size)
         teacher.check_covers(dataset, tokenizer_checksum(tokenizer))
-    return BatchLoader(
-        dataset,
-        micro_batch_size=plan.micro_batch_size,
-        num_micro_batches=plan.num_micro_batches,
-        max_length=plan.run.batch.max_length,
-        packing=bool(plan.run.data.table.packing),
-        data_seed=plan.run.data.seed,
-        pad_token_id=pad_token_id(tokenizer),
-        images=plan.run.data.image_processor(tokenizer),
-        teacher=teacher,
-    )
+    arguments: dict[str, Any] = {
+        "micro_batch_size": plan.micro_batch_size,
+        "num_micro_batches": plan.num_micro_batches,
+        "max_length": plan.run.batch.max_length,
+        "packing": bool(plan.run.data.table.packing),
+        "data_seed": plan.run.data.seed,
+        "pad_token_id": pad_token_id(tokenizer),
+        "images": plan.run.data.image_processor(tokenizer),
+        "teacher": teacher,
+    }
+    if isinstance(dataset, StreamDataset):
+        assert plan.run.max_steps is not None, "the config says it"
+        num_embeddings = plan.graph.model.get_input_embeddings().weight.shape[0]
+        return StreamLoader(dataset, max_steps=plan.run.max_steps, num_embeddings=num_embeddings, **arguments)
+    return BatchLoader(dataset, **arguments)

@@ -214,13 +214,14 @@ class RunStart:
         rows_before = config_from_toml(before.config_toml).rows_per_step
         rows_per_step = self.plan.run.batch.num_rows
         position = continued_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
-        self.loader.seek(position)
+        self.loader.seek(replace(position, cursor=before.cursor))
         return replace(
             first,
             step=before.step,
             num_updates=before.num_updates,
             epoch=position.epoch,
             epoch_step=position.step,
+            cursor=before.cursor,
             num_real_tokens=before.num_real_tokens,
             num_trained_tokens=before.num_trained_tokens,
             seconds=before.seconds,

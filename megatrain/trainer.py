@@ -31,9 +31,9 @@ from megatrain.config.resolved import (
     write_resolved,
 )
 from megatrain.converters.adapters import adapters_of
-from megatrain.data.dataset import load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.stream import open_dataset
 from megatrain.final import FinalExport
 from megatrain.models.export import check_target
 from megatrain.open_run import OpenRun, open_run
@@ -285,7 +285,7 @@ class Trainer:
             DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
         data, tokenizer = self.run.data, tokenizer_of(self.run.model)
-        dataset = load_dataset(data, tokenizer, self.observer.on_message)
+        dataset = open_dataset(data, tokenizer, self.observer.on_message)
         check_token_ids(self.run.model, dataset, self.plan.graph)
         try:
             losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
@@ -502,6 +502,7 @@ class Trainer:
             num_updates=self._engine.num_updates,
             epoch=batch.position.epoch,
             epoch_step=batch.position.step,
+            cursor=batch.position.cursor,
             num_real_tokens=self.state.num_real_tokens + batch.num_real_tokens,
             num_trained_tokens=self.state.num_trained_tokens + result.num_trained_tokens,
             seconds=self.state.seconds + usage.step_s,

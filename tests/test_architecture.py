@@ -63,7 +63,7 @@ RESTRICTED = {
     "cupy": (),
     "zarr": ("megatrain/data/scores.py", "tiered/zarr_store.py", "tiered/zarr_views.py"),
     "datasets": ("megatrain/data/sources.py",),
-    "pyarrow": ("megatrain/data/files.py", "megatrain/data/scores.py"),
+    "pyarrow": ("megatrain/data/files.py", "megatrain/data/scores.py", "megatrain/data/shards.py"),
     "lightning": ("megatrain/embed/integrations/lightning.py", "megatrain/embed/integrations/lightning_files.py"),
     "liger_kernel": ("megatrain/converters/liger.py",),
     "numba": ("megatrain/optim/kernels.py",),

@@ -30,7 +30,7 @@ _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
-_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best")
+_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best", "cursor")
 
 
 class CheckpointError(Exception):
@@ -68,6 +68,7 @@ class RunState:
         saved_at: date and time, ISO 8601.
         versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
+        cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
         best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
     """
 
@@ -94,6 +95,7 @@ class RunState:
     last_losses: tuple[float, ...] = ()
     arithmetic: int = 1
     best: Mapping[str, Any] | None = None
+    cursor: Mapping[str, Any] | None = None
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""

@@ -34,6 +34,7 @@ from megatrain.config.keys import (
     what_to_write,
 )
 from megatrain.config.schema import RunConfig
+from megatrain.data.table import weights_at
 from megatrain.tasks.table import TASK_FACTS, ClassifyConfig, PreferenceConfig, RewardConfig
 
 if TYPE_CHECKING:
@@ -309,6 +310,7 @@ def find_bad_combinations(config: RunConfig) -> list[Problem]:
     return [
         *_check_batch(config),
         *_check_data(config),
+        *_check_streams(config),
         *_check_preferences(config),
         *_check_heads(config),
         *_check_images(config),
@@ -631,6 +633,48 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
                 f'{key}.format = "{source.format}" is not plain text, which task = "pretrain" trains',
                 'Write task = "sft"',
             )
+
+
+def _check_streams(config: RunConfig) -> Iterator[Problem]:
+    data = config.data
+    for index, source in enumerate(data.train):
+        key = f"data.train.{index}"
+        if not data.streaming and source.weight_from_step:
+            text = f"{key}.weight_from_step changes weights while the run goes on, and these rows are read before it"
+            yield Problem(f"{key}.weight_from_step", text, "Write streaming = true in [data], or leave it out")
+        if not data.streaming and "://" in source.path:
+            text = f'{key}.path = "{source.path}" is a URL, which is read while the run goes on'
+            yield Problem(f"{key}.path", text, "Write streaming = true in [data], and max_steps in [training]")
+        for name in ("subset", "split", "json_key", "max_samples"):
+            if data.streaming and getattr(source, name) is not None:
+                text = f"{key}.{name} does not go together with data.streaming"
+                yield Problem(f"{key}.{name}", text, 'Name the shards in path, e.g. "data/train-*.parquet"')
+    if not data.streaming:
+        return
+    if config.training.max_steps <= 0:
+        yield Problem(
+            "training.max_steps",
+            "data.streaming: nobody has counted the rows, so the run has no epochs (training.num_train_epochs)",
+            "Write max_steps = 1000, or another number of steps, in [training]",
+        )
+    if config.task not in ("sft", "pretrain"):
+        text = f'data.streaming is for task = "sft" and "pretrain", and this is "{config.task}"'
+        yield Problem("data.streaming", text, "Leave it out: the rows are read before the first step")
+    if config.model.images != "off":
+        yield Problem("data.streaming", "data.streaming reads no images", "Leave one of it and model.images out")
+    if data.val_size is not None:
+        text = f"data.val_size = {data.val_size:g} chooses among all rows, and streams are never known as a whole"
+        yield Problem("data.val_size", text, "Name rows of their own in [[data.eval]]")
+    for table, value in (
+        ("checkpoint.save_strategy", config.checkpoint.save_strategy),
+        ("evaluation.eval_strategy", config.evaluation.eval_strategy),
+    ):
+        if value == "epoch":
+            yield Problem(table, f'{table} = "epoch", and streams have none', 'Write "steps"')
+    steps = {0, *(int(step) for source in data.train for step in source.weight_from_step)}
+    if empty := [step for step in sorted(steps) if not sum(weights_at(data.train, step)[0])]:
+        text = f"from step {empty[0]} on all weights are 0"
+        yield Problem("data.train.0.weight_from_step", text, "Let one source have a weight above 0")
 
 
 def _check_evaluation(config: RunConfig) -> Iterator[Problem]:

@@ -345,23 +345,37 @@ def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
 
 
 def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
-    files = tuple(io.BytesIO() for _ in range(7))
-    tokens, trained, starts, begins_row, images, image_starts, roles = files
-    writer = TokenWriter(files)
-    report, source_starts = encode(writer)
-    return TokenDataset(
-        np.frombuffer(tokens.getbuffer(), dtype=np.int32),
-        np.frombuffer(trained.getbuffer(), dtype=np.bool_),
-        np.frombuffer(starts.getbuffer(), dtype=np.int64),
-        report,
-        source_starts,
-        content=writer.content,
-        known_largest_id=writer.largest_id,
-        begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
-        images=np.frombuffer(images.getbuffer(), dtype=np.uint8),
-        image_starts=np.frombuffer(image_starts.getbuffer(), dtype=np.int64),
-        roles=np.frombuffer(roles.getbuffer(), dtype=np.uint8),
-    )
+    made = InMemory()
+    return made.dataset(*encode(made.writer))
+
+
+class InMemory:
+    """Documents that are held in RAM.
+
+    Attributes:
+        writer: takes them.
+    """
+
+    def __init__(self) -> None:
+        self._files = tuple(io.BytesIO() for _ in range(7))
+        self.writer = TokenWriter(self._files)
+
+    def dataset(self, report: DataReport, source_starts: tuple[int, ...] = ()) -> TokenDataset:
+        """Return what was written, and flushed."""
+        tokens, trained, starts, begins_row, images, image_starts, roles = self._files
+        return TokenDataset(
+            np.frombuffer(tokens.getbuffer(), dtype=np.int32),
+            np.frombuffer(trained.getbuffer(), dtype=np.bool_),
+            np.frombuffer(starts.getbuffer(), dtype=np.int64),
+            report,
+            source_starts,
+            content=self.writer.content,
+            known_largest_id=self.writer.largest_id,
+            begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
+            images=np.frombuffer(images.getbuffer(), dtype=np.uint8),
+            image_starts=np.frombuffer(image_starts.getbuffer(), dtype=np.int64),
+            roles=np.frombuffer(roles.getbuffer(), dtype=np.uint8),
+        )
 
 
 def _opened(entry: CacheEntry) -> TokenDataset:

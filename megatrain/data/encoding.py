@@ -557,7 +557,7 @@ def _batches(rows: Iterable[Row | RowError]) -> Iterator[list[Row | RowError]]:
     size = 0
     for row in rows:
         batch.append(row)
-        size += _num_characters(row)
+        size += num_characters(row)
         if len(batch) == _ROWS_AT_ONCE or size >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, size = [], 0
@@ -594,9 +594,10 @@ def _split_answer(coded: Encoded) -> tuple[list[int], tuple[list[int], list[bool
     return coded.tokens[:first], (coded.tokens[first:], coded.trained[first:])
 
 
-def _num_characters(row: Row | RowError) -> int:
+def num_characters(row: Row | RowError) -> int:
+    """Return about how many characters a row has."""
     if isinstance(row, Preference):
-        return _num_characters(row.answer) + (0 if row.rejected is None else _num_characters(row.rejected))
+        return num_characters(row.answer) + (0 if row.rejected is None else num_characters(row.rejected))
     if isinstance(row, Document | Classified):
         return len(row.text)
     if isinstance(row, Tagged):

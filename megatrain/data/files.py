@@ -43,7 +43,7 @@ _TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose va
 #: Of a value in a list: itself, and where lists begin and end.
 _BYTES_PER_NESTED_VALUE = 16
 #: Of one row, unpacked. A long book has some MB; a small file of a stranger may unpack to more than the RAM.
-_MAX_ROW_BYTES = 256 * MiB
+MAX_ROW_BYTES = 256 * MiB
 #: Bytes of RAM for each byte of a JSON list: its text, and the objects made of it.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
@@ -202,10 +202,10 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataErro
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with _opened(file) as stream:
         try:
-            for number, raw in enumerate(iter(partial(stream.readline, _MAX_ROW_BYTES + 1), b""), start=1):
+            for number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
                 where = f"{file} line {number}"
-                if len(raw) > _MAX_ROW_BYTES:
-                    raise _too_large(where)
+                if len(raw) > MAX_ROW_BYTES:
+                    raise too_large(where)
                 try:
                     line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
@@ -299,7 +299,7 @@ def _lists_of_objects(value: object, key: str = "") -> Iterator[tuple[str, list[
 
 
 def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    csv.field_size_limit(_MAX_ROW_BYTES)
+    csv.field_size_limit(MAX_ROW_BYTES)
     with _opened(file) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as text:
         reader = None
         try:
@@ -362,7 +362,7 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
         with pyarrow.memory_map(str(file)) as mapped:
             for batch in _record_batches(mapped):
                 for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
-                    for value in _rows_of(batch.slice(start, _MIN_ROWS_OF_BATCH), file, number + 1):
+                    for value in unpacked_rows(batch.slice(start, _MIN_ROWS_OF_BATCH), file, number + 1):
                         number += 1
                         yield f"{file} row {number}", value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -403,19 +403,19 @@ def _parquet_values(file: Path) -> Iterator[dict[str, Any]]:
             nbytes = max(
                 sum(column.total_uncompressed_size for column in columns), sum(nested) * _BYTES_PER_NESTED_VALUE
             )
-            size = max(1, min(_MIN_ROWS_OF_BATCH, _MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
+            size = max(1, min(_MIN_ROWS_OF_BATCH, MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
             for batch in parquet.iter_batches(batch_size=size, row_groups=[index]):
-                yield from _rows_of(batch, file, number)
+                yield from unpacked_rows(batch, file, number)
                 number += batch.num_rows
 
 
-def _rows_of(batch: Any, file: Path, number: int) -> Iterator[dict[str, Any]]:
+def unpacked_rows(batch: Any, file: Path | str, number: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch, ``number`` and on: made at once, or one by one where all may be too many bytes."""
-    step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= _MAX_ROW_BYTES else 1
+    step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
-        if step == 1 and _unpacked_bytes(rows) > _MAX_ROW_BYTES:
-            raise _too_large(f"{file} row {number + start}")
+        if step == 1 and _unpacked_bytes(rows) > MAX_ROW_BYTES:
+            raise too_large(f"{file} row {number + start}")
         yield from rows.to_pylist()
 
 
@@ -443,8 +443,8 @@ def _unpacked_bytes(rows: Any) -> int:
     return int(rows.nbytes)
 
 
-def _too_large(where: str) -> DataError:
-    return DataError(where, f"one row has more than {format_size(_MAX_ROW_BYTES)}", "Split it, or remove the row")
+def too_large(where: str) -> DataError:
+    return DataError(where, f"one row has more than {format_size(MAX_ROW_BYTES)}", "Split it, or remove the row")
 
 
 def _record_batches(mapped: Any) -> Iterator[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from megatrain.data.labels import of_number
 from megatrain.data.packing import pack_documents
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.images import ImageProcessor
@@ -27,10 +27,17 @@ _SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
 
 @dataclass(frozen=True, slots=True)
 class LoaderPosition:
-    """Where a loader stands: before step ``step`` of epoch ``epoch``, both from 0. All there is to save."""
+    """Where a loader stands: before step ``step`` of epoch ``epoch``, both from 0. All there is to save.
+
+    Attributes:
+        epoch: From 0.
+        step: From 0.
+        cursor: Where streams stand, as JSON; None: there are none.
+    """
 
     epoch: int = 0
     step: int = 0
+    cursor: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

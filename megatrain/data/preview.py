@@ -20,6 +20,7 @@ from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
 from megatrain.data.sources import rows_of, source_files
+from megatrain.data.stream import refuse_streams, rows_in_order
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -104,6 +105,9 @@ def preview_rows(
 def _rows(data: DataSpec) -> Iterator[Row | RowError]:
     """Yield the rows of all sources, those that cannot be trained included."""
     for source in data.table.train:
+        if data.table.streaming:
+            yield from rows_in_order(source)
+            continue
         rows = rows_of(source, source_files(source.path, source.subset, source.split))
         for row in rows:
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
@@ -293,6 +297,7 @@ def dataset_stats(
     Raises:
         DataError: as ``load_dataset``.
     """
+    refuse_streams(data, "figures of all rows")
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
     if dataset.is_preferences:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key
 
-#: owner/name; what ends as files do is a file.
-DatasetPath = Annotated[str, is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+")]
+#: owner/name; what ends as files do is a file. Or a URL.
+DatasetPath = Annotated[str, is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")]
+#: From which step on a source has which weight.
+WeightSchedule = Annotated[
+    dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": 0}}),
+    is_not("is no schedule of weights", "Write { 1000 = 0.5, 2000 = 0.0 }: step = weight from there on"),
+]
 CacheFolder = Annotated[str, Field(min_length=1), is_path("auto", "none")]
 Packing = Annotated[
     bool | Literal["concat"],
@@ -43,7 +50,7 @@ ColumnName = Literal[
 ]  # fmt: skip
 _SOURCE_PATH = (
     "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
-    "the hub name of a dataset (the last three need the data extra)."
+    "the hub name of a dataset (the last three need the data extra). With data.streaming also a URL of fsspec."
 )
 
 
@@ -70,10 +77,26 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
     max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
     weight: float = key(
         "How often its documents are used in an epoch: 2.5 is twice each, and half of them a third time; "
-        "0.3 is three in ten. data_seed chooses which.",
+        "0.3 is three in ten. data_seed chooses which. With data.streaming: its share of the rows is its weight by the "
+        "sum of all.",
         1.0,
         gt=0,
     )
+    weight_from_step: WeightSchedule = key(
+        "data.streaming: other weights from some steps on, e.g. { 1000 = 0.5, 2000 = 0.0 }; before the first of them, "
+        "weight.",
+        {},
+    )
+
+
+def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
+    """Return the weight of each source at a step, and the next step with other weights; None: there is none."""
+    weights, changes = [], []
+    for source in sources:
+        begins = sorted((int(first), weight) for first, weight in source.weight_from_step.items())
+        weights.append(next((weight for first, weight in reversed(begins) if first <= step), source.weight))
+        changes += [first for first, _ in begins if first > step]
+    return weights, min(changes, default=None)
 
 
 class EvalSetConfig(DatasetConfig):
@@ -137,6 +160,14 @@ class DataConfig(Table):
         ge=0,
         le=1,
         alters="by contents",
+    )
+    streaming: bool = key(
+        "Read [[data.train]] while the run goes on, without a first pass and a cache: folders, files, patterns or URLs "
+        "(s3://, gs://, hf:// ...) of shards, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or MDS. Checkpoints hold a "
+        "cursor, from which a run goes on to the bit. Needs training.max_steps.",
+        False,
+        alters="by contents",
+        same_name="LLaMA-Factory, Axolotl",
     )
     cache_dir: CacheFolder = key(
         "Folder of tokenized data, found again by its contents. auto: $XDG_CACHE_HOME/megatrain-tier/"

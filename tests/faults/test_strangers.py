@@ -262,7 +262,7 @@ def test_any_header_of_safetensors_is_read_or_refused(tmp_path: Path, data: st.D
 
 @pytest.fixture
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MAX_ROW_BYTES", 1 << 16)
+    monkeypatch.setattr(files, "MAX_ROW_BYTES", 1 << 16)
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", "bomb.parquet"])

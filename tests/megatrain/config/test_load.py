@@ -204,7 +204,8 @@ def test_resolved_file_holds_every_key(smallest: Path) -> None:
     text = to_toml(load_config(smallest).config)
     optional = {
         "model.tokenizer_name_or_path", "data.train.columns", "data.train.max_samples", "data.train.subset",
-        "data.train.split", "data.train.json_key", "data.max_cache_size", "data.val_size",
+        "data.train.split", "data.train.json_key", "data.train.weight_from_step",
+        "data.max_cache_size", "data.val_size",
         "optimizer.lr_scheduler_kwargs",
         "optimizer.groups.params", "optimizer.groups.learning_rate", "optimizer.groups.weight_decay",
         "optimizer.groups.lr_mult", "optimizer.optim_args", "evaluation.greater_is_better",

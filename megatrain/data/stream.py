@@ -1,0 +1,581 @@
+"""Training rows that are read while the run goes on: no first pass, no cache, a cursor in each checkpoint.
+
+Rows are drawn from the sources one by one, as their weights say, and put together in windows: so many that a step is
+full, or several. A window is encoded, packed and shuffled like a whole data set (`dataset.py`, `packing.py`), and its
+rows are handed out step by step. So all that follows is a function of the shards, the seed and the cursor: where each
+source stands at the start of the window, and how many of its rows have been used. That is all there is to save, and
+every rank draws the same rows, however many there are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from operator import add
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.data.chat import RowEncoder
+from megatrain.data.dataset import DataSpec, InMemory, OnMessage, TokenDataset, check_ids, load_dataset
+from megatrain.data.encoding import Encoder, num_characters
+from megatrain.data.formats import Row, to_row
+from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
+from megatrain.data.packing import pack_documents
+from megatrain.data.rows_report import DataError, DataReport, RowError, SourceCounts, check_losses
+from megatrain.data.shards import ShardError, Shards
+from megatrain.data.table import weights_at
+from tiered import checksum
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.data.table import DatasetConfig
+
+__all__ = ["StreamDataset", "StreamLoader", "open_dataset", "open_stream", "refuse_streams", "rows_in_order"]
+
+#: Streams of random numbers, beside those of the loader, of weights and of what is held out.
+_SHARDS, _ROWS, _ORDER = 4, 5, 6
+#: Most rows and characters of a window: what is tokenized at once, and held.
+WINDOW_ROWS = 4096
+WINDOW_CHARACTERS = 1 << 24
+#: How often a shard is opened again before an error of its server ends the run.
+NUM_TRIES = 5
+_FIRST_PAUSE_S = 0.5
+_ROWS_AT_ONCE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class SourceCursor:
+    """Where a source stands.
+
+    Attributes:
+        turn: times that it has been read to its end.
+        shard: number of the shard in the order of this turn.
+        row: rows of it that have been drawn.
+        credit: what the source may still draw before others do; see ``_draw``.
+    """
+
+    turn: int = 0
+    shard: int = 0
+    row: int = 0
+    credit: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where a run stands in its streams: all there is to save.
+
+    Attributes:
+        window: number of the window.
+        step: step that the first row of the window is used in, from 0.
+        place: number of that row within its step.
+        used: rows of the window that have been used.
+        sources: where each source stands before the window.
+    """
+
+    window: int
+    step: int
+    place: int
+    used: int
+    sources: tuple[SourceCursor, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as values of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Cursor:
+        """Return what ``to_json`` wrote."""
+        return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
+
+
+@dataclass(frozen=True)
+class _Window:
+    """Rows that were drawn together.
+
+    Attributes:
+        cursor: where the streams stood before it.
+        after: where each source stands behind it.
+        dataset: its documents.
+        rows: the documents of each row that is trained on, in the order of their use.
+    """
+
+    cursor: Cursor
+    after: tuple[SourceCursor, ...]
+    dataset: TokenDataset
+    rows: list[npt.NDArray[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamReport(DataReport):
+    """What is known of streams before they are read.
+
+    Attributes:
+        text: what is said of them.
+    """
+
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamDataset(TokenDataset):
+    """Sources that are read while the run goes on. As a data set it has no documents.
+
+    Attributes:
+        data: What is read.
+        tokenizer: Makes tokens of it.
+        streams: The shards of each source.
+        on_message: Called with messages for the user.
+    """
+
+    data: DataSpec
+    tokenizer: PreTrainedTokenizerFast
+    streams: tuple[Shards, ...]
+    on_message: OnMessage
+
+    def fingerprint(self) -> str:
+        """Return a checksum of what is read, and of how: names and sizes of shards, not their contents."""
+        data = self.data
+        keys = ("format", "columns", "weight", "weight_from_step")
+        sources = [
+            {key: getattr(source, key) for key in keys} | {"shards": shards.describe()}
+            for source, shards in zip(data.table.train, self.streams, strict=True)
+        ]
+        tokenizer = checksum(self.tokenizer.backend_tokenizer.to_str().encode())
+        template = checksum(str(self.tokenizer.chat_template).encode())
+        what = (sources, data.table.train_on, data.encoding, data.seed, tokenizer, template)
+        return f"stream-{checksum(repr(what).encode())}"
+
+
+def open_dataset(
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage = lambda text: None
+) -> TokenDataset:
+    """Return the rows of a run: streams that are opened, or all of them, as ``load_dataset``.
+
+    Raises:
+        DataError: as ``open_stream``, or as ``load_dataset``.
+    """
+    opened = open_stream if data.table.streaming else load_dataset
+    return opened(data, tokenizer, on_message)
+
+
+def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: OnMessage) -> StreamDataset:
+    """Return the sources of a run as streams; lists their shards, and reads none.
+
+    Raises:
+        DataError: a source has no shards, or none that can be read.
+    """
+    streams = tuple(Shards(source.path) for source in data.table.train)
+    shown = ", ".join(f"{len(shards):,} shard{'s' * (len(shards) != 1)} of {shards.path}" for shards in streams)
+    counts = tuple(SourceCounts() for _ in streams)
+    text = f"streamed while the run goes on: {shown}"
+    report = StreamReport(0, 0, 0, 0, 0, 0, 0, sources=counts, text=text)
+    return StreamDataset(
+        np.empty(0, dtype=np.int32),
+        np.empty(0, dtype=np.bool_),
+        np.zeros(1, dtype=np.int64),
+        report,
+        known_largest_id=0,
+        data=data,
+        tokenizer=tokenizer,
+        streams=streams,
+        on_message=on_message,
+    )
+
+
+def refuse_streams(data: DataSpec, what: str) -> None:
+    """Raise ``DataError`` where what needs all rows would have to read streams to their end."""
+    if data.table.streaming:
+        raise DataError(
+            "data.streaming",
+            f"{what} take a pass over all of the data, and streams are read only as far as a run comes",
+            "Leave data.streaming out, and name files that are here",
+        )
+
+
+def rows_in_order(source: DatasetConfig) -> Iterator[Row | RowError]:
+    """Yield the rows of a source shard by shard, as they are sorted. Reads no further than it is asked."""
+    shards = Shards(source.path)
+    columns = {str(ours): theirs for ours, theirs in source.columns.items()}
+    for index in range(len(shards)):
+        for where, value in shards.rows(index, 0):
+            yield _row(value, where, source, columns)
+
+
+def _row(value: Any, where: str, source: DatasetConfig, columns: Mapping[str, str]) -> Row | RowError:
+    try:
+        return to_row(value, where, source.format, columns)
+    except RowError as error:
+        return error
+
+
+class StreamLoader(BatchLoader):
+    """Yields steps of streamed rows; the same whoever asks, and from whichever cursor on.
+
+    A thread makes the next window while this one is trained on. Where a source ends it begins again, with its shards in
+    another order.
+
+    Args:
+        dataset: the sources.
+        max_steps: steps of the run: what stands for an epoch, as nobody knows where one ends.
+        num_embeddings: tokens that the model has embeddings for.
+        arguments: as for ``BatchLoader``.
+    """
+
+    def __init__(self, dataset: StreamDataset, *, max_steps: int, num_embeddings: int, **arguments: Any) -> None:
+        self._streams, self._max_steps, self._num_embeddings = dataset, max_steps, num_embeddings
+        self._said: set[str] = set()
+        super().__init__(dataset, **arguments)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of the run."""
+        return self._max_steps
+
+    def fingerprint(self) -> str:
+        """Return a checksum of what is read, and of how."""
+        return self._streams.fingerprint()
+
+    def seek(self, position: LoaderPosition) -> None:
+        """Continue from ``position``: reads the shards that it stands in, up to there, and encodes one window again."""
+        self._position = position
+        start = Cursor(0, 0, 0, 0, tuple(SourceCursor() for _ in self._streams.streams))
+        if position.cursor is not None:
+            start = Cursor.from_json(position.cursor)
+        self._cursor = start
+        self._window: _Window | None = None
+        self._makes: _Making | None = None
+        self._counts = [SourceCounts() for _ in self._streams.streams]
+
+    def __next__(self) -> StepBatch:
+        rows_per_step = self._micro_batch_size * self._num_micro_batches
+        parts: list[tuple[TokenDataset, npt.NDArray[np.int64]]] = []
+        while len(parts) < rows_per_step:
+            window = self._current()
+            left = window.rows[self._cursor.used :][: rows_per_step - len(parts)]
+            parts += [(window.dataset, row) for row in left]
+            self._cursor = replace(self._cursor, used=self._cursor.used + len(left))
+            if self._cursor.used == len(window.rows) and len(parts) < rows_per_step:
+                self._begin_next(window)
+        self._dataset, rows = _joined(parts)
+        micro_batches = [
+            self.micro_batch(rows[first :: self._num_micro_batches]) for first in range(self._num_micro_batches)
+        ]
+        step = self._position.step + 1
+        self._position = LoaderPosition(self._position.epoch, step, self._cursor.to_json())
+        return StepBatch(
+            micro_batches,
+            num_real_tokens=int(self._dataset.starts[-1]),
+            num_trained_tokens=sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in micro_batches),
+            epoch=self._position.epoch,
+            position=self._position,
+        )
+
+    @property
+    def dataset(self) -> TokenDataset:
+        """The sources."""
+        return self._streams
+
+    # -- windows -----------------------------------------------------------------------------------------------------
+
+    def _current(self) -> _Window:
+        """Return the window that the cursor stands in."""
+        if self._window is None:
+            making = self._makes or _Making(self._make, replace(self._cursor, used=0))
+            self._window, self._makes = making.result(), None
+            self._report(self._window)
+            rows_left = len(self._window.rows) - self._cursor.used
+            rows_needed = (self._max_steps - self._position.step) * self._micro_batch_size * self._num_micro_batches
+            if rows_needed > rows_left:
+                self._makes = _Making(self._make, self._after(self._window))
+        return self._window
+
+    def _begin_next(self, window: _Window) -> None:
+        self._cursor, self._window = self._after(window), None
+
+    def _after(self, window: _Window) -> Cursor:
+        """Return the cursor of the window after another."""
+        rows_per_step = self._micro_batch_size * self._num_micro_batches
+        step, place = divmod(window.cursor.place + len(window.rows), rows_per_step)
+        return Cursor(window.cursor.window + 1, window.cursor.step + step, place, 0, window.after)
+
+    def _make(self, cursor: Cursor) -> _Window:
+        """Draw the rows of a window, encode, pack and shuffle them."""
+        drawing = _WindowDraft(self._streams, cursor, self._data_seed)
+        rows_left = None
+        if drawing.until is not None:
+            rows_left = (drawing.until - cursor.step) * self._micro_batch_size * self._num_micro_batches - cursor.place
+        try:
+            drawing.fill(rows_left, self._max_length if self._packing else None)
+        finally:
+            drawing.close()
+        dataset = drawing.dataset()
+        check_ids(dataset, self._num_embeddings, where=str(self._streams.tokenizer.name_or_path))
+        documents = np.random.default_rng((self._data_seed, _ROWS, cursor.window)).permutation(len(dataset))
+        members, starts = documents, np.arange(len(documents) + 1)
+        if self._packing:
+            members, starts = pack_documents(documents, dataset.lengths()[documents], self._max_length)
+        order = np.random.default_rng((self._data_seed, _ORDER, cursor.window)).permutation(len(starts) - 1)
+        return _Window(cursor, drawing.after, dataset, [members[starts[row] : starts[row + 1]] for row in order])
+
+    def _report(self, window: _Window) -> None:
+        """Say what of a window is new to the user: sources that begin again, and where much is dropped.
+
+        Raises:
+            DataError: more than ``data.max_dropped`` of a source is dropped or cut.
+        """
+        data, report = self._streams.data, window.dataset.report
+        turns = zip(data.source_names, window.cursor.sources, window.after, strict=True)
+        said = [
+            (name, f"{name} has been read to its end, and begins again with its shards in another order")
+            for name, before, after in turns
+            if before.turn == 0 < after.turn
+        ]
+        counts = zip(self._counts, report.sources, strict=True)
+        self._counts = [SourceCounts(*map(add, astuple(before), astuple(now))) for before, now in counts]
+        why = f" (first: {report.dropped[0].example}: {report.dropped[0].reason})" if report.dropped else ""
+        for name, total in zip(data.source_names, self._counts, strict=True):
+            losses = check_losses(replace(report, sources=(total,)), [name], data.table.max_dropped)
+            said += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
+        for what, text in said:
+            if what not in self._said:
+                self._said.add(what)
+                self._streams.on_message(text)
+
+
+class _WindowDraft:
+    """The rows of one window, drawn and encoded.
+
+    Args:
+        streams: the sources.
+        cursor: where they stand.
+        data_seed: decides the order of shards.
+
+    Attributes:
+        until: the step from which other weights hold; None: these hold to the end.
+    """
+
+    def __init__(self, streams: StreamDataset, cursor: Cursor, data_seed: int) -> None:
+        data, self._streams = streams.data, streams
+        weights, self.until = weights_at(data.table.train, cursor.step)
+        self._shares = [weight / sum(weights) for weight in weights]
+        self._credits = [at.credit for at in cursor.sources]
+        self._readers = [
+            _RowStream(source, shards, (data_seed, _SHARDS, number), at, streams.on_message)
+            for number, (source, shards, at) in enumerate(
+                zip(data.table.train, streams.streams, cursor.sources, strict=True)
+            )
+        ]
+        rows = RowEncoder(streams.tokenizer, train_on=data.table.train_on)
+        self._made = [InMemory() for _ in self._readers]
+        self._encoders = [Encoder(rows, made.writer, data.encoding) for made in self._made]
+        self._num_rows = self._num_characters = 0
+
+    @property
+    def after(self) -> tuple[SourceCursor, ...]:
+        """Where each source stands now."""
+        return tuple(
+            replace(reader.at, credit=credit) for reader, credit in zip(self._readers, self._credits, strict=True)
+        )
+
+    def fill(self, rows_left: int | None, row_tokens: int | None) -> None:
+        """Draw until the window is full, or has as many rows as are left before the weights change.
+
+        Args:
+            rows_left: rows of batches until then; None: they do not change.
+            row_tokens: tokens of a packed row; None: each document is a row.
+        """
+        while self._num_rows < WINDOW_ROWS and self._num_characters < WINDOW_CHARACTERS:
+            count = min(_ROWS_AT_ONCE, WINDOW_ROWS - self._num_rows)
+            if rows_left is not None:
+                made, needed = self._num_documents, rows_left
+                if row_tokens is not None:
+                    made, needed = self._num_tokens, rows_left * row_tokens
+                if made >= needed:
+                    break
+                a_row = max(1.0, made / self._num_rows) if self._num_rows else float(row_tokens or 1)
+                count = max(1, min(count, int((needed - made) / a_row)))
+            self._draw(count)
+        for encoder in self._encoders:
+            encoder.end_source()
+
+    def _draw(self, count: int) -> None:
+        """Draw rows, and encode them.
+
+        Each row is of the source with the most credit. All get their share of a row before, and who draws pays one: so
+        at any time each has drawn what its weights come to, to within one row.
+        """
+        drawn: list[list[Row | RowError]] = [[] for _ in self._readers]
+        for _ in range(count):
+            for number, share in enumerate(self._shares):
+                self._credits[number] += share
+            number = max(range(len(drawn)), key=lambda each: (self._shares[each] > 0, self._credits[each], -each))
+            self._credits[number] -= 1.0
+            row = self._readers[number].next_row()
+            drawn[number].append(row)
+            self._num_rows += 1
+            self._num_characters += num_characters(row)
+            if self._num_characters >= WINDOW_CHARACTERS:
+                break
+        for encoder, rows in zip(self._encoders, drawn, strict=True):
+            encoder.add_rows(rows)
+
+    @property
+    def _num_documents(self) -> int:
+        return sum(made.writer.num_documents for made in self._made)
+
+    @property
+    def _num_tokens(self) -> int:
+        return sum(made.writer.num_tokens for made in self._made)
+
+    def dataset(self) -> TokenDataset:
+        """Return the documents of all rows, one source after the other.
+
+        Raises:
+            DataError: there are none.
+        """
+        parts = []
+        for encoder, made in zip(self._encoders, self._made, strict=True):
+            made.writer.flush()
+            writer = made.writer
+            report = encoder.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
+            parts.append(made.dataset(report))
+        first_error = next((each.counts.first_error for each in self._encoders if each.counts.first_error), None)
+        if not any(map(len, parts)):
+            raise DataError(
+                "data.train",
+                f"of {self._num_rows:,} rows in a row no token would be trained",
+                "Check data.train_on and data.max_length" if first_error is None else f"The first says: {first_error}",
+            )
+        whole, _ = _joined([(part, np.arange(len(part))) for part in parts])
+        dropped = tuple(each for part in parts for each in part.report.dropped)
+        sources = tuple(part.report.sources[0] for part in parts)
+        largest = max(part.largest_id for part in parts if len(part))
+        return replace(
+            whole, report=replace(parts[0].report, sources=sources, dropped=dropped), known_largest_id=largest
+        )
+
+    def close(self) -> None:
+        """Close what is open of the shards."""
+        for reader in self._readers:
+            reader.close()
+
+
+class _RowStream:
+    """The rows of a source from a cursor on, without an end.
+
+    Args:
+        source: its table.
+        shards: its shards.
+        seed: decides their order.
+        at: where to begin.
+        on_message: called where a server had to be asked again.
+    """
+
+    def __init__(
+        self,
+        source: DatasetConfig,
+        shards: Shards,
+        seed: tuple[int, ...],
+        at: SourceCursor,
+        on_message: OnMessage,
+    ) -> None:
+        self.at = at
+        self._source, self._shards, self._seed, self._on_message = source, shards, seed, on_message
+        self._columns = {str(ours): theirs for ours, theirs in source.columns.items()}
+        self._open: Generator[tuple[str, Any]] | None = None
+        self._has_rows = at.row > 0
+
+    def next_row(self) -> Row | RowError:
+        """Return the next row, or what is wrong with it.
+
+        Raises:
+            DataError: a shard cannot be read, or none has a row.
+        """
+        while (found := self._next()) is None:
+            at = replace(self.at, shard=self.at.shard + 1, row=0)
+            if at.shard == len(self._shards):
+                if not self._has_rows:
+                    raise DataError(self._shards.path, "none of its shards has a row", "Fill them")
+                at, self._has_rows = replace(at, shard=0, turn=at.turn + 1), False
+            self.at = at
+            self.close()
+        self._has_rows = True
+        self.at = replace(self.at, row=self.at.row + 1)
+        where, value = found
+        return _row(value, where, self._source, self._columns)
+
+    def _next(self) -> tuple[str, Any] | None:
+        """Return what the next row of this shard holds, None at its end; an error of a server is tried again."""
+        order = np.random.default_rng((*self._seed, self.at.turn)).permutation(len(self._shards))
+        for number in range(NUM_TRIES):
+            try:
+                if self._open is None:
+                    self._open = self._shards.rows(int(order[self.at.shard]), self.at.row)
+                return next(self._open, None)
+            except ShardError as error:
+                self.close()
+                if number + 1 == NUM_TRIES:
+                    raise
+                pause_s = _FIRST_PAUSE_S * 2**number
+                self._on_message(f"warning: {error}. It is opened again in {pause_s:g} s")
+                time.sleep(pause_s)
+        raise AssertionError(NUM_TRIES)
+
+    def close(self) -> None:
+        """Close the shard."""
+        if self._open is not None:
+            self._open.close()
+        self._open = None
+
+
+class _Making:
+    """A window that a thread makes."""
+
+    def __init__(self, make: Callable[[Cursor], _Window], cursor: Cursor) -> None:
+        self.cursor = cursor
+        self._window: _Window | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(make,), name="data-window", daemon=True)
+        self._thread.start()
+
+    def _run(self, make: Callable[[Cursor], _Window]) -> None:
+        try:
+            self._window = make(self.cursor)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> _Window:
+        """Wait for it. Raises what making it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._window is not None
+        return self._window
+
+
+def _joined(
+    parts: Sequence[tuple[TokenDataset, npt.NDArray[np.int64]]],
+) -> tuple[TokenDataset, list[list[int]]]:
+    """Return some documents of data sets as one, and which of its documents are those of each part."""
+    lengths: list[int] = []
+    tokens: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
+    trained: list[npt.NDArray[np.bool_]] = [np.empty(0, dtype=np.bool_)]
+    rows: list[list[int]] = []
+    for dataset, documents in parts:
+        rows.append(list(range(len(lengths), len(lengths) + len(documents))))
+        for document in documents:
+            part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
+            lengths.append(part.stop - part.start)
+            tokens.append(dataset.tokens[part])
+            trained.append(dataset.trained[part])
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
+    return TokenDataset(np.concatenate(tokens), np.concatenate(trained), starts, parts[0][0].report), rows

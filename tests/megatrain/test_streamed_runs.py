@@ -1,0 +1,158 @@
+"""Runs whose rows are streamed: the same bits whatever stops them, on however many processes they go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.s3_server import s3_server
+from oracles import shards
+from processes import rank_runs
+from processes.rank_runs import launch
+from processes.saved_run import SavedRun, make_run
+
+TWO_SOURCES = """[[data.train]]
+path = "{where}/shards-a"
+weight = 2.0
+weight_from_step = {{ 3 = 0.5 }}
+[[data.train]]
+path = "{where}/shards-b"
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A model, shards of two sources; and what six steps give that nothing happens to."""
+    run = make_run(tmp_path_factory.mktemp("model") / "w")
+    words = (run.folder / "data.txt").read_text().split()
+    rows = [{"text": " ".join(words[start : start + 15])} for start in range(0, 400, 5)]
+    for name, kind, part in (("a", "zst", rows[::2]), ("b", "parquet", rows[1::2])):
+        folder = run.folder / f"shards-{name}"
+        folder.mkdir()
+        shards.WRITERS[kind](folder, [part[start : start + 7] for start in range(0, len(part), 7)])
+    result = run.call("run", streamed(run, out="undisturbed"))
+    assert result.exit_code == 0, result.output
+    assert "streamed while the run goes on: 6 shards" in result.output
+    return run
+
+
+@pytest.fixture
+def run(model: SavedRun, tmp_path: Path) -> SavedRun:
+    return model.copy(tmp_path / "w")
+
+
+def streamed(run: SavedRun, *, where: str = ".", data: str = "streaming = true", **config: Any) -> Path:
+    path = run.write_config(**config)
+    text = path.read_text()
+    text = text.replace("[data]\n", f"[data]\n{data}\n")
+    text = text.replace('[[data.train]]\npath = "data.txt"\n', TWO_SOURCES.format(where=where))
+    two = "per_device_train_batch_size = 1\ngradient_accumulation_steps = 2\n"
+    path.write_text(text.replace("per_device_train_batch_size = 2\n", two))
+    return path
+
+
+def weights(run: SavedRun, out: str = "out") -> bytes:
+    return (run.folder / out / "final/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("steps", [3, 5])
+def test_a_run_goes_on_from_its_cursor(run: SavedRun, steps: int) -> None:
+    """At a step at which nothing is saved otherwise; another length of the run is none of the data's."""
+    assert run.call("run", streamed(run, steps=steps)).exit_code == 0
+    result = run.call("run", streamed(run), "--allow-config-change")
+    assert result.exit_code == 0, result.output
+    assert f"continuing after step {steps} of 6" in result.output
+    assert weights(run) == weights(run, "undisturbed")
+
+
+def test_a_schedule_may_change_on_the_way(run: SavedRun) -> None:
+    """It is other data, and allowed as such; what was drawn is neither replayed nor skipped."""
+    assert run.call("run", streamed(run, steps=2)).exit_code == 0
+    path = streamed(run, steps=4)
+    path.write_text(path.read_text().replace("{ 3 = 0.5 }", "{ 3 = 0.0 }"))
+    result = run.call("run", path)
+    assert result.exit_code == 2 and "[[data.train]] are others" in " ".join(result.output.split()), result.output
+    result = run.call("run", path, "--allow-config-change")
+    assert result.exit_code == 0 and "continuing after step 2 of 4" in result.output
+
+
+def test_what_looks_at_streams(run: SavedRun) -> None:
+    """``check`` lists shards, ``data preview`` reads the first rows, ``data stats`` says why it cannot count."""
+    path = streamed(run)
+    result = run.call("check", path)
+    assert result.exit_code == 0, result.output
+    assert "streamed while the run goes on: 6 shards" in result.output
+    result = run.call("data", "preview", path)
+    assert result.exit_code == 0 and "shards-a/part-000.jsonl.zst line 1" in result.output.replace("\n", ""), (
+        result.output
+    )
+    result = run.call("data", "stats", path)
+    assert result.exit_code == 4 and "take a pass over all of the data" in result.output, result.output
+
+
+def test_rows_to_evaluate_on_are_read_as_ever(run: SavedRun) -> None:
+    path = streamed(run, steps=2)
+    path.write_text(
+        path.read_text() + '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'
+    )
+    result = run.call("run", path)
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval" in json.dumps(row) for row in rows) >= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (("max_steps = 6\n", ""), "Write max_steps = 1000"),
+        (("save_steps = 2", 'save_strategy = "epoch"'), 'save_strategy = "epoch", and streams have none'),
+        (("streaming = true", "streaming = true\nval_size = 0.1"), "streams are never known as a whole"),
+        (("streaming = true\n", ""), "weight_from_step changes weights while the run goes on"),
+        (("./shards-a", "s3://bucket/shards"), None),
+        (("weight = 2.0", "weight = 2.0\nmax_samples = 5"), "max_samples does not go together with data.streaming"),
+        (("{ 3 = 0.5 }", "{ soon = 0.5 }"), "is no schedule of weights"),
+        (("{ 3 = 0.5 }", "{ 3 = -0.5 }"), "is no schedule of weights"),
+        (('shards-b"', 'shards-b"\nweight_from_step = { 4 = 0 }'), None),
+        (("./shards-b", "./shards-c"), "there is no such file or folder"),
+    ],
+)
+def test_what_does_not_go_together(run: SavedRun, change: tuple[str, str], said: str | None) -> None:
+    path = streamed(run)
+    text = path.read_text()
+    assert change[0] in text
+    text = text.replace(*change)
+    if said is None and "s3:" in change[1]:
+        text, said = text.replace("streaming = true", ""), "is a URL, which is read while the run goes on"
+    elif said is None:
+        text, said = text.replace("{ 3 = 0.5 }", "{ 3 = 0 }"), "from step 4 on all weights are 0"
+    path.write_text(text)
+    result = run.call("run", path)
+    code = 4 if "shards-c" in change[1] else 2  # as of other data that is not there
+    assert result.exit_code == code and "Traceback" not in result.output, result.output
+    assert said in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.slow
+def test_other_processes_another_machine_and_no_disk_of_its_own(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes read shards from S3 and send checkpoints there; one on an empty machine goes on, to the bit."""
+    with s3_server() as s3:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
+            monkeypatch.setitem(rank_runs.ENVIRONMENT, name, os.environ[name])
+        for name in ("shards-a", "shards-b"):
+            s3.files().put(str(run.folder / name), f"bucket/{name}", recursive=True)
+            shutil.rmtree(run.folder / name)
+        config = {"where": "s3://bucket", "checkpoint": 'save_copy = "s3://bucket/run"'}
+        ended = launch(2, streamed(run, steps=3, **config))
+        assert ended.codes == [0], ended.err
+        shutil.rmtree(run.out)
+        result = run.call("run", streamed(run, **config), "--allow-config-change")
+        assert result.exit_code == 0, result.output
+        assert "continuing after step 3 of 6" in result.output
+        ended = launch(2, streamed(run, out="whole", where="s3://bucket"))
+        assert ended.codes == [0], ended.err
+    assert weights(run) == weights(run, "whole")
