@@ -6,6 +6,7 @@ Each table lives with its owner, the package that reads it (``megatrain.optim.ta
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,7 @@ __all__ = [
     "is_path",
     "key",
     "plain_size",
+    "without_secrets",
 ]
 
 T = TypeVar("T")
@@ -142,6 +144,12 @@ def as_names(value: object) -> object:
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return as_tuple(value)
     return tuple(dict.fromkeys(name for name in names if name != "none"))
+
+
+def without_secrets(url: str) -> str:
+    """Return a URL as it may be shown: three stars are in it where a password or a signature was."""
+    shown = re.sub(r"(://)\S*:\S*@", r"\1***@", url)  # keys of S3 may have slashes
+    return re.sub(r"\?[^/]*=.*", "?***", shown) if "://" in url else url
 
 
 def plain_size(value: object) -> object:

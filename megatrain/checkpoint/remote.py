@@ -647,7 +647,7 @@ def _plain(text: str) -> str:
     for name in _SECRETS:
         if value := os.environ.get(name):
             text = text.replace(value, "***")
-    text = re.sub(r"(\w+://)[^/\s@]*:[^/\s@]*@", r"\1***@", text)
+    text = re.sub(r"(\w+://)[^\s'\"]*:[^\s'\"]*@", r"\1***@", text)
     return re.sub(r"([?&][\w.-]*(?:sig|token|secret|credential|key)[\w.-]*=)[^&\s'\"]+", r"\1***", text, flags=re.I)
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from megatrain.base.table import HF, HF_AXOLOTL, Duration, PlainSize, Table, all_alter, is_not, is_path, key
+from megatrain.base.table import (
+    HF,
+    HF_AXOLOTL,
+    Duration,
+    PlainSize,
+    Table,
+    all_alter,
+    is_not,
+    is_path,
+    key,
+    without_secrets,
+)
 from tiered.units import GiB
 
 #: Fewest generations that a run which saves needs room for: the last one, and the one being written.
@@ -39,7 +49,6 @@ CopyRule = Annotated[
         "without keys: those come from the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)",
     ),
 ]
-_PASSWORD = re.compile(r"(://)[^/\s@]*:[^/\s]*@")
 
 
 class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
@@ -94,7 +103,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
             values = {"save_strategy": "time", **values}
         if isinstance(values, dict) and isinstance(url := values.get("save_copy"), str):
             # What is refused is shown to the user, and in logs: no secret may be in it.
-            values = {**values, "save_copy": _PASSWORD.sub(r"\1***@", url.partition("?")[0] + "?***" * ("?" in url))}
+            values = {**values, "save_copy": without_secrets(url)}
         return values
 
     @property

@@ -639,6 +639,10 @@ def _check_streams(config: RunConfig) -> Iterator[Problem]:
     data = config.data
     for index, source in enumerate(data.train):
         key = f"data.train.{index}"
+        if "***" in source.path:
+            text = f'{key}.path = "{source.path}" has a password or a signature in it, and the config is kept and shown'
+            yield Problem(f"{key}.path", text, "Leave it out: keys come from the environment")
+            continue
         if not data.streaming and source.weight_from_step:
             text = f"{key}.weight_from_step changes weights while the run goes on, and these rows are read before it"
             yield Problem(f"{key}.weight_from_step", text, "Write streaming = true in [data], or leave it out")

@@ -8,10 +8,18 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key
+from megatrain.base.table import Listed, PlainSize, Table, all_alter, as_names, is_not, is_path, key, without_secrets
+
+
+def _shown(path: object) -> object:
+    """Return a path without secrets, so that none is shown where it is refused."""
+    return without_secrets(path) if isinstance(path, str) else path
+
 
 #: owner/name; what ends as files do is a file. Or a URL.
-DatasetPath = Annotated[str, is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")]
+DatasetPath = Annotated[
+    str, BeforeValidator(_shown), is_path(name=r"\w[\w.-]*/(?!.*\.[A-Za-z]\w+$)[\w.-]+|[a-z][a-z0-9+.-]*://.*")
+]
 #: From which step on a source has which weight.
 WeightSchedule = Annotated[
     dict[Annotated[str, Field(pattern=r"^\d+$")], Annotated[float, Field(ge=0)]],

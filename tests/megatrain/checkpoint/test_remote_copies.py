@@ -55,8 +55,22 @@ def run(model: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sav
     return model.copy(tmp_path / "w")
 
 
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """Where no server is the subject: another folder, by the same way."""
+    return f"file://{tmp_path}/elsewhere/run"
+
+
+def to(url: str, **more: Any) -> dict[str, Any]:
+    return {"checkpoint": f'save_copy = "{url}"', **more}
+
+
 def to_s3(**more: Any) -> dict[str, Any]:
-    return {"checkpoint": 'save_copy = "s3://bucket/run"', **more}
+    return to("s3://bucket/run", **more)
+
+
+def folder_of(url: str) -> Path:
+    return Path(url.removeprefix("file://"))
 
 
 def weights(run: SavedRun, out: str = "out") -> bytes:
@@ -155,7 +169,7 @@ def test_a_machine_that_fell_behind_goes_on_from_the_url(run: SavedRun, s3: S3) 
 # -- nothing is removed before it is there -------------------------------------------------------------------------
 
 
-def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One checkpoint stays, and each of six is still there when its copy is committed."""
     seen: list[tuple[int, bool]] = []
     commit = RemoteFolder.commit
@@ -166,13 +180,13 @@ def test_no_checkpoint_goes_before_its_copy_is_there(run: SavedRun, s3: S3, monk
         commit(self, made)
 
     monkeypatch.setattr(RemoteFolder, "commit", look_and_commit)
-    path = run.write_config(**to_s3())
+    path = run.write_config(**to(url))
     text = path.read_text().replace("save_steps = 2\nsave_total_limit = 3", "save_steps = 1\nsave_total_limit = 1")
     path.write_text(text)
     result = run.call("run", path)
     assert result.exit_code == 0, result.output
     assert seen == [(step, True) for step in range(1, 7)]
-    assert steps_at_url() == [6] and len(list_generations(run.out / "checkpoints")) == 1
+    assert steps_at_url(url) == [6] and len(list_generations(run.out / "checkpoints")) == 1
     assert weights(run) == weights(run, "undisturbed")
 
 
@@ -211,7 +225,7 @@ def test_an_upload_that_is_cut_in_its_middle_is_completed(run: SavedRun, s3: S3)
 
 
 def test_a_url_that_stays_away_ends_the_run_with_an_error_and_the_next_start_copies(
-    run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch
+    run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
 
@@ -220,55 +234,53 @@ def test_a_url_that_stays_away_ends_the_run_with_an_error_and_the_next_start_cop
 
     with monkeypatch.context() as patch:
         patch.setattr(RemoteFolder, "send", refuse)
-        result = run.run(steps=2, **to_s3())
+        result = run.run(steps=2, **to(url))
     assert result.exit_code == 1
-    assert "the checkpoint of step 2 is not in 's3://bucket/run', after 2 tries" in result.output
-    assert steps_at_url() == []
-    result = run.run(steps=2, **to_s3())
+    assert f"the checkpoint of step 2 is not in '{url}', after 2 tries" in result.output
+    assert steps_at_url(url) == []
+    result = run.run(steps=2, **to(url))
     assert result.exit_code == 0 and "nothing to do" in result.output, result.output
-    assert steps_at_url() == [2]
+    assert steps_at_url(url) == [2]
 
 
 # -- what is refused -----------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, s3: S3) -> None:
-    assert run.run(**to_s3()).exit_code == 0
-    newest = RemoteFolder("s3://bucket/run").checkpoints()[0]
-    names = s3.files().find(f"bucket/run/{newest.name}")
-    victim = next(name for name in names if name.endswith("/weight/c/0"))
-    contents = bytearray(s3.files().cat_file(victim))
+def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: str) -> None:
+    assert run.run(**to(url)).exit_code == 0
+    newest = RemoteFolder(url).checkpoints()[0]
+    victim = next((folder_of(url) / newest.name).rglob("weight/c/0"))
+    contents = bytearray(victim.read_bytes())
     contents[5] ^= 1
-    s3.files().pipe_file(victim, bytes(contents))
+    victim.write_bytes(bytes(contents))
     be_an_empty_machine(run)
-    result = run.run(**to_s3())
+    result = run.run(**to(url))
     assert result.exit_code == 0, result.output
-    assert f"'s3://{victim}' is damaged: its SHA-256 is" in result.output.replace("\n", " ")
+    assert f"'file://{victim}' is damaged: its SHA-256 is" in result.output.replace("\n", " ")
     assert "continuing after step 4 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
 
     be_an_empty_machine(run)
-    for each in RemoteFolder("s3://bucket/run").checkpoints():
-        s3.files().rm_file(f"bucket/run/{each.name}/OBJECTS.json")
-    result = run.run(**to_s3())
-    assert result.exit_code == 1 and "copies in 's3://bucket/run' is whole" in result.output
+    for path in folder_of(url).glob("*/OBJECTS.json"):
+        path.unlink()
+    result = run.run(**to(url))
+    assert result.exit_code == 1 and f"copies in '{url}' is whole" in result.output
     assert not (run.out / "final").exists(), "it did not begin anew without a word"
 
 
-def test_whose_url_it_is(run: SavedRun, s3: S3) -> None:
-    assert run.run(steps=2, **to_s3()).exit_code == 0
+def test_whose_url_it_is(run: SavedRun, url: str) -> None:
+    assert run.run(steps=2, **to(url)).exit_code == 0
     be_an_empty_machine(run)
-    no = 'save_copy = "s3://bucket/run"\nresume_from_checkpoint = "no"'
-    result = run.run(steps=2, checkpoint=no)
+    result = run.run(steps=2, checkpoint=f'save_copy = "{url}"\nresume_from_checkpoint = "no"')
     assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
     be_an_empty_machine(run)
-    assert run.run(steps=2, checkpoint='save_copy = "s3://bucket/another"').exit_code == 0
-    result = run.run("--allow-config-change", steps=4, **to_s3())
+    assert run.run(steps=2, **to(f"{url}/another")).exit_code == 0
+    result = run.run("--allow-config-change", steps=4, **to(url))
     assert result.exit_code == 1 and "holds the checkpoints of another run" in result.output
 
 
-def test_two_processes_that_share_a_url(tmp_path: Path, s3: S3) -> None:
-    folder = RemoteFolder("s3://bucket/run")
+def test_two_processes_that_share_a_url(url: str) -> None:
+    folder = RemoteFolder(url)
     made = remote.RemoteCheckpoint(1, 2, (remote.RemotePart("", 1, 0, 0, "a"),), {"saved_at": "1"}, 1, {})
     folder.commit(made)
     folder.commit(made)  # its answer was lost, so it was tried again
@@ -277,16 +289,67 @@ def test_two_processes_that_share_a_url(tmp_path: Path, s3: S3) -> None:
         folder.commit(other)
 
 
-def test_the_best_and_the_newest_stay(s3: S3) -> None:
-    folder = RemoteFolder("s3://bucket/run")
+def test_the_best_and_the_newest_stay(url: str) -> None:
+    folder = RemoteFolder(url)
     for number in range(1, 6):
         part = remote.RemotePart("", number, 0, 0, "a")
         folder.commit(remote.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
-    s3.files().pipe_file("bucket/run/00000002-step-20/CHECKPOINT.json", b"{torn")
-    s3.files().pipe_file("bucket/run/00000006-step-60/begun", b"by a living run")
+    (folder_of(url) / "00000002-step-20/CHECKPOINT.json").write_bytes(b"{torn")
+    (folder_of(url) / "00000006-step-60").mkdir()  # begun by a living run
     folder.prune(2, 10)
-    names = [name.rpartition("/")[2] for name in s3.files().ls("bucket/run", detail=False)]
+    names = sorted(path.name for path in folder_of(url).iterdir())
     assert names == ["00000001-step-10", "00000004-step-40", "00000005-step-50", "00000006-step-60"]
+
+
+def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
+    """What a run keeps as its best is there after the machine is gone, and becomes its model as ever."""
+    more = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
+
+    def config(out: str, steps: int, **tables: str) -> Path:
+        path = run.write_config(out=out, steps=steps, **tables)
+        text = path.read_text().replace("save_total_limit = 3", "save_total_limit = 1\nload_best_model_at_end = true")
+        path.write_text(text.replace("learning_rate = 1e-3", "learning_rate = 0.5") + more)
+        return path
+
+    assert run.call("run", config("whole", 10)).exit_code == 0
+    assert run.call("run", config("out", 8, **to(url))).exit_code == 0
+    before = RemoteFolder(url).checkpoints()
+    be_an_empty_machine(run)
+    result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("bringing back the checkpoint") == 2 == len(before), result.output
+    assert "is gone" not in result.output and weights(run) == weights(run, "whole")
+
+
+def test_a_stop_while_the_url_is_away_saves_the_last_steps(
+    run: SavedRun, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training waits for a copy that cannot be made; a stop is asked for: the newest steps are saved."""
+
+    def refuse(*arguments: Any) -> None:
+        raise remote.RemoteError("the bucket went away")
+
+    waits = remote_copier.RemoteCopier.wait_for_pruned
+
+    def wait_and_be_stopped(self: Any, outgoing: Any, should_stop: Any) -> None:
+        if outgoing and not stops:
+            stops.append(True)
+            os.kill(os.getpid(), signal.SIGTERM)
+        waits(self, outgoing, should_stop)
+
+    stops: list[bool] = []
+    monkeypatch.setattr(RemoteFolder, "send", refuse)
+    monkeypatch.setattr(remote_copier.RemoteCopier, "wait_for_pruned", wait_and_be_stopped)
+    monkeypatch.setattr(remote_copier, "LAST_TRY", 2)
+    path = run.write_config(**to(url))
+    path.write_text(path.read_text().replace("save_total_limit = 3", "save_total_limit = 1"))
+    result = run.call("run", path)
+    assert result.exit_code == 1 and "after 2 tries" in result.output, result.output
+    assert "makes way for the last one without having been copied" in " ".join(result.output.split())
+    monkeypatch.undo()
+    result = run.call("run", path)
+    assert result.exit_code == 0 and "continuing after step 4 of 6" in result.output, result.output
+    assert weights(run) == weights(run, "undisturbed") and steps_at_url(url) == [6]
 
 
 @pytest.mark.parametrize("way", ["bucket", "credentials", "package", "unknown"])
@@ -314,7 +377,13 @@ def test_a_url_that_cannot_be_used_is_one_clear_error(
 
 
 @pytest.mark.parametrize(
-    "url", ["s3://key:hunter2@bucket/run", "https://account.net/run?sig=hunter2", "ftp://me:hunter2@host/x?y=hunter2"]
+    "url",
+    [
+        "s3://key:hunter2@bucket/run",
+        "s3://key:a/hunter2@bucket/run",
+        "https://account.net/run?sig=hunter2",
+        "ftp://me:hunter2@host/x?y=hunter2",
+    ],
 )
 def test_a_secret_in_a_url_is_refused_and_never_shown(run: SavedRun, url: str) -> None:
     result = run.run(checkpoint=f'save_copy = "{url}"')
