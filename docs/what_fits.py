@@ -48,14 +48,18 @@ PAGE = ROOT / "docs" / "what_fits.md"
 LENGTH, TOKENS = 4096, 65_536
 SHOWN = (
     "SmolLM3-3B", "Mistral-7B-v0.3", "Llama-3.1-8B", "Qwen3-8B", "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b",
-    "Qwen3-30B-A3B", "Llama-3.1-70B", "gpt-oss-120b", "Mistral-Large-2411", "Qwen3-235B-A22B", "Llama-3.1-405B",
+    "Qwen3.5-27B", "Qwen3-30B-A3B", "Gemma-4-31B", "Qwen3-32B", "Qwen3.5-35B-A3B", "Llama-3.1-70B", "GLM-4.5-Air",
+    "gpt-oss-120b", "Mistral-Large-2411", "Qwen3-235B-A22B", "DeepSeek-V4-Flash", "Llama-3.1-405B", "GLM-5", "Kimi-K2",
 )  # fmt: skip
 MACHINES = (
     "laptop-32gb", "dgx-spark", "rtx4090-128gb", "rtx5090-128gb", "4xrtx4090-256gb", "rtx-pro-6000-256gb",
     "cpu-server-512gb", "gh200", "h100-512gb", "h200-1.5tb", "8xh100-2tb",
 )  # fmt: skip
 #: Models with experts that can be cut: a machine that is too small for a layer is looked at again with experts in parts.
-MIXTURES = ("gpt-oss-20b", "Qwen3-30B-A3B", "gpt-oss-120b", "Qwen3-235B-A22B")
+MIXTURES = (
+    "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B",
+    "GLM-5", "Kimi-K2",
+)  # fmt: skip
 _BILLION = 10**9
 _DAY_S = 86_400
 
@@ -155,7 +159,7 @@ def traced(model: str, length: int, micro_batch_tokens: int, is_split: bool) -> 
         find_machine("h200-1.5tb"),
         length=length,
         tokens=micro_batch_tokens,
-        more='[tiers.ram]\nsize = "90TiB"',
+        more='[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"',
         is_split=is_split,
     )
 
