@@ -254,9 +254,15 @@ Nature = Literal["drive", "memory", "network", "program", "layers"]
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 _LAYERS = ("overlay", "aufs", "fuse.fuse-overlayfs", "fuse.unionfs")
 _NETWORK = (
-    "nfs", "cifs", "smb", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2", "gfs2",
-    "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
+    "nfs", "cifs", "smb", "9p", "drvfs", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "afs", "gluster", "ocfs2",
+    "gfs2", "fuse.sshfs", "fuse.gluster", "fuse.ceph", "fuse.s3fs", "fuse.rclone", "fuse.gcsfuse", "fuse.juicefs",
 )  # fmt: skip
+#: How WSL mounts a drive of Windows: ``C:\\`` over 9p or virtiofs, ``C:`` as drvfs.
+_WINDOWS_DRIVE = re.compile(r"[A-Za-z]:(\\.*)?")
+_WINDOWS_CAUTION = (
+    "is a drive of Windows, and every read and write passes through Windows: many times slower than the disk of WSL, "
+    "and O_DIRECT, locks and links may not work. A folder in the home directory of Linux lies on the disk of WSL"
+)
 _CAUTIONS: Mapping[Nature, str] = {
     "drive": "",
     "memory": "is RAM, not a drive: blocks there take RAM that no limit of ours counts",
@@ -292,6 +298,8 @@ class FileSystem:
     @property
     def caution(self) -> str:
         """Return why blocks are better put elsewhere, as a clause that begins with the kind; "": no reason."""
+        if self.nature == "network" and _WINDOWS_DRIVE.fullmatch(self.source):
+            return f"{self.kind} {_WINDOWS_CAUTION}"
         return f"{self.kind} {_CAUTIONS[self.nature]}" if _CAUTIONS[self.nature] else ""
 
     @property

@@ -136,7 +136,8 @@ def test_paths_on_one_drive_share_what_is_free(write: Write, tmp_path: Path) -> 
 KINDS = {
     "tmpfs": "memory", "ramfs": "memory", "overlay": "layers", "fuse.fuse-overlayfs": "layers", "nfs4": "network",
     "cifs": "network", "smb3": "network", "fuse.sshfs": "network", "virtiofs": "network", "fuse.mergerfs": "program",
-    "fuseblk": "program", "ext4": "drive", "xfs": "drive", "btrfs": "drive", "zfs": "drive",
+    "9p": "network", "drvfs": "network", "fuseblk": "program", "ext4": "drive",
+    "xfs": "drive", "btrfs": "drive", "zfs": "drive",
 }  # fmt: skip
 
 
@@ -149,6 +150,23 @@ def test_what_a_file_system_is(kind: str, write: Write, monkeypatch: pytest.Monk
     found = find_objections(tiers_of(write('[[tiers.nvme]]\npath = "a"')), CPU)
     assert [each.kind for each in found] == {"drive": [], "memory": ["place"]}.get(KINDS[kind], ["note"])
     assert all(kind in each.text and each.key == "tiers.nvme.0.path" for each in found)
+
+
+#: Lines as WSL writes them: of its second version over 9p, newer ones over virtiofs, and of its first.
+WINDOWS = {"9p": r"9p C:\134 rw,aname=drvfs;path=C:\;uid=1000", "virtiofs": "virtiofs C: rw", "drvfs": "drvfs C: rw"}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_drive_of_windows_under_wsl_is_told_with_the_way_out(
+    kind: str, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts, point = tmp_path / "mountinfo", tmp_path / "mnt" / "c"
+    point.mkdir(parents=True)
+    mounts.write_text(f"21 1 8:48 / / rw - ext4 /dev/sdd rw\n31 21 0:71 / {point} rw,noatime - {WINDOWS[kind]}\n")
+    assert file_system_of(tmp_path, mounts).caution == ""
+    monkeypatch.setattr(limits, "file_system_of", lambda path: file_system_of(path, mounts))
+    (note,) = find_objections(tiers_of(write(f'[[tiers.nvme]]\npath = "{point / "state"}"\n')), CPU)
+    assert note.kind == "note" and f"{kind} is a drive of Windows" in note.text and "disk of WSL" in note.text
 
 
 @pytest.mark.skipif(file_system_of(SHM).kind != "tmpfs", reason="/dev/shm is no tmpfs here")
