@@ -4,6 +4,7 @@
     s3://bucket/run/00000003-step-600/CHECKPOINT.json           written last: without it there is no copy
     s3://bucket/run/00000003-step-600/rank00000/OBJECTS.json    size and SHA-256 of each object of a rank
     s3://bucket/run/00000003-step-600/rank00000/snap/...        a whole generation: manifest and zarr arrays
+    s3://bucket/run/00000003-step-600/rank00000/run/...         what goes along of the run's folder; rank 0 sends it
 
 One process has no folder of a rank in between. What lies in it is of the form of ``output_dir/checkpoints``, so that
 ``GenerationReader`` can read it once any tool has copied it to a drive. Of the file system that fsspec opens, this
@@ -58,6 +59,7 @@ __all__ = [
     "TakenError",
     "Upload",
     "bring_back",
+    "files_beside",
     "identity",
     "lanes_at_url",
 ]
@@ -75,6 +77,11 @@ NUM_WORKERS = 2
 OBJECT_BYTES = 512 * MiB
 #: How often one object is read again before it counts as damaged, or its server as out of reach.
 NUM_TRIES = 3
+
+#: What of the run's folder goes along, as a run that continues reads it: what a reference says of preferences, which no
+#: model can tell again; the log up to then, and which runs of trackers go on.
+BESIDE = ("reference/*", "metrics.jsonl", "trackers.json")
+_BESIDE_NAME = "run"
 
 _FOLDER = re.compile(r"(\d{8})-step-(\d+)")
 _WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "arrow_hdfs")
@@ -286,7 +293,9 @@ class RemoteFolder:
 
     # -- make a copy -----------------------------------------------------------------------------------------------
 
-    def send(self, reader: GenerationReader, name: str, path: str, upload: Upload) -> RemotePart:
+    def send(
+        self, reader: GenerationReader, name: str, path: str, upload: Upload, beside: Mapping[str, Path] | None = None
+    ) -> RemotePart:
         """Send a generation, read it back and compare it; the same call again goes on where it was cut off.
 
         Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 once all are
@@ -297,6 +306,7 @@ class RemoteFolder:
             name: folder of the copy at the URL.
             path: Folder of the rank in it.
             upload: what an earlier try has sent.
+            beside: Name -> file of the run's folder that goes along.
 
         Raises:
             CorruptBlockError: a byte of the generation is another than was written.
@@ -307,6 +317,8 @@ class RemoteFolder:
         """
         prefix = f"{name}/{path}/" if path else f"{name}/"
         objects = dict(_objects(reader, upload))
+        for each, file in (beside or {}).items():
+            objects[f"{_BESIDE_NAME}/{each}"] = partial(_file, file)
         self._in_parallel(partial(self._send, prefix, upload), [each for each in objects.items()])
         self._in_parallel(partial(self._compare, prefix, upload), list(objects))
         sums = {each: upload.sums[each] for each in sorted(objects)}
@@ -425,6 +437,7 @@ class RemoteFolder:
                     f"checkpoint.min_free_disk. Free {format_size(need - free)}"
                 )
             self._in_parallel(partial(self._fetch, checkpoint.name, root), objects)
+            _put_beside(root / checkpoint.parts[0].path / _BESIDE_NAME, output_dir)
             self._take_in(checkpoint, root, output_dir / CHECKPOINTS_NAME)
             shutil.rmtree(part_dir)
         except (CorruptBlockError, GenerationError) as error:
@@ -602,6 +615,27 @@ def _once(text: bytes) -> Iterator[bytes]:
     yield text
 
 
+def _file(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while part := file.read(GenerationReader.piece_bytes):
+            yield part
+
+
+def files_beside(output_dir: Path) -> dict[str, Path]:
+    """Return what of a run's folder goes along with each checkpoint, by its name there."""
+    found = (path for pattern in BESIDE for path in sorted(output_dir.glob(pattern)))
+    return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
+
+
+def _put_beside(folder: Path, output_dir: Path) -> None:
+    """Put files into the folder of a run, but where it has its own."""
+    for file in sorted(folder.rglob("*")):
+        target = output_dir / file.relative_to(folder)
+        if file.is_file() and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, target)
+
+
 def _chunk(
     reader: GenerationReader, key: str, start: int, chunk_bytes: int, upload: Upload
 ) -> Iterator[memoryview | bytes]:
@@ -682,6 +716,7 @@ def bring_back(spec: CheckpointSpec, tell: Callable[[str], None]) -> None:
     whole = folder.checkpoints()
     newer = [each for each in whole if each.saved_at > newest]
     if not newer:
+        shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # what an earlier start fetched, if anything
         return
     if spec.table.resume_from_checkpoint == "no":
         raise RemoteError(

@@ -103,6 +103,8 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         config["checkpoint"]["save_strategy"] = "no"
     if row["checkpoints"] == "copied":
         config["checkpoint"]["save_copy"] = True
+    if row["checkpoints"] == "away":
+        config["checkpoint"]["save_copy"] = f"file://{folder}/away"
     _cut(config, row)
     _place(config, row, folder)
     _evaluate(config, row, held_out)

@@ -22,7 +22,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "ranks": ("alone", "2ranks", "2x2ranks"),
     "lanes": ("open", "1lane", "4lanes"),
     "clip": ("global", "layer", "none"),
-    "checkpoints": ("unsaved", "resumed", "moved", "copied"),
+    "checkpoints": ("unsaved", "resumed", "moved", "copied", "away"),
     "evaluation": ("blind", "scored", "sampled"),
     "average": ("bare", "averaged"),
     "order": ("by_layer", "by_micro_batch"),

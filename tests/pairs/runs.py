@@ -270,9 +270,11 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
     if stop_after is None:
         return run
     assert all(end.interrupted for end in run.starts[0])
-    if row["checkpoints"] == "copied":
+    if row["checkpoints"] in ("copied", "away"):
         for drive in [*folder.glob("drive"), *folder.glob("host*/drive")]:
             shutil.rmtree(drive)
+    if row["checkpoints"] == "away":  # and with the drives all that the machine had
+        shutil.rmtree(run.folder / "out")
     if row["checkpoints"] == "moved":
         # From the drives of other hosts one process cannot read.
         stays = WORLDS[row["ranks"]][1] > 1 and "nvme" in config["tiers"]

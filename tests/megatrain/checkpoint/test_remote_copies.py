@@ -110,6 +110,8 @@ def test_killed_in_an_upload_and_continued_on_an_empty_machine(run: SavedRun, s3
     assert "bringing back the checkpoint of step 2 from 's3://bucket/run'" in result.output
     assert "continuing after step 2 of 6" in result.output
     assert weights(run) == weights(run, "undisturbed")
+    rows = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6], "the log came back, too"
     assert steps_at_url() == [6, 4, 2]
     assert not s3.files().exists(half[0]) or "00000002" in half[0], "what was left of the half copy is gone"
 
