@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.drive_readme import write_readme
+from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.machine import existing_parent, own_drive_bytes
@@ -120,7 +121,11 @@ def claim_folders(plan: Plan) -> None:
 def make_tiers(
     plan: Plan, on_notice: Callable[[str], None] | None = None, loader: WeightLoader | None = None
 ) -> list[Tier]:
-    """Return the tiers of a run, fast to slow, with the planned capacities; without a loader not the model's folder."""
+    """Return the tiers of a run, fast to slow, with the planned capacities; without a loader not the model's folder.
+
+    Raises:
+        ConfigError: the optimizer cannot do where GPU and RAM are one memory what several ranks ask of it.
+    """
     specs = plan.run.tiers
     tiers: list[Tier] = []
     for name, budget in plan.budgets_by_tier.items():
@@ -128,6 +133,7 @@ def make_tiers(
             alignment = budget.slot_bytes(1)
             tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
         elif name == plan.program.compute_tier and plan.device.type == "cuda":
+            _check_one_memory(plan)
             tiers.append(UnifiedTier(budget.capacity_bytes, device=str(plan.device)))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
@@ -152,6 +158,17 @@ def make_tiers(
                 )
             )
     return tiers
+
+
+def _check_one_memory(plan: Plan) -> None:
+    """Refuse ranks that share matrices: these are made orthogonal in memory of the host, and of a GPU of its own."""
+    if plan.program.updates.dealt:
+        message = (
+            f'optimizer.optim = "{plan.run.optimizer.optim}": several processes share its matrices, which is not '
+            "written for machines where GPU and RAM are one memory"
+        )
+        advice = "Give [tiers.gpu] a size, which makes them two, start one process, or take an optimizer such as adamw"
+        raise ConfigError("the config", [Problem("optimizer.optim", message, advice)])
 
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:

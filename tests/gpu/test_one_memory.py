@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from fakes.gpu_run import GPU_TIER_BYTES, gpu_config_text, virtual_gpu
+from fakes.twins import Twins
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.base.errors import ConfigError
 from megatrain.config import load_config
 from megatrain.machine import machine
 from megatrain.machine.files import find_machine
 from megatrain.plan.planner import plan_run
+from megatrain.ranks import collectives
+from megatrain.ranks.world import World
 from megatrain.resolve import resolve, resolve_tiers
-from oracles.tiered_run import config_text, run_config
+from megatrain.trainer import Trainer
+from oracles.tiered_run import config_text, make_loader, run_config
 from processes.saved_run import NVME, make_run
 from tiered import GiB, MiB
 
@@ -86,6 +92,40 @@ def test_the_command_trains_stops_and_goes_on(tmp_path: Path) -> None:
     assert set(summary["tier_capacity_bytes"]) == {"ram", "folder", "nvme"}
     assert summary["link_bytes"]["folder->ram"] > 0 < summary["link_bytes"]["nvme->ram"]
     assert summary["tier_peak_bytes"]["ram"] <= summary["tier_capacity_bytes"]["ram"]
+
+
+def two_ranks(folder: Path, text: str) -> list[tuple[float, float | None]]:
+    """Return losses and norms of steps of one of two ranks."""
+    folder.mkdir()
+    text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 4")
+    (folder / "run.toml").write_text(text)
+    config, world = load_config(folder / "run.toml").config, World.local(0, 2)
+    plan, found = plan_run(replace(resolve(config), world=world)), []
+    loader = make_loader(config, plan)
+    with mock.patch.object(collectives, "Collectives", Twins.of(world)), Trainer(config, plan=plan).open() as trainer:
+        trainer.load()
+        engine = trainer.make_engine(2)
+        for number in range(2):
+            result = engine.step(next(loader).micro_batches, number=number, lr=1e-3)
+            found.append((result.loss, result.grad_norm))
+        engine.finish_updates()
+    return found
+
+
+@pytest.mark.slow
+def test_ranks_have_the_losses_of_those_with_memory_of_their_own(tiny_model: Path, tmp_path: Path) -> None:
+    with virtual_gpu():
+        two = two_ranks(tmp_path / "two", gpu_config_text(tmp_path / "two", tiny_model, nvme=0))
+    with virtual_gpu(is_integrated=True):
+        one = two_ranks(tmp_path / "one", config_text(tmp_path / "one", tiny_model, device="cuda", nvme=0))
+    assert one == two
+
+
+@pytest.mark.usefixtures("integrated")
+def test_ranks_that_share_matrices_are_refused(tiny_model: Path, tmp_path: Path) -> None:
+    text = config_text(tmp_path / "run", tiny_model, device="cuda", nvme=0, optimizer='optim = "muon"')
+    with pytest.raises(ConfigError, match=r"several processes share its matrices.*Give \[tiers\.gpu\] a size"):
+        two_ranks(tmp_path / "run", text)
 
 
 def specs_of(folder: Path, tiers: str = "") -> machine.TierSpecs:
