@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,8 @@ class RunStart:
         """
         run, are_lost = self.plan.run, False
         if run.checkpoint.table.copy_url is not None:
-            bring_back(run.checkpoint, self.tell)
+            check = partial(self._check_changes, allow=self.allows_changes)
+            bring_back(run.checkpoint, self.tell, check)
         try:
             candidates = find_candidates(run.checkpoint, self.tell)
         except LostCheckpointsError as lost:

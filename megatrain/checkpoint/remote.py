@@ -71,10 +71,12 @@ RUN_NAME, CHECKPOINT_NAME, OBJECTS_NAME = "RUN.json", "CHECKPOINT.json", "OBJECT
 IDENTITY_NAME = "save_copy.json"
 #: In ``output_dir``: what is being brought back.
 PART_NAME = "checkpoints.part"
-#: Objects under way at once, in either direction; each takes a piece of 16 MiB, and what fsspec buffers of it.
+#: Objects under way at once, in either direction; each takes a piece of 16 MiB, and what fsspec holds of it.
 NUM_WORKERS = 2
 #: Largest object of a block.
 OBJECT_BYTES = 512 * MiB
+#: Of an object, what is sent or fetched at a time: a part of an upload.
+PART_BYTES = 8 * MiB
 #: How often one object is read again before it counts as damaged, or its server as out of reach.
 NUM_TRIES = 3
 
@@ -158,6 +160,11 @@ class RemoteCheckpoint:
     def saved_at(self) -> str:
         """Date and time, ISO 8601."""
         return str(self.meta.get("saved_at", ""))
+
+    def as_checkpoint(self, folder: Path) -> Checkpoint:
+        """Return the checkpoint that it would be in a folder."""
+        ranks = tuple(RankGeneration(part.path, part.generation) for part in self.parts)
+        return Checkpoint(folder, self.number, ranks, self.meta, self.lanes, dict(self.elements))
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +271,9 @@ class RemoteFolder:
         with self._telling("it cannot be listed"):
             try:
                 names = self._files.ls(self._root, detail=False)
-            except FileNotFoundError:
+            except FileNotFoundError as error:
+                if "bucket does not exist" in str(error):
+                    raise
                 return []
         plain = (str(name).rstrip("/").rpartition("/")[2] for name in names)
         return [name for name in plain if _FOLDER.fullmatch(name)]
@@ -299,7 +308,7 @@ class RemoteFolder:
         """Send a generation, read it back and compare it; the same call again goes on where it was cut off.
 
         Every byte is compared with its checksum when it is read from the drive, and with its SHA-256 once all are
-        there. Memory: 64 MiB.
+        there. Memory: some 110 MiB, with what s3fs holds.
 
         Args:
             reader: Reads the generation.
@@ -511,12 +520,11 @@ class RemoteFolder:
                 return None
 
     def _parts(self, name: str, nbytes: int) -> Iterator[bytes]:
-        """Yield an object, 16 MiB at a time."""
-        step = GenerationReader.piece_bytes
-        for start in range(0, nbytes, step):
+        """Yield an object, part by part."""
+        for start in range(0, nbytes, PART_BYTES):
             with self._telling(f"'{name}' cannot be read"):
                 try:
-                    yield self._files.cat_file(f"{self._root}/{name}", start=start, end=min(start + step, nbytes))
+                    yield self._files.cat_file(f"{self._root}/{name}", start=start, end=min(start + PART_BYTES, nbytes))
                 except FileNotFoundError as error:
                     raise DamagedError(f"'{self.url}/{name}' is missing") from error
 
@@ -529,7 +537,7 @@ class RemoteFolder:
             if isinstance(contents, bytes):
                 self._files.pipe_file(path, contents)
                 return
-            file = self._files.open(path, "wb", block_size=GenerationReader.piece_bytes)
+            file = self._files.open(path, "wb", block_size=PART_BYTES)
             try:
                 for part in contents:
                     file.write(part)
@@ -617,7 +625,7 @@ def _once(text: bytes) -> Iterator[bytes]:
 
 def _file(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
-        while part := file.read(GenerationReader.piece_bytes):
+        while part := file.read(PART_BYTES):
             yield part
 
 
@@ -650,7 +658,8 @@ def _chunk(
         start_s = time.perf_counter()
         reader.read_piece(key, files, (first, first + len(piece)), piece)
         upload.hurry.wait(time.perf_counter() - start_s)
-        yield memoryview(piece.numpy().data)
+        for at in range(0, len(piece), PART_BYTES):
+            yield memoryview(piece[at : at + PART_BYTES].numpy().data)
     yield bytes(start + chunk_bytes - stop)
 
 
@@ -697,12 +706,15 @@ def lanes_at_url(url: str) -> int | None:
     return None
 
 
-def bring_back(spec: CheckpointSpec, tell: Callable[[str], None]) -> None:
+def bring_back(
+    spec: CheckpointSpec, tell: Callable[[str], None], check: Callable[[Checkpoint], None] = lambda checkpoint: None
+) -> None:
     """Fetch the newest copy where it is newer than what a run's folder holds, and that of the best evaluation.
 
     Args:
         spec: where the run saves, and the URL.
         tell: called with messages for the user.
+        check: called with what is there before any of it is fetched; raises where the run cannot go on from it.
 
     Raises:
         RemoteError: the URL cannot be used, belongs to another run, or holds nothing that is whole.
@@ -723,6 +735,7 @@ def bring_back(spec: CheckpointSpec, tell: Callable[[str], None]) -> None:
             f"checkpoint.save_copy: '{url}' holds a run that was saved at step {newer[0].step}, and "
             'checkpoint.resume_from_checkpoint is "no". Write "auto" to continue it, or name another URL'
         )
+    check(newer[0].as_checkpoint(spec.output_dir / CHECKPOINTS_NAME))
     problems: list[str] = []
     for each in newer:
         try:

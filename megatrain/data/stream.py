@@ -9,6 +9,7 @@ every rank draws the same rows, however many there are.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -185,7 +186,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         report,
         known_largest_id=0,
         data=data,
-        tokenizer=tokenizer,
+        tokenizer=copy.deepcopy(tokenizer),  # used by a thread of its own
         streams=streams,
         on_message=on_message,
     )
@@ -419,6 +420,8 @@ class _WindowDraft:
                 self._credits[number] += share
             number = max(range(len(drawn)), key=lambda each: (self._shares[each] > 0, self._credits[each], -each))
             self._credits[number] -= 1.0
+            if not threading.main_thread().is_alive():
+                raise DataError("data.train", "the program ends, and needs no more rows")
             row = self._readers[number].next_row()
             drawn[number].append(row)
             self._num_rows += 1
@@ -538,13 +541,16 @@ class _RowStream:
 
 
 class _Making:
-    """A window that a thread makes."""
+    """A window that a thread makes.
+
+    The interpreter waits for it at its end: a thread that is in the tokenizer then must not be cut off. It soon ends.
+    """
 
     def __init__(self, make: Callable[[Cursor], _Window], cursor: Cursor) -> None:
         self.cursor = cursor
         self._window: _Window | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make,), name="data-window", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(make,), name="data-window")
         self._thread.start()
 
     def _run(self, make: Callable[[Cursor], _Window]) -> None:

@@ -273,6 +273,12 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
 def test_whose_url_it_is(run: SavedRun, url: str) -> None:
     assert run.run(steps=2, **to(url)).exit_code == 0
     be_an_empty_machine(run)
+    path = run.write_config(steps=2, **to(url))
+    path.write_text(path.read_text().replace("learning_rate = 1e-3", "learning_rate = 1e-4"))
+    result = run.call("run", path)
+    assert result.exit_code == 2 and "optimizer.learning_rate: 0.001 -> 0.0001" in result.output, result.output
+    assert not (run.out / "checkpoints").exists() and "bringing back" not in result.output, "nothing was fetched for it"
+    be_an_empty_machine(run)
     result = run.run(steps=2, checkpoint=f'save_copy = "{url}"\nresume_from_checkpoint = "no"')
     assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
     be_an_empty_machine(run)
@@ -376,6 +382,9 @@ def test_a_url_that_cannot_be_used_is_one_clear_error(
     assert result.exit_code == 1 and "Traceback" not in result.output
     assert text in " ".join(result.output.split()), result.output
     assert not (run.out / "checkpoints").exists(), "it ended before the first step"
+    if way != "package":
+        checked = run.call("check", run.folder / "run.toml")
+        assert checked.exit_code == 2 and text in " ".join(checked.output.split()), checked.output
 
 
 @pytest.mark.parametrize(
