@@ -17,6 +17,15 @@ from .options import json_option
 if TYPE_CHECKING:
     from megatrain.checkpoint.document import Checkpoint
 
+
+class _RunOrUrl(click.Path):
+    """A run's folder, or the URL of its copies, which stays text."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
+
+
+run_or_url = click.argument("run", type=_RunOrUrl(exists=True, file_okay=False, path_type=Path), metavar="RUN")
 step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
 
 
@@ -26,13 +35,18 @@ def command() -> None:
 
 
 @command.command("ls")
-@run_argument
+@run_or_url
 @json_option
-def list_command(run: Path, as_json: bool) -> int:
-    """List the checkpoints of RUN, its output_dir."""
+def list_command(run: Path | str, as_json: bool) -> int:
+    """List the checkpoints of RUN, its output_dir, or the URL of its copies (checkpoint.save_copy)."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
-    infos = list_checkpoints(run)
+    if isinstance(run, str):
+        from megatrain.checkpoint.remote import list_at_url
+
+        infos = list_at_url(run)
+    else:
+        infos = list_checkpoints(run)
     if as_json:
         click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos]}))
     else:
@@ -41,11 +55,14 @@ def list_command(run: Path, as_json: bool) -> int:
 
 
 @command.command("verify")
-@run_argument
+@run_or_url
 @step_option
 @json_option
-def verify_command(run: Path, step: int | None, as_json: bool) -> int:
-    """Read every byte of the checkpoints of RUN and compare with the checksums taken when they were written."""
+def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
+    """Read every byte of the checkpoints of RUN and compare with the checksums taken when they were written.
+
+    RUN is its output_dir, or the URL of its copies.
+    """
     from megatrain.checkpoint.catalog import verify_checkpoints
 
     is_shown = sys.stderr.isatty() and not as_json
@@ -54,7 +71,13 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
         click.echo(f"\r\x1b[Kreading {key}", nl=False, err=True)
 
     results = []
-    for info, problems in verify_checkpoints(run, step, show if is_shown else None):
+    if isinstance(run, str):
+        from megatrain.checkpoint.remote import verify_at_url
+
+        found = verify_at_url(run, step)
+    else:
+        found = verify_checkpoints(run, step, show if is_shown else None)
+    for info, problems in found:
         results.append((info, problems))
         if is_shown:
             click.echo("\r\x1b[K", nl=False, err=True)
@@ -71,10 +94,9 @@ def verify_command(run: Path, step: int | None, as_json: bool) -> int:
     num_damaged = sum(bool(problems) for _, problems in results)
     if num_damaged:
         are, them = ("is", "it") if num_damaged == 1 else ("are", "them")
+        advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
         raise RunFailedError(
-            f"{num_damaged} of {len(results)} checkpoints {are} damaged. A run passes over {them}; remove {them} with "
-            f"megatrain-tier ckpt rm {run} --generation N",
-            EXIT_FAILED,
+            f"{num_damaged} of {len(results)} checkpoints {are} damaged. A run passes over {them}{advice}", EXIT_FAILED
         )
     return 0
 

@@ -25,7 +25,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -62,6 +62,8 @@ __all__ = [
     "files_beside",
     "identity",
     "lanes_at_url",
+    "list_at_url",
+    "verify_at_url",
 ]
 
 #: Of the documents at the URL. Readers refuse newer ones.
@@ -409,6 +411,26 @@ class RemoteFolder:
                     with contextlib.suppress(FileNotFoundError):
                         self._files.rm(f"{self._root}/{name}", recursive=True)
 
+    def problems(self, checkpoint: RemoteCheckpoint) -> Iterator[str]:
+        """Yield a sentence about each object of a copy that is missing or another than was sent; reads all of it."""
+        for part in checkpoint.parts:
+            try:
+                objects = self._listed(checkpoint, part)
+            except DamagedError as error:
+                yield str(error)
+                continue
+            for name, (nbytes, expected) in objects.items():
+                where = "/".join(filter(None, (checkpoint.name, part.path, name)))
+                digest = hashlib.sha256()
+                try:
+                    for data in self._parts(where, nbytes):
+                        digest.update(data)
+                except DamagedError as error:
+                    yield str(error)
+                    continue
+                if digest.hexdigest() != expected:
+                    yield f"'{self.url}/{where}': its SHA-256 is {digest.hexdigest()}, and was {expected}"
+
     # -- bring it back ---------------------------------------------------------------------------------------------
 
     def fetch(self, checkpoint: RemoteCheckpoint, output_dir: Path, min_free_bytes: int) -> None:
@@ -704,6 +726,32 @@ def lanes_at_url(url: str) -> int | None:
             lanes = tomllib.loads(str(each.meta.get("config_toml", ""))).get("training", {}).get("gradient_lanes", 1)
             return lanes if isinstance(lanes, int) else 1
     return None
+
+
+def list_at_url(url: str) -> list[Checkpoint]:
+    """Return the copies at a URL as checkpoints, oldest first. Raises ``RemoteError``."""
+    found = RemoteFolder(url).checkpoints()
+    return [_shown(each, is_newest=each is found[0]) for each in reversed(found)]
+
+
+def verify_at_url(url: str, step: int | None = None) -> Iterator[tuple[Checkpoint, list[str]]]:
+    """Read every object of the copies at a URL, and yield each copy with its problems, oldest first.
+
+    Raises:
+        RemoteError: it cannot be read, or holds no copy of that step.
+    """
+    folder = RemoteFolder(url)
+    there = folder.checkpoints()
+    found = [each for each in reversed(there) if step is None or each.step == step]
+    if not found:
+        steps = ", ".join(str(each.step) for each in reversed(there)) or "none"
+        raise RemoteError(f"'{url}' holds no such copy. Steps there: {steps}")
+    for each in found:
+        yield _shown(each, is_newest=each is there[0]), list(folder.problems(each))
+
+
+def _shown(copy: RemoteCheckpoint, *, is_newest: bool) -> Checkpoint:
+    return replace(copy.as_checkpoint(Path(COPIES_NAME)), nbytes=copy.nbytes, is_newest=is_newest)
 
 
 def bring_back(

@@ -87,7 +87,7 @@ def starter_toml(
         "[checkpoint]",
         _line("save_steps", 200, "and at the end, on SIGTERM and on Ctrl-C"),
         _line("save_total_limit", 2, "the newest ones are kept"),
-        _line("save_copy", False, "true: whole copies in output_dir, beside what lies on drives"),
+        _line("save_copy", False, "true: whole copies in output_dir; or to s3://bucket/run"),
         "",
         *_tiers(machine, model, has_lora=has_lora),
     ]

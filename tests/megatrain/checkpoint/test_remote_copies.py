@@ -255,7 +255,14 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
     victim = next((folder_of(url) / newest.name).rglob("weight/c/0"))
     contents = bytearray(victim.read_bytes())
     contents[5] ^= 1
+    sound = run.call("ckpt", "verify", url, "--step", 6)
+    assert sound.exit_code == 0 and "copy of step 6 (generation 3): sound" in sound.output, sound.output
     victim.write_bytes(bytes(contents))
+    listed = json.loads(run.call("ckpt", "ls", url, "--json").stdout)["checkpoints"]
+    assert [(each["step"], each["is_newest"]) for each in listed] == [(2, False), (4, False), (6, True)]
+    damaged = run.call("ckpt", "verify", url)
+    assert damaged.exit_code == 1 and "1 of 3 checkpoints is damaged" in damaged.output, damaged.output
+    assert f"'file://{victim}': its SHA-256 is" in damaged.output and "ckpt rm" not in damaged.output
     be_an_empty_machine(run)
     result = run.run(**to(url))
     assert result.exit_code == 0, result.output
