@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -409,6 +410,30 @@ def test_a_secret_in_a_url_is_refused_and_never_shown(run: SavedRun, url: str) -
     assert result.exit_code == 2 and "hunter2" not in result.output, result.output
     assert "those come from the environment" in " ".join(result.output.split())
     assert not run.out.exists()
+
+
+def test_what_credentials_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RemoteFolder("memory://somewhere")
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(folder._files, "ls", refuse)
+    with pytest.raises(remote.RemoteError, match=r"Access Denied.*the right to list, read, write and delete there"):
+        folder.checkpoints()
+
+
+def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
+    """Who can write at the URL may name anything: nothing outside of the folder that is fetched is written."""
+    folder = RemoteFolder(f"file://{tmp_path}/away")
+    text = json.dumps({"format": 1, "objects": {"../../escaped": [1, "00"]}}).encode()
+    part = remote.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
+    copy = remote.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    folder.commit(copy)
+    (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
+    with pytest.raises(remote.RemoteError, match="would lie outside of the checkpoint"):
+        folder.fetch(folder.checkpoints()[0], tmp_path / "out", 0)
+    assert not list(tmp_path.rglob("escaped"))
 
 
 def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
