@@ -163,12 +163,13 @@ class ShardWriter:
 
         Args:
             name: name of the tensor in the files.
-            read: returns elements from the first number to the second: 1-D, any floating dtype; cast on the way.
+            read: returns elements from the first number to the second: 1-D, any floating dtype and device; cast on the
+                way.
         """
         expected = self._tensors[name]
         count, step = expected.numel(), max(1, PIECE_BYTES // _WIDEST_BYTES)
         ranges = ((start, min(start + step, count)) for start in range(0, count, step))
-        self._write(name, (read(start, stop).to(expected.dtype).contiguous() for start, stop in ranges))
+        self._write(name, (read(start, stop).to("cpu", expected.dtype).contiguous() for start, stop in ranges))
 
     def copy(self, name: str, folder: ModelFolder) -> None:
         """Copy the bytes of tensor ``name`` from another folder."""

@@ -14,6 +14,7 @@ NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
 WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2x2ranks": (4, 2)}
 #: Of a tier that has room for all there is, and of one that is to be as small as the plan allows.
 AMPLE, LEAST = "64MiB", "4KiB"
+ON_A_GPU = ("cuda", "one_memory")
 _KINDS = ("weights", "gradients", "optimizer", "activations")
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw"},
@@ -42,7 +43,7 @@ def plain_of(row: Row) -> dict[str, str]:
     """
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
-    placement = "cuda" if row["placement"] == "cuda" else "ram"  # a GPU adds in another order than a CPU
+    placement = "cuda" if row["placement"] in ON_A_GPU else "ram"  # a GPU adds in another order than a CPU
     where = {"placement": placement, "recompute": "again", "ranks": "alone", "order": "by_layer"}
     return {**row, **where, "lanes": lanes, "checkpoints": "unsaved"}
 
@@ -54,7 +55,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
     config: Config = {
         "task": "dpo" if is_preference else row["task"],
         "output_dir": str(folder / "out"),
-        "device": "cuda" if row["placement"] == "cuda" else "cpu",
+        "device": "cuda" if row["placement"] in ON_A_GPU else "cpu",
         "seed": 3,
         "model": {"model_name_or_path": str(place.model(row["model"], row["base"]))},
         "precision": {
@@ -127,7 +128,7 @@ def _cut(config: Config, row: Row) -> None:
 
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
-    if where in ("least", "drive", "cuda"):
+    if where in ("least", "drive", *ON_A_GPU):
         # Each host has its own drive under the path that all are told: the folder that its processes are in.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
@@ -138,6 +139,9 @@ def _place(config: Config, row: Row, folder: Path) -> None:
     elif where == "emulated":
         tiers["gpu"] = {"size": LEAST}
         config["advanced"]["emulate_gpu"] = True
+    elif where == "one_memory":  # no GPU tier: see ``runs.train_here``
+        tiers["ram"]["size"] = LEAST
+        config["placement"] = {"optimizer": ["nvme"]}
     elif where == "cuda":
         tiers["gpu"] = {"size": LEAST}
         config["placement"] = {"optimizer": ["nvme"]}

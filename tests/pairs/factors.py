@@ -14,7 +14,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "base": ("plain", "nf4", "fp8", "mxfp4"),
     "optimizer": ("adamw", "adamw_bf16", "adamw_int8", "lion_int8", "sgd", "adafactor", "muon"),
     "precision": ("fp32", "bf16", "bf16_gradients"),
-    "placement": ("ram", "least", "drive", "emulated", "cuda"),
+    "placement": ("ram", "least", "drive", "emulated", "cuda", "one_memory"),
     "recompute": ("again", "graphs", "attention"),
     "cut": ("whole", "parts", "experts", "mlp_rows"),
     "packing": ("rows", "packed", "concat"),
@@ -103,7 +103,11 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("there must be as many lanes at least", lanes="1lane", ranks=SEVERAL),
     refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
     refused("weights are not in place from the forward to the backward", recompute="graphs", ranks=SEVERAL),
-    absent("the device in software has no collectives between processes", placement="cuda", ranks=SEVERAL),
+    absent(
+        "the device in software has no collectives between processes",
+        placement=("cuda", "one_memory"),
+        ranks=SEVERAL,
+    ),
     # order
     refused('needs advanced.micro_batch_order = "layer"', lanes="4lanes", order="by_micro_batch"),
     refused(

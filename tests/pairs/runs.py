@@ -210,7 +210,8 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         elif cut == "experts":
             stack.enter_context(mock.patch.object(model_experts, "EXPERTS_ELEMENTS", 1))
         if config.device == "cuda":
-            stack.enter_context(virtual_gpu())
+            # Without a GPU tier it is one that has no memory of its own.
+            stack.enter_context(virtual_gpu(is_integrated=config.tiers.gpu.size.is_auto))
         try:
             _train(config, end, stop_after, group)
         except DoesNotFitError as error:
