@@ -1,13 +1,21 @@
-"""What kept graphs are worth: steps that run every layer again in the backward, and steps that keep what memory allows.
+"""What is computed again in the backward, and what it costs to compute less: steps that differ in that alone.
 
     python bench/recompute.py --json
     python bench/recompute.py --quick             # a minute, a small model
     python bench/recompute.py --tokens 2x2x512 --layers 6
 
-All sides have every block in RAM; they differ in ``advanced.keep_graphs`` alone: none, half of the layers, all. They
-take turns step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final state
-are the same bits; the plan's total is not exceeded; a step that keeps all graphs takes less time than one that keeps
-none. ``ratio.flops`` is what counting operations says of the same ratio.
+Sides, each with every block in RAM unless it says otherwise:
+
+* ``whole``: every layer is run again, its products that no gradient needs as well, as before decision 0080;
+* ``full``: without those products;
+* ``selective``: results of products and attention are saved;
+* ``nvme``: as ``selective``, with inputs and results on a drive, and a quarter more RAM than the least;
+* ``none``: graphs are kept;
+* ``checkpointed``, ``plain``: PyTorch with its own checkpointing of layers, and without.
+
+They take turns step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final
+state of our sides are the same bits; the plan's total is not exceeded; what moves is what was planned. ``ratio.flops``
+is what counting operations says of the same ratio. Extra memory is what a plan takes beyond ``full``.
 """
 
 from __future__ import annotations
@@ -19,7 +27,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -30,13 +40,22 @@ import torch
 
 from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
-from bench.sides import Ours, StepTimes, batches, run_config
+from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
 from megatrain.engine.trace import step_flops
+from megatrain.engine.unneeded import NOTHING_UNNEEDED
 from megatrain.optim.threads import default_num_threads
-from megatrain.plan.kept import num_layers_kept
+from megatrain.plan.kept import num_layers_kept, num_layers_of
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
 
-NONE, HALF, ALL = "none", "half", "all"
+WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none"
+OURS = (WHOLE, FULL, SELECTIVE, NVME, NONE)
+PLAIN, CHECKPOINTED = "plain", "checkpointed"
+#: Ratio of step seconds -> its target (design of decisions 0080 and 0081).
+TARGETS = {(FULL, WHOLE): 0.96, (SELECTIVE, WHOLE): 0.90, (NVME, WHOLE): None, (NONE, WHOLE): None}
+MOST_EXTRA = 0.4  # of the memory that kept graphs take beyond a full recompute
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
 
@@ -55,7 +74,7 @@ def main() -> int:
         model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
         report.row("model", f"llama {hidden}x{layers}, vocabulary {vocabulary}", "")
         report.row("shape", "x".join(map(str, shape)), "micro-batches x rows x tokens")
-        Bench(model, layers, arguments, Path(scratch), report).run()
+        Bench(model, arguments, Path(scratch), report).run()
     return 0 if report.all_ok else 1
 
 
@@ -72,85 +91,114 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-class Bench:
-    """The three sides, their rounds, and the rows about them."""
+def without_dead_results(plan: Plan) -> Plan:
+    """Return a plan whose recomputes leave nothing out."""
+    visits = tuple(replace(visit, unneeded=NOTHING_UNNEEDED) for visit in plan.trace.visits)
+    return replace(plan, trace=replace(plan.trace, visits=visits))
 
-    def __init__(
-        self, model: Path, num_layers: int, arguments: argparse.Namespace, folder: Path, report: Report
-    ) -> None:
+
+class Bench:
+    """The sides, their rounds, and the rows about them."""
+
+    def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
-        self._num_kept = {NONE: 0, HALF: num_layers // 2, ALL: num_layers}
 
     def run(self) -> None:
         """Take one unmeasured round and then the measured ones, and print the rows."""
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
-            sides = {name: stack.enter_context(self._side(name)) for name in self._num_kept}
-            data = batches(self._config(NONE))
+            ours = {name: stack.enter_context(self._side(name)) for name in OURS}
+            config = self._config(FULL)
+            plain = {CHECKPOINTED: Plain(config), PLAIN: Plain(config, checkpointing=False)}
+            data = batches(config)
+            sides: Mapping[str, Ours | Plain] = {**ours, **plain}
             for _ in range(1 + self._arguments.rounds):
                 micro_batches = next(data)
                 rounds.append({name: side.step(micro_batches, LR) for name, side in sides.items()})
             self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
             self._tell_times(rounds[1:])
-            for name, side in sides.items():
+            for name, side in ours.items():
                 self._tell_plan(name, side)
-            self._tell_flops(sides)
-            self._tell_differences(rounds, {name: side.digests() for name, side in sides.items()})
+            self._tell_flops(ours)
+            self._tell_memory({name: side.plan for name, side in ours.items()})
+            self._tell_differences(rounds, {name: side.digests() for name, side in ours.items()})
+            for name, side in ours.items():
+                moved, planned = side.moved_bytes(), side.planned_bytes()
+                self._report.row(f"{name}.moved", sum(moved.values()), "bytes", target=None, ok=moved == planned)
 
     def _config(self, name: str) -> RunConfig:
-        shape, tables = self._arguments.tokens, {"advanced": {"keep_graphs": self._num_kept[name], "save_attention": 0}}
-        return run_config(self._model, TEXT, shape, self._folder / name, **tables)
+        training = {"recompute": {WHOLE: FULL, NVME: SELECTIVE}.get(name, name)}
+
+        def config(**tables: Any) -> RunConfig:
+            return run_config(
+                self._model, TEXT, self._arguments.tokens, self._folder / name, training=training, **tables
+            )
+
+        if name != NVME:
+            return config()
+        drives, placement = [{"path": str(self._folder / "drive")}], {"activations": ["nvme"]}
+        return with_tight_ram(lambda ram: config(placement=placement, tiers={"ram": {"size": ram}, "nvme": drives}))
 
     def _side(self, name: str) -> Ours:
-        return Ours(self._config(name), 1 + self._arguments.rounds)
+        config = self._config(name)
+        plan = without_dead_results(plan_run(resolve(config))) if name == WHOLE else None
+        return Ours(config, 1 + self._arguments.rounds, plan=plan)
 
     def _tell_times(self, rounds: Rounds) -> None:
         row = self._report.row
-        for name in self._num_kept:
+        for name in (*OURS, CHECKPOINTED, PLAIN):
             row(f"{name}.step", statistics.median(turn[name].total_s for turn in rounds), "s")
             row(f"{name}.steps", [round(turn[name].total_s, 4) for turn in rounds], "s")
             row(f"{name}.cpu", statistics.median(turn[name].parts_s["cpu"] for turn in rounds), "s")
-        for name in (HALF, ALL):
-            ratios = [turn[name].total_s / turn[NONE].total_s for turn in rounds]
-            ratio, target = statistics.median(ratios), 1.0 if name == ALL else None
-            ok = None if target is None else ratio < target
-            row(f"ratio.step.{name}/{NONE}", ratio, "x", target=target, ok=ok, timing=True)
-            row(f"ratio.step.{name}/{NONE}.each", [round(each, 3) for each in ratios], "x")
+        for name, base in (*TARGETS, (FULL, CHECKPOINTED), (SELECTIVE, CHECKPOINTED), (NONE, PLAIN)):
+            ratios = [turn[name].total_s / turn[base].total_s for turn in rounds]
+            ratio, target = statistics.median(ratios), TARGETS.get((name, base))
+            ok = None if target is None else ratio <= target
+            row(f"ratio.step.{name}/{base}", ratio, "x", target=target, ok=ok, timing=True)
+            row(f"ratio.step.{name}/{base}.each", [round(each, 3) for each in ratios], "x")
 
     def _tell_plan(self, name: str, side: Ours) -> None:
         plan, row = side.plan, self._report.row
-        kept, wanted = num_layers_kept(plan.graph, plan.trace, plan.program)[0], self._num_kept[name]
-        row(f"{name}.layers_kept", kept, "layers", target=wanted, ok=kept == wanted)
-        row(f"{name}.kept_graphs", plan.kept_bytes, "bytes")
-        total, most = plan.totals["ram"], max(window.tiers["ram"].high_water_bytes for window in side.windows)
+        recompute = plan.program.recompute
+        row(f"{name}.layers_kept", num_layers_kept(plan.graph, plan.trace, plan.program)[0], "layers")
+        row(f"{name}.layers_saving", num_layers_of(plan.graph, plan.trace, recompute.saving), "layers")
+        total = plan.budgets["ram"] if name == NVME else plan.totals["ram"]
+        most = max(window.tiers["ram"].high_water_bytes for window in side.windows)
         row(f"{name}.ram", most, "bytes", target=total, ok=most <= total)
 
     def _tell_flops(self, sides: Mapping[str, Ours]) -> None:
         num_micro_batches, rows, length = self._arguments.tokens
         places = num_micro_batches * rows * length
+        shape = {"num_places": places, "num_real_tokens": places, "num_trained_tokens": places}
         found = {
-            name: step_flops(
-                side.plan.trace,
-                num_places=places,
-                num_real_tokens=places,
-                num_trained_tokens=places,
-                kept=side.plan.program.recompute.kept_graphs,
-            )
+            name: step_flops(side.plan.trace, **shape, recompute=side.plan.program.recompute)
             for name, side in sides.items()
         }
+        # In the trace of the side that leaves nothing out, the products that others leave out are not in the backward.
+        visits = sides[FULL].plan.trace.visits
+        left_out = sum(visit.unneeded.work.flops for visit in visits) * places // sides[FULL].plan.trace.num_tokens
+        found[WHOLE] = replace(found[WHOLE], hardware=found[FULL].hardware + left_out)
         for name, flops in found.items():
             self._report.row(f"{name}.hardware_flops", flops.hardware, "FLOP/step")
-        for name in (HALF, ALL):
-            self._report.row(f"ratio.flops.{name}/{NONE}", found[name].hardware / found[NONE].hardware, "x")
+            self._report.row(f"{name}.hardware_per_model", flops.hardware / found[FULL].model, "FLOP/FLOP")
+        for name in (FULL, SELECTIVE, NONE):
+            self._report.row(f"ratio.flops.{name}/{WHOLE}", found[name].hardware / found[WHOLE].hardware, "x")
+
+    def _tell_memory(self, plans: Mapping[str, Plan]) -> None:
+        extra = {name: plan.totals["ram"] - plans[FULL].totals["ram"] for name, plan in plans.items()}
+        for name in (SELECTIVE, NONE):
+            self._report.row(f"{name}.extra_memory", extra[name], "bytes")
+        share = extra[SELECTIVE] / extra[NONE]
+        self._report.row("share.extra_memory", share, "x", target=MOST_EXTRA, ok=share <= MOST_EXTRA, timing=True)
 
     def _tell_differences(self, rounds: Rounds, digests: Mapping[str, Mapping[str, str]]) -> None:
-        for name in (HALF, ALL):
+        for name in set(OURS) - {FULL}:
             steps = sum(
-                (turn[name].loss, turn[name].grad_norm) != (turn[NONE].loss, turn[NONE].grad_norm) for turn in rounds
+                (turn[name].loss, turn[name].grad_norm) != (turn[FULL].loss, turn[FULL].grad_norm) for turn in rounds
             )
-            self._report.row(f"{name}/{NONE}.steps_that_differ", steps, "steps", target=0, ok=steps == 0)
-            blocks = sum(digest != digests[NONE][key] for key, digest in digests[name].items())
-            self._report.row(f"{name}/{NONE}.blocks_that_differ", blocks, "blocks", target=0, ok=blocks == 0)
+            self._report.row(f"{name}/{FULL}.steps_that_differ", steps, "steps", target=0, ok=steps == 0)
+            blocks = sum(digest != digests[FULL][key] for key, digest in digests[name].items())
+            self._report.row(f"{name}/{FULL}.blocks_that_differ", blocks, "blocks", target=0, ok=blocks == 0)
 
 
 if __name__ == "__main__":

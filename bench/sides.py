@@ -64,7 +64,7 @@ def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
 def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Path, /, **tables: Any) -> RunConfig:
     """Return the config of a side: micro-batches x rows x tokens of ``text``, fp32 on the CPU.
 
-    Every layer is recomputed, as by the sides that it is compared with, unless ``advanced`` says otherwise.
+    Every layer is recomputed, as by the sides that it is compared with, unless ``training`` says otherwise.
 
     Args:
         model: Hugging Face folder with weights and tokenizer. shape: micro-batches, rows of each, tokens of a row.
@@ -79,9 +79,13 @@ def run_config(model: Path, text: Path, shape: tuple[int, int, int], folder: Pat
             "model": {"model_name_or_path": str(model), "attn_implementation": "sdpa"},
             "precision": {"compute_dtype": "float32"},
             "data": {"max_length": length, "train": [{"path": str(text)}]},
-            "training": {"per_device_train_batch_size": rows, "gradient_accumulation_steps": num_micro_batches},
+            "training": {
+                "per_device_train_batch_size": rows,
+                "gradient_accumulation_steps": num_micro_batches,
+                "recompute": "full",
+                **tables.pop("training", {}),
+            },
             "optimizer": {"learning_rate": 1e-4},
-            "advanced": {"keep_graphs": 0},
             **tables,
         }
     )

@@ -156,8 +156,8 @@ class Bench:
 
     def _config(self, **tables: Any) -> RunConfig:
         """Return a config that keeps the graphs that fit, as a run does by default."""
-        keeps = {"keep_graphs": "auto"}
-        return run_config(self._model, self._arguments.text, self._shape, self._folder, advanced=keeps, **tables)
+        training = {"recompute": "auto"}
+        return run_config(self._model, self._arguments.text, self._shape, self._folder, training=training, **tables)
 
     def _tell_times(self, rounds: Rounds) -> None:
         for name in SIDES:

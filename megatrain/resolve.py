@@ -27,6 +27,7 @@ from megatrain.data.scores import ScoresError, read_kind
 from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
+from megatrain.engine.table import RecomputeChoice
 from megatrain.machine import machine
 from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
@@ -95,6 +96,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
         placement=_placement(config, _tier_names(tiers, device)),
+        recompute=RecomputeChoice.of(config.training.recompute),
         advanced=config.advanced,
         trace_steps=config.profile.trace_steps,
         checkpoint=resolve_checkpoint(config),
@@ -301,7 +303,7 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
         given_rows=config.micro_batch_size,
         # Kernels of flash attention keep packed documents apart in batches of one row only.
         single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
-        order=config.advanced.micro_batch_order,
+        order="micro_batch" if config.advanced.micro_batch_order == "micro_batch" else "layer",
         rows_per_example=config.rows_per_example,
         aimed_tokens=MICRO_BATCH_TOKENS[device],
         num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,

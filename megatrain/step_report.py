@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import psutil
@@ -116,14 +116,15 @@ class StepMeter:
             warmup_steps: Steps of the run in which the learning rate rises.
         """
         position, moved = batch.position, usage.moved
+        recompute = self._plan.program.recompute
+        if self._plan.run.objective.loss.compares_rows:
+            recompute = replace(recompute, kept_parts=0)
         flops = step_flops(
             self._plan.trace,
             num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
             num_real_tokens=batch.num_real_tokens,
             num_trained_tokens=result.num_trained_tokens,
-            kept=self._plan.program.recompute.kept_graphs,
-            kept_parts=0 if self._plan.run.objective.loss.compares_rows else self._plan.program.recompute.kept_parts,
-            saved_attention=self._plan.program.recompute.saved_attention,
+            recompute=recompute,
         )
         each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
         return StepMetrics(

@@ -157,11 +157,14 @@ def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
     assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x2.4096.gpu->hosts.planned"]
 
 
-def test_kept_graphs_are_compared_with_a_recompute() -> None:
+def test_what_is_computed_again_is_compared() -> None:
     rows = {row["name"]: row["value"] for row in run("recompute")}
-    assert [rows[f"{name}.layers_kept"] for name in ("none", "half", "all")] == [0, 2, 4]
-    assert rows["all.hardware_flops"] < rows["half.hardware_flops"] < rows["none.hardware_flops"]
-    assert rows["ratio.step.all/none"] > 0 and rows["all/none.blocks_that_differ"] == 0
+    layers = {name: (rows[f"{name}.layers_kept"], rows[f"{name}.layers_saving"]) for name in ("full", "nvme", "none")}
+    assert layers == {"full": (0, 0), "nvme": (0, 4), "none": (4, 0)}
+    flops = [rows[f"{name}.hardware_flops"] for name in ("whole", "full", "selective", "none")]
+    assert flops[0] > flops[1] > flops[2] == flops[3] and rows["selective.hardware_per_model"] == 1.0
+    assert rows["nvme.moved"] > rows["full.moved"] == 0
+    assert rows["ratio.step.none/whole"] > 0 and rows["none/full.blocks_that_differ"] == 0
 
 
 @pytest.mark.slow
@@ -512,7 +515,8 @@ def test_a_planned_peak_has_all_buffers() -> None:
 def test_variants_of_a_part() -> None:
     part = part_named("7b_64k+by_micro_batch")
     assert part.micro_rows == 4 < PARTS["7b_64k"].micro_rows and part.rows % part.micro_rows == 0
-    assert part.tables["advanced"] == {"micro_batch_order": "micro_batch", "keep_graphs": "auto"}
+    assert part.tables["training"] == {"recompute": "auto"}
+    assert part.tables["advanced"] == {"micro_batch_order": "micro_batch"}
     assert part_named("14b+no_streaming").micro_rows == PARTS["14b"].micro_rows
 
 

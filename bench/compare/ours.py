@@ -81,10 +81,10 @@ def _config(job: Job, ram: str) -> RunConfig:
             "adam_epsilon": EPSILON,
             "max_grad_norm": job.max_grad_norm,
         },
-        "advanced": {"keep_graphs": "auto"},  # the default; DeepSpeed keeps its activations as well
         "tiers": {"ram": {"size": ram}, "nvme": [{"path": str(folder / "blocks")}]},
     }
     for table, values in (job.overrides or {}).items():
         tables[table] = {**tables.get(table, {}), **values}
     no_text = Path(job.model) / "config.json"  # the config names a file of text; these steps are given their tokens
-    return run_config(Path(job.model), no_text, job.shape, folder, **tables)
+    # By the plan, as by default; DeepSpeed keeps its activations as well.
+    return run_config(Path(job.model), no_text, job.shape, folder, training={"recompute": "auto"}, **tables)

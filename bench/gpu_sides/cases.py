@@ -104,12 +104,12 @@ PARTS: Mapping[str, Part] = {
 #: Changes of our config that a part can be tried with, by name: "7b_4k+liger" is ours alone, with that change.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "any_kernel": {"full_determinism": False},
-    "kept_graphs": {"advanced": {"keep_graphs": "auto"}},
+    "kept_graphs": {"training": {"recompute": "auto"}},
     "bf16_gradients": {"precision": {"grad_dtype": "bfloat16"}},
     "liger": {"model": {"use_liger_kernel": True}},
     "compile": {"model": {"compile": True}},
     # One micro-batch after the other: where nothing moves, graphs can wait for the backward in the memory that is free.
-    "by_micro_batch": {"advanced": {"micro_batch_order": "micro_batch", "keep_graphs": "auto"}},
+    "by_micro_batch": {"advanced": {"micro_batch_order": "micro_batch"}, "training": {"recompute": "auto"}},
     "no_streaming": {"advanced": {"stream_updates": 0}},
 }
 #: Variants in which micro-batches have fewer rows than the part's.

@@ -72,9 +72,7 @@ class OursSide:
             num_places=tokens,
             num_real_tokens=tokens,
             num_trained_tokens=trained,
-            kept=program.recompute.kept_graphs,
-            kept_parts=program.recompute.kept_parts,
-            saved_attention=program.recompute.saved_attention,
+            recompute=program.recompute,
         )
         return {
             "num_parameters": plan.graph.num_parameters,

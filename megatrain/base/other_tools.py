@@ -514,7 +514,7 @@ ACCEPTED: dict[str, str] = {key: name.ours for key, name in _SHARED.items() if n
 
 #: Switches of transformers 4 whose effect is always on here; accepted with a warning when true.
 ALWAYS_ON: dict[str, str] = {
-    "gradient_checkpointing": "layers are recomputed in the backward pass but for advanced.keep_graphs",
+    "gradient_checkpointing": "training.recompute says what the backward computes again",
     "activation_checkpointing": "every layer is recomputed once in the backward pass",
 }
 

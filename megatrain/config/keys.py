@@ -12,6 +12,7 @@ from pydantic_core import core_schema
 from megatrain.base.other_tools import ALWAYS_ON, NOT_YET, TRANSLATIONS
 from megatrain.base.table import Alters
 from megatrain.base.toml import format_value
+from megatrain.config.retired import RETIRED
 from megatrain.config.schema import RunConfig
 
 #: Name of the file that ``init`` writes beside a config, and that the first line of the config names.
@@ -220,6 +221,8 @@ def nearest_table(path: Path) -> str:
 def advice_for_unknown(path: Path) -> str:
     """Return what to write instead of a key that does not exist, or ""."""
     name, leaf = plain(path), str(path[-1])
+    if name in RETIRED:
+        return RETIRED[name]
     if name in NOT_YET:
         return "This release does not have it yet; leave it out"
     homes = full_keys_of_leaf(leaf)

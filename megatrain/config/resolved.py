@@ -35,6 +35,7 @@ from megatrain.config.keys import (
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
 from megatrain.config.problems import explain_error, idle_with
+from megatrain.config.retired import without_retired
 from megatrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def config_from_toml(text: str, source: str = "the config in the checkpoint") ->
         problem = Problem("", f"this is not TOML: {error}", "It is damaged; use another checkpoint")
         raise ConfigError(source, [problem]) from None
     try:
-        return RunConfig.model_validate(values)
+        return RunConfig.model_validate(without_retired(values))
     except ValidationError as error:
         problems = [_unknown_here(detail) for detail in error.errors(include_url=False)]
         raise ConfigError(source, [problem for problem in problems if problem is not None]) from None

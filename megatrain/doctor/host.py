@@ -35,10 +35,9 @@ max_length = 8
 path = "{folder}/text.txt"
 [training]
 per_device_train_batch_size = 1
+recompute = "full"
 [tiers.ram]
 size = "1GiB"
-[advanced]
-keep_graphs = 0
 """
 
 

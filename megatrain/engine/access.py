@@ -17,7 +17,7 @@ from megatrain.engine.execution import TapeExecution
 from megatrain.engine.gradients import StepGradients
 from megatrain.engine.leased import OneProcess
 from megatrain.engine.pieces import PassingGradient, UseSiteGradients
-from megatrain.engine.program import activation_key, attention_key, cache_key, layouts_of_unit
+from megatrain.engine.program import activation_key, cache_key, layouts_of_unit, results_key
 from megatrain.engine.ranked import Ranks
 from megatrain.engine.updates import PendingUpdate, UpdateOps
 from megatrain.ranks.collectives import Alone
@@ -245,11 +245,11 @@ class StoreAccess:
             yield tensors[key][: shape.numel()].view(shape)
 
     @contextmanager
-    def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
-        """Lease the block of attention's results: to write in a forward, to read in its backward, dead afterwards."""
-        key = attention_key(visit, micro_batch)
+    def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+        """Lease the block of saved results: to write in a forward, to read in its backward, dead afterwards."""
+        key = results_key(visit, micro_batch)
         if key not in self._program.blocks:  # micro-batches one at a time have one set of blocks
-            key = attention_key(visit, 0)
+            key = results_key(visit, 0)
         with self._execution.lease([key]) as tensors:
             yield tensors[key]
 

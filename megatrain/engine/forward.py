@@ -40,6 +40,7 @@ from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, s
 from megatrain.engine.loss import MicroBatchLoss, PartialMean
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KEEP_NOTHING, Recompute
+from megatrain.engine.saved_results import SavedResults
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
@@ -47,7 +48,7 @@ from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installe
 from megatrain.engine.vocabulary import PartWeight
 
 if TYPE_CHECKING:
-    from megatrain.engine.program import BlockAccess, VisitTrace
+    from megatrain.engine.program import BlockAccess, TracedVisit, VisitTrace
     from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
 
@@ -786,7 +787,7 @@ class Trunk:
         bound, is_kept = self._bounds[unit], number in self._recompute.kept_graphs
         planned = None if self._trace is None else self._trace.visits[number]
         saved: list[int | None] = [] if planned is None or is_kept else [*range(len(planned.saved))]
-        saved += [None] if saved and number in self._recompute.saved_attention else []
+        saved += [None] if saved and number in self._recompute.saving else []
         unused = [(micro_batch, index) for micro_batch in absent for index in saved]
         has_backward = planned is not None and planned.has_backward
         visit = UnitVisit(
@@ -795,13 +796,21 @@ class Trunk:
             self.visits,
             anchor,
             is_kept,
-            number in self._recompute.saved_attention,
+            None if is_kept else self._saved_results(number, planned),
             unused,
             has_backward,
             frozenset() if planned is None else planned.unneeded.weights,
         )
         self.visits.append(visit)
         return visit
+
+    def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
+        """Return what makes the results of a visit that saves some."""
+        if number not in self._recompute.saving:
+            return None
+        with_products = number in self._recompute.saved_results
+        attention_nbytes = planned.attention.nbytes if planned is not None and with_products else None
+        return partial(SavedResults, attention_nbytes, with_products=with_products)
 
     # -- stubs -------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from megatrain.engine.program import (
     FrozenWeights,
     GroupUpdates,
     MatrixParts,
+    Recompute,
     StepProgram,
     Tick,
     VisitTrace,
@@ -430,7 +431,7 @@ def generation_program(
         blocks=blocks,
         ticks=tuple(ticks),
         updates=replace(program.updates, are_deferred=False, streamed=frozenset()),
-        recompute=replace(program.recompute, kept_graphs=frozenset(), saved_attention=frozenset()),
+        recompute=Recompute(kept_parts=program.recompute.kept_parts),
         cuts=replace(program.cuts, passing=frozenset(by_part)),
         occupants={},
     )

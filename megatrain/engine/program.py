@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from megatrain.engine.encoding import AveragedWeight, Encoding
+from megatrain.engine.saved_results import NOT_SAVABLE, Savable
 from megatrain.engine.unneeded import NOTHING_UNNEEDED, Unneeded
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
@@ -65,7 +66,7 @@ __all__ = [
     "VisitTrace",
     "activation_key",
     "activations_of",
-    "attention_key",
+    "results_key",
     "cache_key",
     "decoded_bytes",
     "evaluation_program",
@@ -77,7 +78,7 @@ __all__ = [
     "layouts_of_unit",
     "part_keys",
     "reading_averages",
-    "saving_attention",
+    "saving_results",
     "state_key",
     "stored_keys",
     "uses_of_layouts",
@@ -109,9 +110,8 @@ class TracedVisit:
             of its gradient.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
-        attention_nbytes: Size of the results of its attention kernels, if they are saved for the recompute; 0: it has
-            none that can be saved.
-        attention: Work of these kernels in the forward.
+        attention: Results of its attention kernels that may be saved for the recompute.
+        results: Those of attention, and of its products that are needed.
         unneeded: What the recompute leaves out.
     """
 
@@ -126,16 +126,21 @@ class TracedVisit:
     backward: Work = NO_WORK
     graph_nbytes: int = 0
     by_part: frozenset[str] = frozenset()
-    attention_nbytes: int = 0
-    attention: Work = NO_WORK
+    attention: Savable = NOT_SAVABLE
+    results: Savable = NOT_SAVABLE
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
     unneeded: Unneeded = NOTHING_UNNEEDED
 
     @property
+    def is_run_again(self) -> bool:
+        """Whether its backward runs it a second time, unless its graph is kept."""
+        return self.has_backward and not self.is_head
+
+    @property
     def recompute(self) -> Work:
         """Work of the second run, which is in that of the backward; none where there is none."""
-        return self.forward - self.unneeded.work if self.has_backward and not self.is_head else NO_WORK
+        return self.forward - self.unneeded.work if self.is_run_again else NO_WORK
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,15 +294,30 @@ class Cuts:
 class Recompute:
     """What a step keeps of its forward, so that the backward need not compute it again. It changes no bits.
 
+    A visit is in one of the first three sets, or in none.
+
     Attributes:
         kept_graphs: Visits whose graphs are kept for the backward; their inputs are no blocks.
         saved_attention: Visits whose attention results are blocks, for their recompute.
+        saved_results: Visits of which those of products are as well.
         kept_parts: Parts of the vocabulary whose logits the head keeps for its second pass.
     """
 
     kept_graphs: frozenset[int] = frozenset()
     saved_attention: frozenset[int] = frozenset()
+    saved_results: frozenset[int] = frozenset()
     kept_parts: int = 1
+
+    def savable(self, number: int, visit: TracedVisit) -> Savable:
+        """Return the results that a visit, by its number, saves."""
+        if number in self.saved_results:
+            return visit.results
+        return visit.attention if number in self.saved_attention else NOT_SAVABLE
+
+    @property
+    def saving(self) -> frozenset[int]:
+        """Visits that have a block of results."""
+        return self.saved_attention | self.saved_results
 
 
 #: The backward computes everything again.
@@ -593,10 +613,10 @@ class BlockAccess(Protocol):
     def get_activation(self, visit: int, micro_batch: int, index: int) -> AbstractContextManager[Tensor]:
         """Lease an activation: the same shape, dtype and bits. Its contents are dead once its own visit had it."""
 
-    def attention_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
-        """Lease the bytes of attention's results, uint8 [N]: in the forward to write, in the backward to read once.
+    def results_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor]:
+        """Lease the bytes of saved results, uint8 [N]: in the forward to write, in the backward to read once.
 
-        For visits of ``Recompute.saved_attention`` only. Comes after the activations of the micro-batch.
+        For visits that save results only (``Recompute``). Comes after the activations of the micro-batch.
         """
 
 
@@ -684,31 +704,41 @@ def keeping_graphs(program: StepProgram, visits: frozenset[int]) -> StepProgram:
     assert all(key in blocks for tick in ticks for key, _ in tick.uses), "a later visit runs again with such an input"
     before = program.recompute
     recompute = replace(
-        before, kept_graphs=before.kept_graphs | visits, saved_attention=before.saved_attention - visits
+        before,
+        kept_graphs=before.kept_graphs | visits,
+        saved_attention=before.saved_attention - visits,
+        saved_results=before.saved_results - visits,
     )
     return replace(program, blocks=blocks, ticks=ticks, recompute=recompute)
 
 
-def saving_attention(program: StepProgram, trace: VisitTrace, visits: frozenset[int]) -> StepProgram:
-    """Return the program in which these visits save attention's results: one block of bytes for each micro-batch.
+def saving_results(
+    program: StepProgram, trace: VisitTrace, visits: frozenset[int], *, with_products: bool = False
+) -> StepProgram:
+    """Return the program in which these visits save results: one block of bytes for each micro-batch.
 
     Args:
-        visits: that have such results, and whose graphs are not kept.
+        visits: that have such results, save none, and whose graphs are not kept.
+        with_products: Results of products as well as attention's.
     """
     blocks, ticks = dict(program.blocks), list(program.ticks)
     for number, tick in enumerate(ticks):
         if tick.phase in ("forward", "backward") and tick.visit in visits:
             traced = trace.visits[tick.visit]
-            ticks[number] = _saving_attention(tick, program, len(traced.saved) - len(traced.reused))
-            nbytes = trace.visits[tick.visit].attention_nbytes
+            ticks[number] = _saving_results(tick, program, len(traced.saved) - len(traced.reused))
+            nbytes = (traced.results if with_products else traced.attention).nbytes
             for key in {key for key, _ in ticks[number].uses} - blocks.keys():
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
-    recompute = replace(program.recompute, saved_attention=program.recompute.saved_attention | visits)
+    before = program.recompute
+    if with_products:
+        recompute = replace(before, saved_results=before.saved_results | visits)
+    else:
+        recompute = replace(before, saved_attention=before.saved_attention | visits)
     return replace(program, blocks=blocks, ticks=tuple(ticks), recompute=recompute)
 
 
-def _saving_attention(tick: Tick, program: StepProgram, num_written: int) -> Tick:
-    """Return the tick of a visit with the blocks of attention's results behind each micro-batch's inputs.
+def _saving_results(tick: Tick, program: StepProgram, num_written: int) -> Tick:
+    """Return the tick of a visit with the blocks of results behind each micro-batch's inputs.
 
     Args:
         num_written: inputs of a micro-batch that the forward keeps here, and not with an earlier visit.
@@ -718,13 +748,13 @@ def _saving_attention(tick: Tick, program: StepProgram, num_written: int) -> Tic
     slots = [slot for slot in range(len(tick.passing)) if activation_key(tick.visit, slot, 0) in program.blocks]
     for slot in slots:
         inputs = tick.passing[slot * num_groups : (slot + 1) * num_groups]
-        key = attention_key(tick.visit, slot)
+        key = results_key(tick.visit, slot)
         if tick.phase == "forward":
             groups += [*inputs, ((key, "w"),)]
         else:  # inputs and results are there together while the unit runs again
             groups.append((*(use for group in inputs for use in group), (key, "r")))
     others = tick.passing[len(slots) * num_groups :]
-    spent = {attention_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
+    spent = {results_key(tick.visit, slot) for slot in slots} if tick.phase == "backward" else set()
     return replace(tick, passing=(*groups, *others), spent=tick.spent | spent)
 
 
@@ -1292,8 +1322,8 @@ def activation_key(visit: int, micro_batch: int, index: int) -> str:
     return f"activations/{visit}/{micro_batch}.{index}"
 
 
-def attention_key(visit: int, micro_batch: int) -> str:
-    return f"activations/{visit}/{micro_batch}.attention"
+def results_key(visit: int, micro_batch: int) -> str:
+    return f"activations/{visit}/{micro_batch}.results"
 
 
 def cache_key(visit: int, micro_batch: int) -> str:

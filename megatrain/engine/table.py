@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
@@ -12,6 +13,39 @@ LaneCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=1, le=1024)],
     is_not("is no number of lanes", 'Write a whole number from 1 to 1024, or "auto"'),
 ]
+
+
+RecomputeMode = Literal["auto", "full", "selective", "none"]
+_LAST_LAYERS = r"(selective|none):[1-9][0-9]{0,3}"
+RecomputeText = Annotated[
+    RecomputeMode | Annotated[str, Field(pattern=rf"^{_LAST_LAYERS}$", examples=["selective:4"])],
+    is_not(
+        "is no way to recompute",
+        'Write "auto", "full", "selective" or "none"; "selective:4" and "none:4" are for the last 4 layers alone',
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeChoice:
+    """What the backward computes again.
+
+    Attributes:
+        mode: ``full``: every layer. ``selective``: what lies between products and attention, whose results are saved.
+            ``none``: nothing where a layer's weights stay in place, as its graph is kept; elsewhere as ``selective``.
+            ``auto``: as the plan has room and time for.
+        num_layers: Layers, counted from the last one, for which the mode holds; the others are recomputed in full.
+            None: all.
+    """
+
+    mode: RecomputeMode = "auto"
+    num_layers: int | None = None
+
+    @classmethod
+    def of(cls, text: str) -> RecomputeChoice:
+        """Return what a value of the key means."""
+        mode, _, count = text.partition(":")
+        return cls(cast("RecomputeMode", mode), int(count) if count else None)
 
 
 class PrecisionConfig(Table, json_schema_extra=all_alter("yes")):
@@ -48,6 +82,15 @@ class TrainingConfig(Table):
         "processes at the first start, which the checkpoints keep. 1: one sum in order, as in plain PyTorch.",
         "auto",
         alters="yes",
+    )
+    recompute: RecomputeText = key(
+        "What the backward computes again. full: every layer, which takes the least memory. selective: all but "
+        "products and attention, whose results are kept with the activations. none: nothing in layers whose weights "
+        "stay in the compute tier, as their graphs are kept there; in others as selective. auto: by the plan, what "
+        'fits and saves time. "selective:4" and "none:4" are for the last 4 layers alone. Compiled layers save no '
+        "results.",
+        "auto",
+        alters="no",
     )
     num_train_epochs: float = key("Passes over the data.", 1.0, gt=0, alters="yes", same_name=HF)
     max_steps: int = key(

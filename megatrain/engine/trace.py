@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -28,8 +28,8 @@ from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import TracedVisit, VisitTrace
-from megatrain.engine.saved_attention import AttentionSizes
+from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitTrace
+from megatrain.engine.saved_results import ResultSizes
 from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded, changed_arguments
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
@@ -312,7 +312,7 @@ class _Tracer:
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
-        self._attention: dict[int, AttentionSizes] = {}
+        self._sizes: dict[int, ResultSizes] = {}
         self._unneeded: dict[int, Unneeded] = {}
         self._filled: dict[int, set[str]] = {}
         self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
@@ -392,8 +392,8 @@ class _Tracer:
     def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
         yield self._saved[visit][index]
 
-    def attention_room(self, visit: int, micro_batch: int) -> NoReturn:
-        raise AssertionError("a trace measures attention's results, and saves none")
+    def results_room(self, visit: int, micro_batch: int) -> NoReturn:
+        raise AssertionError("a trace measures results, and saves none")
 
     # -- the units' forwards ------------------------------------------------------------------------------------
 
@@ -459,7 +459,8 @@ class _Tracer:
                 return forward(*args, **kwargs)
             visit, num_guesses = self._phases[-1].visit, self.counts.num_guesses
             is_compiled = self._is_compiled and bound.unit.is_layer
-            uses = ProductUses({} if is_compiled else bound.matrices(), count_flops)
+            matrices = {} if is_compiled else bound.matrices()
+            uses = ProductUses(matrices, count_flops)
             saved: set[int] = set()
 
             def pack(tensor: Tensor) -> Tensor:
@@ -467,12 +468,13 @@ class _Tracer:
                 uses.note_saved(tensor)
                 return tensor
 
-            sizes = self._attention[visit] = AttentionSizes()
+            sizes = self._sizes[visit] = ResultSizes(matrices, count_flops)
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             with hooks, uses.following(), sizes.measuring():
                 value = forward(*args, **kwargs)
             self._note_graph(value, saved)
-            if self.counts.num_guesses == num_guesses:  # else a run may take another way
+            # A guess: a run may take another way. A part: how many tokens go to it is not known.
+            if self.counts.num_guesses == num_guesses and bound.unit.part is None:
                 self._unneeded[visit] = uses.unneeded(_tensors(value))
             return value
 
@@ -520,7 +522,7 @@ class _Tracer:
             peaks = (forward.peak_nbytes, backward.peak_nbytes)
             # A part was counted with all tokens, which bounds the memory.
             share = self._graph.units[unit].share
-            unneeded = self._unneeded.get(counted, NOTHING_UNNEEDED)
+            unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
             work = (forward.work.of_share(share), (backward.work - unneeded.work).of_share(share))
             if is_head:
                 work = (NO_WORK, NO_WORK)
@@ -537,13 +539,10 @@ class _Tracer:
                 chance_of_no_token=self._misses.get(number, 0.0),
                 unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
             )
-            sizes = self._attention.get(number)
-            if sizes is not None and saved and not is_head and not visit.reused:
-                visit = replace(
-                    visit,
-                    attention_nbytes=sizes.nbytes,
-                    attention=sizes.work,
-                )
+            sizes = self._sizes.get(number)
+            is_part = self._graph.units[unit].part is not None
+            if sizes is not None and saved and not is_head and not is_part and not visit.reused:
+                visit = replace(visit, attention=sizes.attention, results=sizes.results(unneeded.weights))
             visits.append(visit)
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
         return VisitTrace(
@@ -942,9 +941,7 @@ def step_flops(
     num_places: int,
     num_real_tokens: int,
     num_trained_tokens: int,
-    kept: Container[int] = (),
-    kept_parts: int = 1,
-    saved_attention: Container[int] = (),
+    recompute: Recompute = KEEP_NOTHING,
 ) -> StepFlops:
     """Return the FLOPs of a step from those of the micro-batch that was traced.
 
@@ -956,9 +953,7 @@ def step_flops(
         num_places: tokens of all micro-batches, padding included.
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.
-        kept: visits whose graphs are kept: they are not recomputed.
-        kept_parts: parts of the vocabulary whose logits are kept, likewise; 0 with a loss that compares rows.
-        saved_attention: visits whose recompute leaves attention out.
+        recompute: what is kept of the forward; of a loss that compares rows no logits are.
     """
     if not is_counted(trace):
         return StepFlops()
@@ -966,10 +961,10 @@ def step_flops(
     forward = sum(visit.forward.flops for visit in trunk)
     backward = sum(visit.backward.flops for visit in trunk)
     recomputed = sum(visit.recompute.flops for visit in trunk)
-    saved = sum(visit.recompute.flops for number, visit in enumerate(trace.visits) if number in kept)
-    saved += sum(visit.attention.flops for number, visit in enumerate(trace.visits) if number in saved_attention)
+    saved = sum(visit.recompute.flops for number, visit in enumerate(trace.visits) if number in recompute.kept_graphs)
+    saved += sum(recompute.savable(number, visit).work.flops for number, visit in enumerate(trace.visits))
     head = trace.head.flops * num_trained_tokens
-    again = max(0, trace.head_parts - kept_parts)
+    again = max(0, trace.head_parts - recompute.kept_parts)
     logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts
     return StepFlops(
         model=((forward + backward - recomputed) * num_real_tokens + head) // trace.num_tokens,

@@ -28,10 +28,19 @@ from torch.utils._pytree import tree_leaves
 
 from megatrain.engine.work import NO_WORK, Work
 
-__all__ = ["NOTHING_UNNEEDED", "ProductUses", "Unneeded", "changed_arguments", "without_values"]
+__all__ = [
+    "NOTHING_UNNEEDED",
+    "Answer",
+    "ProductUses",
+    "Unneeded",
+    "WeightProducts",
+    "changed_arguments",
+    "without_values",
+]
 
 _ATEN = torch.ops.aten
-_PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default})
+_WITH_SUMMAND = frozenset({_ATEN.addmm.default, _ATEN.baddbmm.default})
+_PRODUCTS = frozenset({_ATEN.mm.default, _ATEN.bmm.default, _ATEN._grouped_mm.default}) | _WITH_SUMMAND
 #: They read the shape of what they get, not its values.
 _SHAPE_ALONE = frozenset(
     {
@@ -65,7 +74,7 @@ class Unneeded:
 NOTHING_UNNEEDED = Unneeded()
 
 #: Gets the owner's name of the weight, and the call of the operator; returns its result.
-_Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+Answer = Callable[[str, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
 def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
@@ -76,11 +85,11 @@ def without_values(owners: Mapping[int, str]) -> AbstractContextManager[Any]:
     """
 
     def answer(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-        left, right = args[-2:]
+        left, right = args[1:3] if func in _WITH_SUMMAND else args[:2]
         result: Tensor = left.new_full((*left.shape[:-1], right.shape[-1]), torch.nan)
         return result
 
-    return _WeightProducts(owners, answer)
+    return WeightProducts(owners, answer)
 
 
 class ProductUses:
@@ -106,7 +115,7 @@ class ProductUses:
     @contextmanager
     def following(self) -> Iterator[None]:
         """Return the context of the run."""
-        with _Following(self._follow), _WeightProducts(self._owners, self._product):
+        with _Following(self._follow), WeightProducts(self._owners, self._product):
             yield
 
     def note_saved(self, tensor: Tensor) -> None:
@@ -157,13 +166,13 @@ class ProductUses:
         self._depends.pop(key, None)
 
 
-class _WeightProducts(TorchFunctionMode):
+class WeightProducts(TorchFunctionMode):
     """Gives the products of matrices in functions that are called with a weight to ``answer``.
 
     Operators are only looked at inside of such functions: each that passes through Python costs time.
     """
 
-    def __init__(self, owners: Mapping[int, str], answer: _Answer) -> None:
+    def __init__(self, owners: Mapping[int, str], answer: Answer) -> None:
         super().__init__()
         self._owners, self._answer = owners, answer
 
@@ -171,12 +180,18 @@ class _WeightProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        # A matrix is a factor; a vector beside it is added.
-        factors = (item for item in (*args, *kwargs.values()) if id(item) in self._owners and item.dim() > 1)
-        if (factor := next(factors, None)) is None:
+        owner = next((name for item in (*args, *kwargs.values()) if (name := self._owner_of(item))), None)
+        if owner is None:
             return func(*args, **kwargs)
-        with _Products(partial(self._answer, self._owners[id(factor)])):
+        with _Products(partial(self._answer, owner)):
             return func(*args, **kwargs)
+
+    def _owner_of(self, item: Any) -> str | None:
+        """Return the owner's name of a weight, or of one that this is a view of; a vector is no factor but added."""
+        if not isinstance(item, Tensor):
+            return None
+        name = self._owners.get(id(item)) or self._owners.get(id(item._base))
+        return name if name is not None and item.dim() > 1 else None
 
 
 class _Products(TorchDispatchMode):  # type: ignore[no-untyped-call]

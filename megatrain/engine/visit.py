@@ -3,8 +3,8 @@
 The engine's activation checkpointing, unit by unit. Forward: the unit runs once for every micro-batch that waits at it,
 without saving anything for autograd; its inputs are offloaded. Backward: the inputs come back, the unit runs again, and
 its graph gives the gradients. Outside of both its parameters are placeholders without memory. A visit whose graph is
-kept (`Recompute.kept_graphs`) skips the offload and the recompute; one that saves attention's results
-(`Recompute.saved_attention`) skips attention in the recompute. What no gradient needs is never computed again
+kept (`Recompute.kept_graphs`) skips the offload and the recompute; one that saves results of attention, or of products
+as well (`Recompute.saving`), does not compute these again. What no gradient needs is never computed again
 (`TracedVisit.unneeded`).
 
 `UnitVisit` is the mechanism; `BoundUnit` binds weights to an unmodified module and runs it.
@@ -30,7 +30,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine import device_kernels
 from megatrain.engine.arguments import CapturedArguments, CapturedResult, tree_map
 from megatrain.engine.program import BlockAccess, GradientSink, MatrixParts
-from megatrain.engine.saved_attention import AttentionResults
+from megatrain.engine.saved_results import SavedResults
 from megatrain.engine.state import without_saved_tensors
 from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
 from megatrain.engine.unneeded import without_values
@@ -78,9 +78,9 @@ class UnitVisit:
         anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
             weights must then stay in place, unchanged, until that backward.
-        saves_attention: Whether attention's results go into a block, for the recompute, unless the graph is kept.
+        saved_results: Makes what saves results in a block, for the recompute. None: it saves none.
         unused: (micro-batch, index) of activations that are planned, of micro-batches that leave the unit out: they are
-            leased all the same. Index None: attention's results.
+            leased all the same. Index None: results.
         plans_backward: Whether a backward that does not take place leases the weights all the same.
         unneeded: Owner's names of the weights whose products the recompute leaves out.
 
@@ -95,7 +95,7 @@ class UnitVisit:
         visits: VisitSequence,
         anchor: Tensor,
         keeps_graph: bool = False,
-        saves_attention: bool = False,
+        saved_results: Callable[[], SavedResults] | None = None,
         unused: Sequence[tuple[int, int | None]] = (),
         plans_backward: bool = False,
         unneeded: frozenset[str] = frozenset(),
@@ -106,7 +106,7 @@ class UnitVisit:
         self._access, self._random, self._activity = visits.access, visits.random, visits.activity
         self._anchor = anchor
         self._keeps_graph = keeps_graph
-        self._saves_attention = saves_attention and not keeps_graph
+        self._saved_results = saved_results
         self._to_put, self._to_take = deque(unused), deque[tuple[int, int | None]]()
         self._plans_backward, self._unneeded = plans_backward, unneeded
         self._micro_batches: list[_MicroBatch | KeptGraph] = []
@@ -189,13 +189,13 @@ class UnitVisit:
             # Contiguous, as the recompute gets it from its block: kernels may round differently for other strides.
             leaves[i] = tensor.detach().contiguous().requires_grad_(requires and differentiable)
         random_state = forward.random_state
-        attention = AttentionResults() if differentiable and self._saves_attention else None
+        results = self._saved_results() if differentiable and self._saved_results is not None else None
         # Without autocast's cache: a cached cast of a weight is one node of the graph for all its uses, and its
         # gradients are added in another order than in the recompute, which has no cache.
         with ExitStack() as stack:
-            if attention is not None:
-                room = stack.enter_context(self._access.attention_room(self.number, forward.micro_batch))
-                stack.enter_context(attention.saving(room))
+            if results is not None:
+                room = stack.enter_context(self._access.results_room(self.number, forward.micro_batch))
+                stack.enter_context(results.saving(room, self._matrices(needed=True)))
             stack.enter_context(forward.modes.applied(cache_enabled=False if keeps_graph else None))
             self._random.set(random_state)
             result = self.bound.run(captured, leaves, keys, keep_graph=keeps_graph)
@@ -215,7 +215,7 @@ class UnitVisit:
                     forward.modes,
                     requires_grad,
                     len(result.outputs),
-                    attention,
+                    results,
                     places,
                 )
             )
@@ -286,6 +286,11 @@ class UnitVisit:
         self._leaves = {}
         return grad_inputs
 
+    def _matrices(self, *, needed: bool) -> dict[int, str]:
+        """Return the bound matrices whose products the recompute needs, or those that it leaves out."""
+        owners = self.bound.matrices()
+        return {key: name for key, name in owners.items() if (name not in self._unneeded) == needed}
+
     def skip_backward(self) -> None:
         """Lease what the backward would, unused: this step's loss does not depend on the visit."""
         with ExitStack() as stack:
@@ -304,8 +309,8 @@ class UnitVisit:
             for visit, index in item.places:
                 with self._access.get_activation(visit, item.number, index):
                     pass
-            if item.attention is not None:
-                with self._access.attention_room(self.number, item.number):
+            if item.results is not None:
+                with self._access.results_room(self.number, item.number):
                     pass
         self._take_unused()
         self._micro_batches, self._leaves, self._wanted = [], {}, []
@@ -320,7 +325,7 @@ class UnitVisit:
             micro_batch, index = self._to_put.popleft()
             self._to_take.append((micro_batch, index))
             if index is None:
-                with self._access.attention_room(self.number, micro_batch):
+                with self._access.results_room(self.number, micro_batch):
                     pass
             else:
                 self._access.put_activation(self.number, micro_batch, index, self._anchor.detach()[None][:0])
@@ -330,7 +335,7 @@ class UnitVisit:
         while self._to_take and self._to_take[0][0] < before:
             micro_batch, index = self._to_take.popleft()
             if index is None:
-                room = self._access.attention_room(self.number, micro_batch)
+                room = self._access.results_room(self.number, micro_batch)
             else:
                 room = self._access.get_activation(self.number, micro_batch, index)
             with room:
@@ -365,18 +370,17 @@ class UnitVisit:
                 streams.append(saved.detach().requires_grad_(item.requires_grad[index]))
                 tensors[i] = streams[-1]
             room = None
-            if item.attention is not None:
-                room = stack.enter_context(self._access.attention_room(self.number, item.number))
+            if item.results is not None:
+                room = stack.enter_context(self._access.results_room(self.number, item.number))
             if all(gradient is None for gradient in grad_outputs):
                 return [None] * len(streams)
             wanted = [stream for stream in streams if stream.requires_grad]
             with item.modes.applied(cache_enabled=False), ExitStack() as answering:
-                owners = self.bound.matrices() if self._unneeded else {}
-                left_out = {key: name for key, name in owners.items() if name in self._unneeded}
+                left_out = self._matrices(needed=False) if self._unneeded else {}
                 if left_out:  # compiled layers, which have none, would be compiled anew inside of a mode
                     answering.enter_context(without_values(left_out))
-                if item.attention is not None and room is not None:
-                    answering.enter_context(item.attention.answering(room))
+                if item.results is not None and room is not None:
+                    answering.enter_context(item.results.answering(room, self._matrices(needed=True)))
                 self._random.set(item.random_state)
                 result = self.bound.run(captured, tensors, item.record_keys, keep_graph=True)
             outputs = result.outputs
@@ -506,7 +510,7 @@ class _MicroBatch:
     modes: ThreadModes
     requires_grad: tuple[bool, ...]
     num_outputs: int
-    attention: AttentionResults | None
+    results: SavedResults | None
     places: Sequence[tuple[int, int]]  # (visit, index) of the activations
 
 

@@ -213,11 +213,10 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
         if visit.is_head:
             continue
         backward = visit.backward
+        saved = program.recompute.savable(number, visit)
         if number in program.recompute.kept_graphs:
             backward -= visit.recompute
-        elif number in program.recompute.saved_attention:
-            backward -= visit.attention
-        found["forward", number], found["backward", number] = visit.forward, backward
+        found["forward", number], found["backward", number] = visit.forward + saved.copying, backward - saved.work
     again = trace.logits_flops * (trace.head_parts - 1) // trace.head_parts
     first_head = next((number for number, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
     found["head", first_head] = trace.head + Work(product_flops=again)

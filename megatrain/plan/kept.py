@@ -1,9 +1,10 @@
-"""Which visits keep their graphs, or attention's results: those that fit into what is left beside everything else.
+"""Which visits keep their graphs, or results: those that fit into what is left beside everything else.
 
 A kept graph saves one forward of its unit, and its inputs' way out and back in. It takes memory from the unit's forward
 to its backward, so the last visits of a forward come first: their graphs live shortest
-(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Attention's results alone take a small part of a graph and
-save the recompute of attention; they are blocks like a unit's inputs (docs/decisions/0027-saving-attention-alone.md).
+(docs/decisions/0015-keep-graphs-where-memory-is-left.md). Results alone, of attention or of all products, take a part
+of a graph and save most of the recompute; they are blocks like a unit's inputs
+(docs/decisions/0027-saving-attention-alone.md, docs/decisions/0081-results-of-products.md).
 """
 
 from __future__ import annotations
@@ -15,23 +16,26 @@ from megatrain.engine.program import (
     activations_of,
     keeping_graphs,
     layouts_of_unit,
-    saving_attention,
+    saving_results,
     uses_of_layouts,
 )
 from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from megatrain.engine.program import StepProgram, VisitTrace
+    from megatrain.engine.saved_results import Savable
     from megatrain.models.graph import ModelGraph
     from megatrain.plan.placement import Homes, Placement, TierBudget
+
+_What = Literal["graphs", "results", "attention"]
 
 
 @dataclass(frozen=True)
 class KeptGraphs:
-    """A program with the graphs and attention results that it keeps, and its placement.
+    """A program with the graphs and results that it keeps, and its placement.
 
     Attributes:
         budgets: with the kept graphs in the workspace of the compute tier.
@@ -45,7 +49,7 @@ class KeptGraphs:
 
 
 class GraphKeeper:
-    """Chooses the visits of one program whose graphs are kept, and those that save attention's results.
+    """Chooses the visits of one program whose graphs are kept, and those that save results.
 
     Args:
         program: A step that keeps none.
@@ -66,41 +70,43 @@ class GraphKeeper:
         self._graph, self.trace, self._program = graph, trace, program
         self._budgets, self._allowed, self._num_together = budgets, allowed, num_together
 
-    def solve(self, wanted: Literal["auto"] | int, attention: Literal["auto"] | int = 0) -> KeptGraphs:
+    def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs:
         """Return what is kept, and where everything else lives then.
 
         Args:
-            wanted: ``auto``: as many as fit where the compute tier fetches nothing. A number: those of so many of the
-                last layers, before anything else gets the room, as far as their weights are at home there even so.
-            attention: ``auto``: attention's results of the last layers without a kept graph, as many as fit where
-                nothing moves. A number: of so many of the last layers, wherever there is a home for them.
+            wanted: ``auto``: graphs of as many of the last layers as fit where the compute tier fetches nothing. A
+                number: those of so many, before anything else gets the room, as far as their weights are at home there
+                even so.
+            results: ``auto``: results of the last layers without a kept graph, as many as fit where nothing moves. A
+                number: those of products and attention of so many of the last layers, wherever there is a home for
+                them.
 
         Raises:
             DoesNotFitError: a tier is too small, for the number that is wanted or whatever is kept.
         """
-        saved = frozenset() if attention == "auto" else self._last_with_attention(attention)
+        saved = frozenset() if results == "auto" else self._last_with_results(results)
         if wanted == "auto":
-            return self._what_is_left(self._solved(frozenset(), saved), graphs=True, attention=attention == "auto")
+            return self._what_is_left(self._solved(frozenset(), saved), graphs=True, results=results == "auto")
         visits = frozenset(self._last(wanted))
         while True:
             try:
                 found = self._solved(visits, saved)
             except DoesNotFitError as error:
-                raise self._with_advice(error, visits) if visits else error from error
+                raise self._with_advice(error, visits, saved) if visits or saved else error from error
             away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
             if not away:
-                return self._what_is_left(found, graphs=False, attention=attention == "auto")
+                return self._what_is_left(found, graphs=False, results=results == "auto")
             visits -= away
 
     def _solved(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs:
         nbytes = self.nbytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
-        program = saving_attention(program, self.trace, saved - visits)
+        program = saving_results(program, self.trace, saved - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
         return KeptGraphs(program, budgets, placement, nbytes)
 
-    def _what_is_left(self, found: KeptGraphs, *, graphs: bool, attention: bool) -> KeptGraphs:
-        """Keep graphs, or attention's results, of the last visits, beside a placement which stays as it is.
+    def _what_is_left(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
+        """Keep graphs, or results, of the last visits, beside a placement which stays as it is.
 
         As many as fit; first that which saves more operations for its bytes.
         """
@@ -108,23 +114,26 @@ class GraphKeeper:
         # Room is worth more to copies; or nobody knows how much graphs would take.
         is_known = self.trace.exact and not placement.working_bytes[tier]
         graphs &= is_known
-        attention &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
+        results &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
         left = _FreeMemory(self, found, tier)
-        if attention and self._attention_is_worth_more():
-            left.save_attention()
-        if graphs:
-            left.keep_graphs()
-        if attention:
-            left.save_attention()
+        worth = self._operations_per_byte()
+        for what in sorted(worth, key=worth.__getitem__, reverse=True):
+            if graphs if what == "graphs" else results:
+                left.spend(what)
         return left.kept()
 
-    def _attention_is_worth_more(self) -> bool:
-        """Return whether a byte of attention's results saves more operations than one of whole graphs."""
-        visits = [self.trace.visits[number] for number in visits_with_attention(self.trace)]
-        in_attention = sum(visit.attention.computed_flops for visit in visits)
-        in_all = sum(visit.recompute.computed_flops for visit in visits)
-        of_graphs = sum(visit.graph_nbytes for visit in visits)
-        return in_attention * of_graphs > in_all * sum(visit.attention_nbytes for visit in visits)
+    def _operations_per_byte(self) -> dict[_What, float]:
+        """Return the operations that each byte saves, of graphs and of results."""
+        visits = [visit for visit in self.trace.visits if visit.is_run_again]
+        found: dict[_What, tuple[int, int]] = {
+            "graphs": (
+                sum(visit.recompute.computed_flops for visit in visits),
+                sum(visit.graph_nbytes for visit in visits),
+            ),
+            "results": _value(visit.results for visit in visits),
+            "attention": _value(visit.attention for visit in visits),
+        }
+        return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
         """Return the budgets with so many bytes of graphs in the compute tier's workspace."""
@@ -138,19 +147,24 @@ class GraphKeeper:
         A graph has views of the weights, so not those whose weights are there for one visit only; and an input that
         such a visit has in common with one before it is saved by that one.
         """
-        visits = self.trace.visits
-        are_run_again = [n for n, visit in enumerate(visits) if visit.has_backward and not visit.is_head]
+        visits, are_run_again = self.trace.visits, self._all_run_again()
         left_out = {number for number in are_run_again if self._is_decoded(visits[number].unit)}
         left_out |= {owner for number in left_out for owner, _ in visits[number].reused.values()}
         return [number for number in are_run_again if number not in left_out]
+
+    def _all_run_again(self) -> list[int]:
+        return [number for number, visit in enumerate(self.trace.visits) if visit.is_run_again]
 
     def _is_decoded(self, unit: int) -> bool:
         return any(name in self._program.encodings for name in layouts_of_unit(self._graph, unit))
 
     def _last(self, num_layers: int) -> Iterator[int]:
-        """Yield the visits of so many of the last layers, and of all that comes after the first of them."""
+        return self._last_visits(num_layers, self.candidates())
+
+    def _last_visits(self, num_layers: int, visits: Sequence[int]) -> Iterator[int]:
+        """Yield those of some visits that are of so many of the last layers, or come after the first of these."""
         above = ""
-        for visit in reversed(self.candidates()) if num_layers else ():
+        for visit in reversed(visits) if num_layers else ():
             unit = self._graph.units[self.trace.visits[visit].unit]
             if unit.is_layer or unit.layer not in ("", above):  # a layer may be several visits, one after the other
                 num_layers -= 1
@@ -159,8 +173,8 @@ class GraphKeeper:
             above = unit.layer
             yield visit
 
-    def _last_with_attention(self, num_layers: int) -> frozenset[int]:
-        return visits_with_attention(self.trace).intersection(self._last(num_layers))
+    def _last_with_results(self, num_layers: int) -> frozenset[int]:
+        return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._all_run_again()))
 
     def nbytes(self, visits: Collection[int]) -> int:
         """Return what the graphs of these visits take together."""
@@ -170,65 +184,76 @@ class GraphKeeper:
     def _is_at_home(self, placement: Placement, visit: int) -> bool:
         return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)
 
-    def _with_advice(self, error: DoesNotFitError, visits: Collection[int]) -> DoesNotFitError:
-        advice = f"Graphs that are kept take {format_size(self.nbytes(visits))}: lower advanced.keep_graphs, "
-        advice += f'or write "auto", or give tiers.{error.tier} that size.'
-        return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice)
+    def _with_advice(self, error: DoesNotFitError, visits: Collection[int], saved: Collection[int]) -> DoesNotFitError:
+        taken = [f"Graphs that are kept take {format_size(self.nbytes(visits))}"] if visits else []
+        if set(saved) - set(visits):
+            each = sum(self.trace.visits[visit].results.nbytes for visit in saved if visit not in visits)
+            taken.append(f"{'r' if taken else 'R'}esults that are saved take {format_size(self._num_together * each)}")
+        advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{error.tier} '
+        return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, f"{advice}that size.")
 
 
 class _FreeMemory:
-    """Free memory of the compute tier, being spent on kept graphs and saved attention."""
+    """Free memory of the compute tier, being spent on kept graphs and saved results."""
 
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
-        self._graphs = found.program.recompute.kept_graphs
-        self._attention = frozenset[int]()  # besides those of the program that was found
+        self._kept: Mapping[_What, frozenset[int]] = {
+            "graphs": found.program.recompute.kept_graphs,
+            "results": frozenset(),  # besides those of the program that was found
+            "attention": frozenset(),
+        }
 
-    def keep_graphs(self) -> None:
-        """Keep the graphs of the last visits, as many as fit; they need no results of attention then."""
-        for visit in reversed(self._keeper.candidates()):
-            if not self._try(self._graphs | {visit}, self._attention - {visit}):
+    def spend(self, what: _What) -> None:
+        """Keep this of the last visits, of as many as fit, in place of what saves less of their recompute."""
+        if what == "graphs":
+            visits = frozenset(self._keeper.candidates())
+        else:
+            visits = visits_with_results(self._keeper.trace, attention_alone=what == "attention")
+            visits -= self._kept["graphs"] | self._found.program.recompute.saving
+            visits -= self._kept["results"]
+        for visit in sorted(visits - self._kept[what], reverse=True):
+            others = {kind: kept - {visit} for kind, kept in self._kept.items()}
+            if not self._try({**others, what: self._kept[what] | {visit}}):
                 return
 
-    def save_attention(self) -> None:
-        """Save attention's results of the last visits whose graphs are not kept, as many as fit."""
-        saved = self._found.program.recompute.saved_attention
-        others = visits_with_attention(self._keeper.trace) - self._graphs - saved
-        for visit in sorted(others, reverse=True):
-            if not self._try(self._graphs, self._attention | {visit}):
-                return
-
-    def _try(self, graphs: frozenset[int], attention: frozenset[int]) -> bool:
+    def _try(self, kept: Mapping[_What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
-        grown = self._keeper.nbytes(graphs) - self._found.nbytes
-        used = self._found.placement.peak_bytes(self._tier) + grown + self._grown(graphs, attention)
+        grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
+        used = self._found.placement.peak_bytes(self._tier) + grown + self._grown(kept)
         if used > budget.capacity_bytes:
             return False
-        self._graphs, self._attention = graphs, attention
+        self._kept = kept
         return True
 
-    def _grown(self, graphs: frozenset[int], attention: frozenset[int]) -> int:
+    def _grown(self, kept: Mapping[_What, frozenset[int]]) -> int:
         """Return how much more the blocks of activations take."""
-        slot_bytes, blocks = self._found.budgets[self._tier].slot_bytes, self._found.program.blocks
-        dropped = [key for visit in graphs - self._found.program.recompute.kept_graphs for key in self._inputs[visit]]
-        # As many blocks as a visit has of its first input.
-        added = sum(
-            self._num_slots(visit) * slot_bytes(self._keeper.trace.visits[visit].attention_nbytes)
-            for visit in attention
+        slot_bytes, blocks, visits = (
+            self._found.budgets[self._tier].slot_bytes,
+            self._found.program.blocks,
+            self._keeper.trace.visits,
         )
+        new_graphs = kept["graphs"] - self._found.program.recompute.kept_graphs
+        dropped = [key for visit in new_graphs for key in self._inputs[visit]]
+        # As many blocks as a visit has of its first input.
+        added = sum(self._num_slots(visit) * slot_bytes(visits[visit].results.nbytes) for visit in kept["results"])
+        added += sum(self._num_slots(visit) * slot_bytes(visits[visit].attention.nbytes) for visit in kept["attention"])
         return added - sum(slot_bytes(blocks[key].nbytes) for key in dropped)
 
     def _num_slots(self, visit: int) -> int:
-        return len(self._inputs[visit]) // len(self._keeper.trace.visits[visit].saved)
+        inputs = [key for key in self._inputs[visit] if not key.endswith(".results")]
+        return len(inputs) // len(self._keeper.trace.visits[visit].saved)
 
     def kept(self) -> KeptGraphs:
         """Return the program and placement that result."""
-        found, tier, nbytes = self._found, self._tier, self._keeper.nbytes(self._graphs)
-        program = keeping_graphs(found.program, self._graphs - found.program.recompute.kept_graphs)
-        program = saving_attention(program, self._keeper.trace, self._attention)
+        found, tier, trace = self._found, self._tier, self._keeper.trace
+        nbytes = self._keeper.nbytes(self._kept["graphs"])
+        program = keeping_graphs(found.program, self._kept["graphs"] - found.program.recompute.kept_graphs)
+        program = saving_results(program, trace, self._kept["attention"])
+        program = saving_results(program, trace, self._kept["results"], with_products=True)
         home_bytes = dict(found.placement.home_bytes)
-        grown = self._grown(self._graphs, self._attention)
+        grown = self._grown(self._kept)
         home_bytes[tier] = {**home_bytes[tier], "activations": home_bytes[tier]["activations"] + grown}
         budgets = self._keeper.with_graphs(nbytes)
         placement = replace(
@@ -240,13 +265,19 @@ class _FreeMemory:
         return KeptGraphs(program, budgets, placement, nbytes)
 
 
-def visits_with_attention(trace: VisitTrace) -> frozenset[int]:
-    """Return the visits that are run again, and whose attention has results to save."""
+def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> frozenset[int]:
+    """Return the visits that are run again, and whose products, or attention alone, have results to save."""
     return frozenset(
         number
         for number, visit in enumerate(trace.visits)
-        if visit.attention_nbytes and visit.has_backward and not visit.is_head
+        if (visit.attention if attention_alone else visit.results).nbytes and visit.is_run_again
     )
+
+
+def _value(results: Iterable[Savable]) -> tuple[int, int]:
+    """Return operations and bytes of results."""
+    found = list(results)
+    return sum(each.work.computed_flops for each in found), sum(each.nbytes for each in found)
 
 
 def weights_stay(graph: ModelGraph, trace: VisitTrace, program: StepProgram, homes: Mapping[str, str]) -> bool:
@@ -270,7 +301,7 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
     above = ""
     for number, visit in enumerate(trace.visits):
         unit = graph.units[visit.unit]
-        if visit.has_backward and not visit.is_head and unit.layer:
+        if visit.is_run_again and unit.layer:
             if unit.is_layer or unit.layer != above:
                 layers.append([])
             layers[-1].append(number)
@@ -278,9 +309,9 @@ def num_layers_kept(graph: ModelGraph, trace: VisitTrace, program: StepProgram) 
     return sum(program.recompute.kept_graphs.issuperset(visits) for visits in layers), len(layers)
 
 
-def num_layers_saving_attention(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:
-    """Return how many layers are run again in the backward but for their attention."""
-    return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in program.recompute.saved_attention)
+def num_layers_of(graph: ModelGraph, trace: VisitTrace, visits: Iterable[int]) -> int:
+    """Return how many of some visits are of layers."""
+    return sum(bool(graph.units[trace.visits[visit].unit].layer) for visit in visits)
 
 
 def num_parameters_run_once(graph: ModelGraph, trace: VisitTrace, program: StepProgram) -> int:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
     from megatrain.data.dataset import DataSpec
     from megatrain.engine.objective import Objective
+    from megatrain.engine.table import RecomputeChoice
     from megatrain.machine.machine import TierSpecs
     from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig
@@ -136,7 +137,8 @@ class RunSpec:
         max_steps: Steps at most; None: as many as the data has.
         tiers: what it may use of the machine.
         placement: where kinds of blocks may live.
-        advanced: ``[advanced]``: what is kept for the backward, fetched ahead and evicted.
+        recompute: what the backward computes again.
+        advanced: ``[advanced]``: what is fetched ahead and evicted.
         trace_steps: numbers, from 1, of steps whose timeline is written.
         checkpoint: when it is saved.
         export: how the trained model is written.
@@ -160,6 +162,7 @@ class RunSpec:
     max_steps: int | None
     tiers: TierSpecs
     placement: PlacementSpec
+    recompute: RecomputeChoice
     advanced: AdvancedConfig
     trace_steps: tuple[int, ...]
     checkpoint: CheckpointSpec

@@ -25,11 +25,12 @@ from megatrain.engine.program import (
     FrozenWeights,
     GroupUpdates,
     ProgramBuilder,
+    Recompute,
     StepProgram,
     Tick,
     VisitTrace,
     decoded_bytes,
-    saving_attention,
+    saving_results,
     state_key,
     stored_keys,
 )
@@ -46,8 +47,8 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
-from megatrain.plan.estimate import computing_seconds, estimate_step
-from megatrain.plan.kept import GraphKeeper, visits_with_attention, weights_stay
+from megatrain.plan.estimate import computing_seconds, estimate_step, flops_per_token
+from megatrain.plan.kept import GraphKeeper, visits_with_results, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import (
     FOLDER,
@@ -88,6 +89,8 @@ _NUM_TRIES = 4
 MOST_GATHERS_AHEAD = 3
 #: A plan must be this much faster than the one before it in the list to be preferred.
 WORTHWHILE = 0.99
+#: Bytes written to drives that results may cost without being asked for, as a factor.
+_MOST_WEAR = 1.1
 
 
 def plan_run(
@@ -163,9 +166,40 @@ def plan_run(
         plan = estimated(plan)
     else:
         plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated, profile))))
+        plan = _saving_elsewhere(plan, estimated)
         if run.advanced.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
+    if _may_run_one_at_a_time(plan):
+        batch, advanced = replace(run.batch, order="micro_batch"), {"micro_batch_order": "micro_batch"}
+        one_at_a_time = replace(run, batch=batch, advanced=run.advanced.model_copy(update=advanced))
+        try:
+            other = plan_run(one_at_a_time, padded=padded, names_ways_out=False, like=plan, capacities=capacities)
+        except DoesNotFitError:
+            other = plan
+        if not any(other.traffic.values()) and _is_shorter(other, plan):
+            return other
     return replace(plan, objections=objections_to(plan))
+
+
+def _may_run_one_at_a_time(plan: Plan) -> bool:
+    """Return whether micro-batches may run one after the other: it changes no bit, and nothing moves more often.
+
+    What is kept for the backward is that of one micro-batch then, so more of it fits.
+    """
+    run, recompute = plan.run, plan.program.recompute
+    is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
+    run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_run_again}
+    can_be = run.world.is_single and run.num_lanes == 1 and run.grad_dtype == torch.float32
+    can_be &= plan.num_micro_batches > 1 and not any(plan.traffic.values())
+    return is_open and can_be and not run_again <= recompute.kept_graphs
+
+
+def _is_shorter(plan: Plan, other: Plan) -> bool:
+    """Return whether a step takes less time than another: by the estimates, or by what it computes without rates."""
+    step_s, other_s = _step_s(plan), _step_s(other)
+    if math.inf in (step_s, other_s):
+        return flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
+    return step_s < WORTHWHILE * other_s
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
@@ -226,12 +260,6 @@ def check_ranks(run: RunSpec) -> None:
         what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
         message = f"{what}, and {several} each has a part of every one"
         problems.append(Problem("optimizer.optim", message, "Write one that does not, as adamw or muon"))
-    if run.advanced.keep_graphs not in ("auto", 0):
-        message = (
-            f"advanced.keep_graphs = {run.advanced.keep_graphs}: {several} weights are not in place from the forward "
-            "to the backward"
-        )
-        problems.append(Problem("advanced.keep_graphs", message, 'Write 0 or "auto"'))
     if problems:
         raise ConfigError("the config", problems)
 
@@ -278,27 +306,79 @@ def _processes(count: int) -> str:
     return "1 process" if count == 1 else f"{count} processes"
 
 
-def attention_to_save(run: RunSpec) -> Literal["auto"] | int:
-    """Return the layers whose attention results are saved, as the config asks for; compiled layers save none."""
-    return run.advanced.save_attention if run.model.compile_backend is None else 0
+_Count = Literal["auto"] | int
+_ALL = 1 << 20  # layers
+
+
+def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
+    """Return the layers, from the last one, whose graphs are kept, and those that save results, as the config asks for.
+
+    Compiled layers save no results. Of several ranks no graphs are kept: a full copy of a weight is nobody's home, and
+    cannot wait for the backward.
+    """
+    choice, count = run.recompute, run.recompute.num_layers or _ALL
+    of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
+    of_results: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
+    graphs = of_graphs[choice.mode] if run.world.is_single else 0
+    return graphs, of_results[choice.mode] if run.model.compile_backend is None else 0
+
+
+def _saving_results(plan: Plan) -> Iterator[Plan]:
+    """Yield programs in which layers save results, of attention alone and of products, not placed yet."""
+    if plan.run.recompute.mode != "auto" or plan.run.model.compile_backend is not None:
+        return
+    recompute = plan.program.recompute
+    for with_products in (False, True):
+        visits = visits_with_results(plan.trace, attention_alone=not with_products)
+        visits -= recompute.kept_graphs | recompute.saving
+        if visits:
+            program = saving_results(plan.program, plan.trace, visits, with_products=with_products)
+            yield replace(plan, program=program)
 
 
 def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan], profile: LoadedProfile) -> Iterator[Plan]:
-    """Yield plans in which all layers save attention's results, if that may make a step shorter that moves blocks.
+    """Yield plans in which all layers save results, if that may make a step shorter that moves blocks.
 
     The results move as well then, so only measured rates can tell.
     """
-    if attention_to_save(plan.run) != "auto" or plan.run.tiers.machine is not None:
-        return
     machine = profile.machine
-    if machine is None or measured_rates(estimated(plan)) is None:
+    if plan.run.tiers.machine is not None or machine is None or measured_rates(estimated(plan)) is None:
         return
-    recompute = plan.program.recompute
-    visits = visits_with_attention(plan.trace) - recompute.kept_graphs - recompute.saved_attention
-    other = replace(plan, program=saving_attention(plan.program, plan.trace, visits))
-    before_s, after_s = computing_seconds(plan, machine), computing_seconds(other, machine)
-    if before_s is not None and after_s is not None and after_s < WORTHWHILE * before_s:
-        yield from _placed_anew(other)
+    before_s = computing_seconds(plan, machine)
+    for other in _saving_results(plan):
+        after_s = computing_seconds(other, machine)
+        if before_s is not None and after_s is not None and after_s < WORTHWHILE * before_s:
+            yield from (placed for placed in _placed_anew(other) if _spares_drives(placed, plan))
+
+
+def _saving_elsewhere(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
+    """Return the plan for another machine with results saved if it is estimated to be shorter with them."""
+    best = plan
+    for other in _saving_results(plan) if plan.run.tiers.machine is not None else ():
+        placed = next(_placed_anew(other), None)
+        if placed is None or not _spares_drives(placed, plan):
+            continue
+        if _step_s(estimated(placed)) < WORTHWHILE * _step_s(best):
+            best = estimated(placed)
+    return best
+
+
+def _spares_drives(plan: Plan, other: Plan) -> bool:
+    """Return whether drives are written little more than by another plan: nobody asked for speed that wears them.
+
+    Results of a step are many times its gradients and state. Where they may go to a drive is for the config to say.
+    """
+
+    def written_bytes(of: Plan) -> int:
+        return sum(nbytes for link, nbytes in of.traffic.items() if link.endswith("->nvme"))
+
+    return written_bytes(plan) <= _MOST_WEAR * written_bytes(other)
+
+
+def _step_s(plan: Plan) -> float:
+    """Return the estimate of a step; infinite where a rate is unknown."""
+    step_s = plan.estimate.step_s if plan.estimate is not None else None
+    return math.inf if step_s is None else step_s
 
 
 def _streaming(plan: Plan, count: int) -> StepProgram:
@@ -436,9 +516,7 @@ def _place(
         known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
         keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together)
-        # A full copy of a weight is nobody's home: it cannot wait for the backward.
-        keep_graphs = run.advanced.keep_graphs if run.world.is_single else 0
-        return keeper.solve(keep_graphs, attention_to_save(run))
+        return keeper.solve(*_layers_kept(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
         if run.world.is_single or run.advanced.prefetch_bytes == 0 or most_ahead == 0:
@@ -708,12 +786,12 @@ def fastest(plans: Iterable[Plan]) -> Plan:
     The first as well for another machine: its rates are too rough to choose by, and a replay of a large model is long.
     """
     best, best_s = None, math.inf
-    seen: list[tuple[Mapping[str, str], frozenset[int]]] = []
+    seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
     for plan in plans:
         rates = measured_rates(plan)
         if rates is None or plan.estimate is None or plan.run.tiers.machine is not None:
             return plan
-        what = plan.placement.homes, plan.program.updates.streamed
+        what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
         if what in seen:
             continue
         seen.append(what)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import KINDS, Kind
-from megatrain.plan.kept import num_layers_kept, num_layers_saving_attention
+from megatrain.plan.kept import num_layers_kept, num_layers_of
 from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -161,8 +161,13 @@ def _notes(plan: Plan) -> dict[Kind, str]:
         shared = {key for _, key in plan.program.occupants}
         num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})
         notes["gradients"] += f"; {num_gradients} layers' take turns in {len(shared)} of them"
-    if saved := num_layers_saving_attention(plan.graph, plan.trace, plan.program):
-        notes["activations"] += f"; attention of {saved} layers is not computed again"
+    for what, visits in (
+        ("attention", plan.program.recompute.saved_attention),
+        ("products and attention", plan.program.recompute.saved_results),
+    ):
+        if saved := num_layers_of(plan.graph, plan.trace, visits):
+            verb = "is" if what == "attention" else "are"
+            notes["activations"] += f"; {what} of {saved} layers {verb} not computed again"
     return notes
 
 

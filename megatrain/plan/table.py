@@ -40,9 +40,9 @@ PrefetchSize = Annotated[
     PlainSerializer(lambda value: value if isinstance(value, str) else exact_size(value) if value else "0"),
     WithJsonSchema({"anyOf": [{"enum": ["auto", "unlimited", "0", 0]}, SIZE_SCHEMA]}),
 ]
-GraphCount = Annotated[
+GroupCount = Annotated[
     Literal["auto"] | Annotated[int, Field(ge=0)],
-    is_not("is no number of layers", 'Write a whole number at least 0, or "auto"'),
+    is_not("is no number of groups", 'Write a whole number at least 0, or "auto"'),
 ]
 
 
@@ -67,21 +67,13 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
     file_size: PlainSize | None = key(
         'Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
     )
-    micro_batch_order: Literal["layer", "micro_batch"] = key(
-        "layer: each layer runs for all micro-batches before the next.", "layer"
-    )
-    keep_graphs: GraphCount = key(
-        "Layers, counted from the last one, that the backward does not run again, as the graph of their "
-        "forward is kept in the compute tier. auto: as many as fit where every block is at home there; 0: none.",
+    micro_batch_order: Literal["auto", "layer", "micro_batch"] = key(
+        "layer: each layer runs for all micro-batches before the next. micro_batch: one micro-batch after the other, "
+        "so that the memory that is left keeps what the backward needs of one alone. auto: layer, but micro_batch "
+        "where nothing moves and the plan says that a step is shorter.",
         "auto",
     )
-    save_attention: GraphCount = key(
-        "Layers, counted from the last one, whose attention is not computed again in the backward: the results of its "
-        "kernel (sdpa's, without dropout) are kept with the activations. auto: where it saves time, by the plan; 0: "
-        "none. Compiled layers compute it again.",
-        "auto",
-    )
-    stream_updates: GraphCount = key(
+    stream_updates: GroupCount = key(
         "Beside a GPU: groups of weights with their state in RAM that are updated in GPU memory, where they are "
         "fetched part by part, while the processor updates the others. auto: as many as finish with the others, if "
         "measured rates say that a step is shorter; 0: none.",

@@ -10,7 +10,7 @@ import torch
 
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.converters.spec import build_graph
-from megatrain.engine.saved_attention import AttentionResults
+from megatrain.engine.saved_results import SavedResults
 from megatrain.engine.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model
@@ -32,14 +32,14 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def step(config: Any, dtype: torch.dtype, kept: Any, saved: Any = ()) -> tuple[Any, dict[str, torch.Tensor], int]:
+def step(config: Any, dtype: torch.dtype, kept: Any, **saved: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
     """Return the loss, the gradients, and the most memory that the step took beside weights and gradients."""
     graph, model = build_graph(config, dtype=dtype), build_model(config, dtype).to("cuda")
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)
-    access._device = "cuda"
+    access._device, access.attention_nbytes = "cuda", 8 << 20
     access._weights = {name: weight.to("cuda") for name, weight in access._weights.items()}
     del model
-    runner = layer_runner(graph, access, device="cuda", kept=kept, saved_attention=saved)
+    runner = layer_runner(graph, access, device="cuda", kept=kept, **saved)
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (ROWS, LENGTH), generator=generator)
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
@@ -70,21 +70,25 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_saved_attention_on_a_device(family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
-    if virtual is None and dtype == torch.float32:
+@pytest.mark.parametrize("what", ["saved_attention", "saved_results"])
+def test_saved_results_on_a_device(what: str, family: str, dtype: torch.dtype, virtual: VirtualCuda | None) -> None:
+    if virtual is None and dtype == torch.float32 and what == "saved_attention":
         pytest.skip("a GPU has no fused kernel for heads that share keys in fp32: nothing could be saved")
     config = tiny_config(family, tied=False, max_position_embeddings=512)
     loss, gradients, _ = step(config, dtype, ())
     num_calls: list[int] = []
-    answering = AttentionResults.answering
+    answering = SavedResults.answering
 
-    def counted(results: AttentionResults, room: torch.Tensor) -> Any:
+    def counted(results: SavedResults, room: torch.Tensor, owners: Any) -> Any:
         num_calls.append(sum(call is not None for call in results._calls))
-        return answering(results, room)
+        return answering(results, room, owners)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AttentionResults, "answering", counted)
-        saved_loss, saved_gradients, _ = step(config, dtype, (), saved=range(1, 1 + config.num_hidden_layers))
-    assert num_calls == [1] * config.num_hidden_layers * NUM_MICRO_BATCHES
+        patch.setattr(SavedResults, "answering", counted)
+        saved_loss, saved_gradients, _ = step(config, dtype, (), **{what: range(1, 1 + config.num_hidden_layers)})
+    # Without a trace nothing is known to be unneeded: seven products, and attention where its kernel can be saved.
+    is_fused = virtual is not None or dtype != torch.float32
+    each = 1 if what == "saved_attention" else 7 + is_fused
+    assert num_calls == [each] * config.num_hidden_layers * NUM_MICRO_BATCHES
     assert saved_loss == loss and saved_gradients.keys() == gradients.keys()
     assert all(torch.equal(saved_gradients[name], gradients[name]) for name in gradients)

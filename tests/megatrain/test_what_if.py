@@ -30,7 +30,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         path = tmp_path / "run.toml"
         text = config_text(tmp_path, MODEL, **{"nvme": 2, **tables})
         text = text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n")
-        path.write_text(text.replace("[training]\n", f"[training]\n{tables.get('training', '')}\n"))
+        path.write_text(text)
         return path
 
     return write

@@ -78,7 +78,7 @@ class MemoryAccess:
             tensor.fill_(0)  # whoever still uses it is seen
 
     @contextmanager
-    def attention_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
+    def results_room(self, visit: int, micro_batch: int) -> Iterator[torch.Tensor]:
         if self.log[-1][0] == "forward":
             assert (visit, micro_batch) not in self._rooms
             room = torch.full((self.attention_nbytes,), 255, dtype=torch.uint8, device=self._device)

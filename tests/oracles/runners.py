@@ -25,6 +25,7 @@ def layer_runner(
     parts_in_turn: bool = False,
     kept: Iterable[int] = (),
     saved_attention: Iterable[int] = (),
+    saved_results: Iterable[int] = (),
     kept_parts: int = 1,
     **options: Any,
 ) -> LayerRunner:
@@ -34,6 +35,6 @@ def layer_runner(
         access,
         device=device,
         order=PassOrder(order, head_rows, head_columns, parts_in_turn),
-        recompute=Recompute(frozenset(kept), frozenset(saved_attention), kept_parts),
+        recompute=Recompute(frozenset(kept), frozenset(saved_attention), frozenset(saved_results), kept_parts),
         **options,
     )

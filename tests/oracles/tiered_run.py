@@ -96,6 +96,7 @@ path = "{EXAMPLES / "quickstart" / "loomings.txt"}"
 [training]
 per_device_train_batch_size = 2
 gradient_accumulation_steps = 3
+{tables.get("training", "")}
 [optimizer]
 learning_rate = 1e-3
 lr_scheduler_type = "constant"

@@ -30,6 +30,7 @@ _CLIPS: dict[str, dict[str, Any]] = {
     "layer": {"max_grad_norm": 0.5, "clip_scope": "layer"},
     "none": {"max_grad_norm": 0.0},
 }
+_RECOMPUTES = {"full": "full", "none": "none:1", "selective": "selective:2"}
 _PACKING = {"rows": False, "packed": True, "concat": "concat"}
 _TARGETS = {"gpt2": ["c_attn", "c_proj"], "zamba2": ["q_proj", "out_proj"]}
 
@@ -44,7 +45,7 @@ def plain_of(row: Row) -> dict[str, str]:
     size, _ = WORLDS[row["ranks"]]
     lanes = f"{size}lanes" if row["lanes"] == "open" and size > 1 else row["lanes"]
     placement = "cuda" if row["placement"] in ON_A_GPU else "ram"  # a GPU adds in another order than a CPU
-    where = {"placement": placement, "recompute": "again", "ranks": "alone", "order": "by_layer"}
+    where = {"placement": placement, "recompute": "full", "ranks": "alone", "order": "by_layer"}
     return {**row, **where, "lanes": lanes, "checkpoints": "unsaved"}
 
 
@@ -87,7 +88,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         "checkpoint": {"min_free_disk": "0MiB", "save_steps": 2, "save_strategy": "steps"},
         "logging": {"progress": "none"},
         "tiers": {"ram": {"size": AMPLE}},
-        "advanced": {"keep_graphs": 0, "save_attention": 0},
+        "advanced": {},
     }
     if row["lanes"] != "open":
         config["training"]["gradient_lanes"] = int(row["lanes"][0])
@@ -118,10 +119,7 @@ def _cut(config: Config, row: Row) -> None:
     elif row["cut"] == "mlp_rows":
         config["model"]["mlp_rows"] = 40
     advanced = config["advanced"]
-    if row["recompute"] == "graphs":
-        advanced["keep_graphs"] = 1
-    elif row["recompute"] == "attention":
-        advanced["save_attention"] = 2
+    config["training"]["recompute"] = _RECOMPUTES[row["recompute"]]
     if row["order"] == "by_micro_batch":
         advanced["micro_batch_order"] = "micro_batch"
 
@@ -163,9 +161,9 @@ def _evaluate(config: Config, row: Row, held_out: Path) -> None:
 def all_in_place(config: Config) -> Config:
     """Return a config with all in the memory of the device, and nothing fetched ahead."""
     tiers = {"ram": {"size": AMPLE}} | ({"gpu": {"size": AMPLE}} if config["device"] == "cuda" else {})
-    advanced = {"keep_graphs": 0, "save_attention": 0, "prefetch": "0"}
     kept = {name: value for name, value in config.items() if name != "placement"}
-    return {**kept, "tiers": tiers, "advanced": advanced}
+    training = {**config["training"], "recompute": "full"}
+    return {**kept, "training": training, "tiers": tiers, "advanced": {"prefetch": "0"}}
 
 
 def to_text(config: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "optimizer": ("adamw", "adamw_bf16", "adamw_int8", "lion_int8", "sgd", "adafactor", "muon"),
     "precision": ("fp32", "bf16", "bf16_gradients"),
     "placement": ("ram", "least", "drive", "emulated", "cuda", "one_memory"),
-    "recompute": ("again", "graphs", "attention"),
+    "recompute": ("full", "none", "selective"),
     "cut": ("whole", "parts", "experts", "mlp_rows"),
     "packing": ("rows", "packed", "concat"),
     "images": ("text", "frozen", "trained"),
@@ -102,7 +102,6 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("needs whole matrices, and with", optimizer="adafactor", ranks=SEVERAL),
     refused("there must be as many lanes at least", lanes="1lane", ranks=SEVERAL),
     refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
-    refused("weights are not in place from the forward to the backward", recompute="graphs", ranks=SEVERAL),
     absent(
         "the device in software has no collectives between processes",
         placement=("cuda", "one_memory"),

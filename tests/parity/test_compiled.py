@@ -101,7 +101,7 @@ def gradients(family: str, compiler: LayerCompiler | None, **values: Any) -> dic
 def test_graphs_of_compiled_layers_are_kept_with_the_same_bits(tiny_model: Path, tmp_path: Path) -> None:
     keys = 'compile = true\ncompile_backend = "aot_eager"'
     kept = run(tmp_path / "kept", tiny_model, keys, nvme=0)
-    again = run(tmp_path / "again", tiny_model, keys, nvme=0, advanced="keep_graphs = 0")
+    again = run(tmp_path / "again", tiny_model, keys, nvme=0, training='recompute = "full"')
     assert (
         kept.plan.program.recompute.kept_graphs
         and kept.plan.kept_bytes

@@ -189,7 +189,7 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
 
         def planned(ram: str) -> Plan:
             config = load_config(
-                tmp_path / "run.toml", (), [*changes, "advanced.keep_graphs=0", f"tiers.ram.size={ram}"]
+                tmp_path / "run.toml", (), [*changes, "training.recompute=full", f"tiers.ram.size={ram}"]
             ).config
             return plan_run(resolve(config), like=plans.get(is_split), names_ways_out=False)
 

@@ -170,7 +170,7 @@ ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nacti
 
 
 def config_text(
-    folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB", advanced: str = ""
+    folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB", training: str = ""
 ) -> str:
     return f"""
 task = "sft"
@@ -191,6 +191,7 @@ eval_strategy = "steps"
 eval_steps = 2
 [training]
 max_steps = 4
+{training}
 per_device_train_batch_size = 1
 gradient_accumulation_steps = 3
 [checkpoint]
@@ -203,8 +204,6 @@ warmup_steps = 0
 compute_dtype = "float32"
 [placement]
 {placement}
-[advanced]
-{advanced}
 [tiers.ram]
 size = "{ram}"
 [[tiers.nvme]]
@@ -221,7 +220,7 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         for name, where in (
             ("ram", {}),
             ("nvme", {"placement": ALL_NVME, "ram": "36MiB"}),
-            ("attention", {"placement": ALL_NVME, "ram": "36MiB", "advanced": "save_attention = 9"}),
+            ("results", {"placement": ALL_NVME, "ram": "36MiB", "training": 'recompute = "selective:9"'}),
         )
     ]
     for run in runs:
@@ -229,9 +228,7 @@ def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: 
         run.assert_same(runs[0])
     assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
     program, graph = runs[2].plan.program, runs[2].plan.graph
-    saves = {
-        runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.recompute.saved_attention
-    }
+    saves = {runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.recompute.saved_results}
     assert saves == ({False, True} if images == "trained" else {False})
 
 

@@ -12,18 +12,22 @@ from oracles.tiered_run import TieredRun, config_text, run_config
 NUM_STEPS = 4
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "all layers, in RAM": (4, {"nvme": 0}),
-    "one layer, all that fits": (1, {"nvme": 0, "ram": "24MiB"}),
+    "one layer, all that fits beside results": (1, {"nvme": 0, "ram": "26MiB"}),
     "all layers, micro-batch-major": (4, {"nvme": 0, "advanced": 'micro_batch_order = "micro_batch"'}),
     "updates during the backward": (4, {"nvme": 0, "optimizer": 'max_grad_norm = 0\nnonfinite = "ignore"'}),
     "two layers, gradients and activations on NVMe": (
         2,
-        {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]', "advanced": "keep_graphs = 2"},
+        {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]', "training": 'recompute = "none:2"'},
     ),
     "two layers, state on NVMe, micro-batch-major": (
         2,
-        {"placement": 'optimizer = ["nvme"]', "advanced": 'keep_graphs = 2\nmicro_batch_order = "micro_batch"'},
+        {
+            "placement": 'optimizer = ["nvme"]',
+            "training": 'recompute = "none:2"',
+            "advanced": 'micro_batch_order = "micro_batch"',
+        },
     ),
-    "no layer whose weights are on NVMe": (0, {"placement": 'weights = ["nvme"]', "advanced": "keep_graphs = 3"}),
+    "no layer whose weights are on NVMe": (0, {"placement": 'weights = ["nvme"]', "training": 'recompute = "none:3"'}),
 }
 
 
@@ -36,7 +40,7 @@ def baselines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
     """Runs in RAM that recompute every layer, by the text of their optimizer."""
     return {
         optimizer: run(
-            tmp_path_factory.mktemp("again"), tiny_model, nvme=0, optimizer=optimizer, advanced="keep_graphs = 0"
+            tmp_path_factory.mktemp("again"), tiny_model, nvme=0, optimizer=optimizer, training='recompute = "full"'
         )
         for optimizer in ("", 'max_grad_norm = 0\nnonfinite = "ignore"')
     }
@@ -72,7 +76,7 @@ def test_same_bits_and_planned_traffic(
 
 def test_bfloat16_with_rounded_gradients(tiny_model: Path, tmp_path: Path) -> None:
     precision = 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'
-    again = run(tmp_path / "again", tiny_model, nvme=0, precision=precision, advanced="keep_graphs = 0")
+    again = run(tmp_path / "again", tiny_model, nvme=0, precision=precision, training='recompute = "full"')
     kept = run(tmp_path / "kept", tiny_model, nvme=0, precision=precision)
     assert layers_kept(kept) == 4
     check(kept, again)
@@ -85,7 +89,7 @@ def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
     """With updates in RAM, so that weights leave their homes and come back, between the steps' forwards."""
     optimizer = 'optim = "adafactor"'  # which has no kernel for a GPU
     placement = 'weights = ["gpu"]\ngradients = ["gpu"]\nactivations = ["gpu"]\noptimizer = ["ram"]'
-    again = run(tmp_path / "again", tiny_model, nvme=0, optimizer=optimizer, advanced="keep_graphs = 0")
+    again = run(tmp_path / "again", tiny_model, nvme=0, optimizer=optimizer, training='recompute = "full"')
     result = run(tmp_path / "kept", tiny_model, nvme=0, optimizer=optimizer, gpu=gpu, placement=placement)
     assert result.plan.traffic["gpu->ram"] > 0
     assert layers_kept(result) == num_layers

@@ -142,7 +142,7 @@ BY_HAND: dict[str, dict[str, Any]] = {
     "more lanes than micro-batches": {"lanes": 8, "num": 3},
     "rounded to bf16": {"lanes": 4, "precision": 'grad_dtype = "bfloat16"'},
     "computed in bf16": {"lanes": 4, "precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
-    "graphs that are not kept": {"lanes": 4, "advanced": "keep_graphs = 0"},
+    "graphs that are not kept": {"lanes": 4, "training": 'recompute = "full"'},
     "updates in the backward": {"lanes": 4, "optimizer": "max_grad_norm = 0"},
     "from a drive": {"lanes": 4, "nvme": 1, "placement": ALL_NVME, "ram": "9MiB"},
 }
@@ -180,12 +180,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "on NVMe": {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"},
     "all on a GPU": {"gpu": "64MiB", "ram": "3MiB"},
     "partly on a GPU": {"gpu": "14MiB", "ram": "9MiB", "nvme": 1},
-    "graphs kept": {"advanced": "keep_graphs = 4"},
+    "graphs kept": {"training": 'recompute = "none:4"'},
 }
 
 
 def test_placement_changes_no_bit_and_what_is_planned_moves(tiny_model: Path, tmp_path: Path) -> None:
-    expected = run(tmp_path / "ram", tiny_model, lanes=4, advanced="keep_graphs = 0", num_steps=3)
+    expected = run(tmp_path / "ram", tiny_model, lanes=4, training='recompute = "full"', num_steps=3)
     for name, options in PLACEMENTS.items():
         result = run(tmp_path / name.replace(" ", "_"), tiny_model, lanes=4, num_steps=3, **options)
         result.assert_same(expected)

@@ -397,7 +397,6 @@ REFUSED = {
     "training.gradient_lanes": ("gradient_lanes = 3", 4),
     "training.gradient_accumulation_steps": ("", 33),
     "advanced.micro_batch_order": ('[advanced]\nmicro_batch_order = "micro_batch"', 2),
-    "advanced.keep_graphs": ("[advanced]\nkeep_graphs = 2", 2),
     "optimizer.optim": ('[optimizer]\noptim = "adafactor"', 2),
 }
 

@@ -32,7 +32,7 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zamba: Path, tmp_path: Path) -> None:
     """Its block of attention is given the embeddings beside the hidden states; with the least room one was too much."""
-    text = config_text(tmp_path, zamba, nvme=0, advanced="keep_graphs = 0\nsave_attention = 0")
+    text = config_text(tmp_path, zamba, nvme=0, training='recompute = "full"')
     (tmp_path / "run.toml").write_text(text)
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     num_inputs = [len(visit.saved) for visit in plan.trace.visits]

@@ -33,10 +33,9 @@ def main() -> None:
             "device": "cpu",
             "model": {"model_name_or_path": str(folder / "model"), "mlp_rows": rows},
             "data": {"max_length": TOKENS, "train": [{"path": str(folder / "model" / "config.json")}]},
-            "training": {"per_device_train_batch_size": 1},
+            "training": {"per_device_train_batch_size": 1, "recompute": "full"},
             "tiers": {"ram": {"size": "1GiB"}},
             "checkpoint": {"save_strategy": "no", "save_on_signal": False},
-            "advanced": {"keep_graphs": 0},
         }
     )
     plan = plan_run(resolve(run))

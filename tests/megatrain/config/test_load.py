@@ -102,7 +102,7 @@ def test_layers_later_wins_tables_merge_arrays_replace(smallest: Path, tmp_path:
         ("max_length=4_096", "data.max_length", 4096),
         ("prefetch=0", "advanced.prefetch", 0),
         ("prefetch=1GiB", "advanced.prefetch", 1 << 30),
-        ("keep_graphs=3", "advanced.keep_graphs", 3),
+        ("recompute=none:3", "training.recompute", "none:3"),
         ("placement.weights=ram", "placement.weights", ("ram",)),
         ('freeze=["*.bias"]', "model.freeze", ("*.bias",)),
         ("num_train_epochs=2", "training.num_train_epochs", 2.0),

@@ -21,9 +21,9 @@ from megatrain.engine.program import (
     StepProgram,
     VisitTrace,
     activations_of,
-    attention_key,
     keeping_graphs,
-    saving_attention,
+    results_key,
+    saving_results,
 )
 from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
@@ -393,15 +393,15 @@ def test_the_program_of_saved_attention_has_its_blocks(order: str) -> None:
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
     program = program_of(graph, trace, order)
-    saved = saving_attention(program, trace, frozenset({2, 3}))
+    saved = saving_results(program, trace, frozenset({2, 3}))
     num_slots = 3 if order == "layer" else 1
-    keys = {attention_key(visit, slot) for visit in (2, 3) for slot in range(num_slots)}
+    keys = {results_key(visit, slot) for visit in (2, 3) for slot in range(num_slots)}
     assert saved.recompute.saved_attention == {2, 3} and saved.blocks.keys() - program.blocks.keys() == keys
     for before, after in zip(program.ticks, saved.ticks, strict=True):
         if after.phase not in ("forward", "backward") or after.visit not in (2, 3):
             assert after == before
             continue
-        own = [attention_key(after.visit, slot) for slot in range(num_slots)]
+        own = [results_key(after.visit, slot) for slot in range(num_slots)]
         assert [key for key, _ in after.uses if key in keys] == own
         assert [use for use in after.uses if use[0] not in keys] == list(before.uses)
         if after.phase == "forward":  # inputs are written one after the other, results while the unit runs

@@ -327,9 +327,11 @@ def test_what_attention_would_save(padded: bool) -> None:
     """Output and sums of flash attention, for whole rows and for documents, and next to nothing else."""
     config = tiny_config("llama", tied=False)
     trace = trace_of(config=config, length=512, padded=padded)
-    layers = [visit for visit in trace.visits if visit.saved and visit.attention_nbytes]
+    layers = [visit for visit in trace.visits if visit.saved and visit.attention.nbytes]
     assert len(layers) == config.num_hidden_layers
     for visit in layers:
         results = 512 * (config.hidden_size * 2 + config.num_attention_heads * 4)
-        assert 0 <= visit.attention_nbytes - results <= 4 * 512
-        assert visit.attention.flops == 2 * visit.attention.skipped_flops == 4 * 512 * 512 * config.hidden_size
+        assert 0 <= visit.attention.nbytes - results <= 4 * 512
+        assert (
+            visit.attention.work.flops == 2 * visit.attention.work.skipped_flops == 4 * 512 * 512 * config.hidden_size
+        )

@@ -175,7 +175,8 @@ KEPT: list[Tensor] = []
 UNITS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
     "added": (lambda x, w: x + functional.linear(x, w), True),
     "transposed": (lambda x, w: x + torch.addmm(x, x, w), True),
-    "batched": (lambda x, w: x + torch.bmm(x[None], w[None])[0], False),  # a view of the weight: nobody looks
+    "batched": (lambda x, w: x + torch.bmm(x[None], w[None])[0], True),  # a view of the weight
+    "of a row": (lambda x, w: x + torch.mm(x, w[:, :1].expand(4, 4)), True),
     "scaled by a number": (lambda x, w: x + 3 * functional.linear(x, w), True),
     "reshaped": (lambda x, w: x + functional.linear(x[None], w).reshape(5, 4), True),
     "added in place": (lambda x, w: functional.linear(x, w).add_(x), True),

@@ -90,7 +90,7 @@ def test_a_layer_of_llama_by_hand() -> None:
     in_attention = attention + attention_backward
     multiplied = (6 * weights - 2 * width * inner) * tokens
     assert layer.backward == Work(multiplied, in_attention, in_attention // 2, FLOAT * numbers, launches)
-    assert layer.attention == Work(0, attention, attention // 2, 0, 1)
+    assert layer.attention.work == Work(0, attention, attention // 2, 0, 1)
 
 
 def test_a_head_of_many_pieces_is_that_of_its_first_ones() -> None:

@@ -270,7 +270,7 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
     """Everything lives there: no bus, no update by the host, and the GPU makes updates after it has computed."""
     planned = plan_run(
-        resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", advanced="keep_graphs = 0")).config)
+        resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
     )
     plan = replace(planned, run=replace(planned.run, device=torch.device("cuda")))
     num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))

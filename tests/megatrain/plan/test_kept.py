@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from megatrain.config import load_config
+from megatrain.engine.program import Recompute
 from megatrain.engine.trace import step_flops
 from megatrain.machine.machine import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step, flops_per_token
@@ -22,12 +23,14 @@ from megatrain.plan.show import table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
+from tiered.units import round_up
 
 MODEL = EXAMPLES / "quickstart" / "model"
 TOKENS = 2 * 3 * 64
 
 
 def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
+    tables = {"advanced": 'micro_batch_order = "layer"', **tables}
     (folder / "run.toml").write_text(config_text(folder, MODEL, nvme=nvme, **tables))
     return plan_run(resolve(load_config(folder / "run.toml").config))
 
@@ -37,18 +40,14 @@ def kept_bytes(plan: Plan, visits: list[int]) -> int:
 
 
 def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
-    none = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
+    none = make_plan(tmp_path, training='recompute = "full"')
     least, everything = none.totals["ram"], make_plan(tmp_path)
     assert not none.program.recompute.kept_graphs and none.kept_bytes == 0
     assert everything.program.recompute.kept_graphs == set(range(6)) and num_layers_kept(
         everything.graph, everything.trace, everything.program
     ) == (4, 4)
     most = everything.totals["ram"]
-    plain = "save_attention = 0"
-    plans = [
-        make_plan(tmp_path, ram=f"{size}B", advanced=plain)
-        for size in (least, least + (most - least) // 2, most - 1, most)
-    ]
+    plans = [make_plan(tmp_path, ram=f"{size}B") for size in (least, least + (most - least) // 2, most - 1, most)]
     for plan in plans:
         kept = sorted(plan.program.recompute.kept_graphs)
         assert kept == list(range(6))[6 - len(kept) :]
@@ -56,8 +55,10 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         assert 0 <= plan.kept_bytes - kept_bytes(plan, kept) < 4096
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
         activations = [block for block in plan.program.blocks.values() if block.kind == "activations"]
-        assert len(activations) == 3 * (5 - len([visit for visit in kept if visit > 0]))
-        assert plan.placement.home_bytes["ram"]["activations"] == sum(block.nbytes for block in activations)
+        num_saving = len(plan.program.recompute.saving)
+        assert len(activations) == 3 * (5 - len([visit for visit in kept if visit > 0]) + num_saving)
+        taken = sum(plan.budgets_by_tier["ram"].slot_bytes(block.nbytes) for block in activations)
+        assert plan.placement.home_bytes["ram"]["activations"] == taken
     for fewer, more in pairwise(plans):
         assert fewer.program.recompute.kept_graphs <= more.program.recompute.kept_graphs
     assert (
@@ -66,7 +67,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         < plans[3].program.recompute.kept_graphs
         == set(range(6))
     )
-    again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B", advanced=plain)
+    again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B")
     assert again.program == plans[1].program and again.placement == plans[1].placement
     with pytest.raises(DoesNotFitError) as refused:
         make_plan(tmp_path, ram=f"{least - 16384}B")
@@ -80,98 +81,136 @@ def test_copies_come_before_graphs(tmp_path: Path) -> None:
 
 
 def test_a_number_of_layers(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', advanced="keep_graphs = 3")
+    plan = make_plan(tmp_path, nvme=1, placement='optimizer = ["nvme"]', training='recompute = "none:3"')
     assert plan.program.recompute.kept_graphs == {2, 3, 4, 5}  # the norm at the end, too
     assert weights_stay(plan.graph, plan.trace, plan.program, plan.placement.homes)
-    assert make_plan(tmp_path, advanced="keep_graphs = 100").program.recompute.kept_graphs == set(range(6))
-    away = make_plan(tmp_path, nvme=1, placement='weights = ["nvme"]', advanced="keep_graphs = 3")
+    assert make_plan(tmp_path, training='recompute = "none:100"').program.recompute.kept_graphs == set(range(6))
+    away = make_plan(tmp_path, nvme=1, placement='weights = ["nvme"]', training='recompute = "none:3"')
     assert not away.program.recompute.kept_graphs and away.kept_bytes == 0
 
 
 def test_a_number_that_does_not_fit_is_refused_with_what_would_do(tmp_path: Path) -> None:
-    least = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0").totals["ram"]
-    with pytest.raises(DoesNotFitError, match=r"Graphs that are kept take .*: lower advanced.keep_graphs") as refused:
-        make_plan(tmp_path, ram=f"{least}B", advanced="keep_graphs = 2")
-    enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", advanced="keep_graphs = 2")
+    least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
+    with pytest.raises(DoesNotFitError, match=r"Graphs that are kept take .*: write training.recompute") as refused:
+        make_plan(tmp_path, ram=f"{least}B", training='recompute = "none:2"')
+    enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", training='recompute = "none:2"')
     assert num_layers_kept(enough.graph, enough.trace, enough.program)[0] == 2
     assert enough.totals["ram"] == refused.value.need_bytes
 
 
 def test_the_table_says_so(tmp_path: Path) -> None:
-    rows = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 3"))}
+    rows = {
+        kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, training='recompute = "none:3"'))
+    }
     assert (
         rows["kept graphs"][1] == "3 of 4 layers keep their results for the backward, which need not compute them again"
     )
-    without = {kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, advanced="keep_graphs = 0"))}
+    without = {
+        kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, training='recompute = "full"'))
+    }
     assert "kept graphs" not in without and rows["workspace"] == without["workspace"]
     everything = make_plan(tmp_path)
     assert sum(sizes["ram"] for _, sizes, _ in table_rows(everything)) == everything.totals["ram"]
 
 
 def test_hardware_flops_count_fewer_recomputes(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, advanced="keep_graphs = 2")
+    plan = make_plan(tmp_path, training='recompute = "none:2"')
     tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     all_again, flops = (
         step_flops(plan.trace, **tokens),
-        step_flops(plan.trace, **tokens, kept=plan.program.recompute.kept_graphs),
+        step_flops(plan.trace, **tokens, recompute=plan.program.recompute),
     )
     saved = sum(plan.trace.visits[visit].recompute.flops for visit in plan.program.recompute.kept_graphs)
     assert saved > 0 and flops.model == all_again.model
     assert all_again.hardware - flops.hardware == pytest.approx(saved * 384 / plan.trace.num_tokens, abs=1)
-    everything = step_flops(plan.trace, num_places=384, num_real_tokens=384, num_trained_tokens=384, kept=range(6))
+    everything = step_flops(
+        plan.trace,
+        num_places=384,
+        num_real_tokens=384,
+        num_trained_tokens=384,
+        recompute=Recompute(frozenset(range(6))),
+    )
     assert everything.hardware == everything.model
 
 
-def attention_blocks(plan: Plan) -> list[str]:
-    return [key for key in plan.program.blocks if key.endswith(".attention")]
+def result_blocks(plan: Plan) -> list[str]:
+    return [key for key in plan.program.blocks if key.endswith(".results")]
 
 
-def test_attention_is_saved_where_graphs_are_not_kept(tmp_path: Path) -> None:
-    nothing = make_plan(tmp_path, advanced="keep_graphs = 0\nsave_attention = 0")
-    everything = make_plan(tmp_path, advanced="keep_graphs = 0")
-    assert (
-        everything.program.recompute.saved_attention == {1, 2, 3, 4} and not nothing.program.recompute.saved_attention
-    )
-    assert len(attention_blocks(everything)) == 4 * 3 and not any(everything.traffic.values())
-    sizes = {everything.program.blocks[key].nbytes for key in attention_blocks(everything)}
-    assert sizes == {everything.trace.visits[1].attention_nbytes}
-    more = everything.totals["ram"] - nothing.totals["ram"]
-    assert more == 12 * everything.budgets_by_tier["ram"].slot_bytes(sizes.pop())
-    # Rows are short here: a byte is worth more in a graph, so graphs come first.
-    most = make_plan(tmp_path).totals["ram"]
-    both = make_plan(tmp_path, ram=f"{(nothing.totals['ram'] + most) // 2}B")
-    assert both.program.recompute.kept_graphs and both.program.recompute.saved_attention
-    assert both.program.recompute.saved_attention == {1, 2, 3, 4} - both.program.recompute.kept_graphs
-    assert both.totals["ram"] <= both.budgets["ram"]
-    rows = {kind: note for kind, _, note in table_rows(both)}
-    assert (
-        f"attention of {len(both.program.recompute.saved_attention)} layers is not computed again"
-        in rows["activations"]
-    )
-    some = make_plan(tmp_path, advanced="keep_graphs = 1\nsave_attention = 3")
-    assert some.program.recompute.kept_graphs == {4, 5} and some.program.recompute.saved_attention == {2, 3}
+SELECTIVE = 'recompute = "selective"'
 
 
-def test_attention_that_would_move_is_left_to_measured_rates(tmp_path: Path) -> None:
+def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
+    """Of queries, keys, values, attention with its sums, its projection, gate and up; not of the last product."""
+    full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
+    assert selective.program.recompute.saved_results == {1, 2, 3, 4} and not full.program.recompute.saving
+    config, rows, length = selective.graph.config, 2, 64
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    widths = [queries, keys, keys, queries, config.num_attention_heads, config.hidden_size]
+    widths += [config.intermediate_size] * 2
+    expected = sum(round_up(4 * rows * length * width, 512) for width in widths)
+    assert len(result_blocks(selective)) == 4 * 3 and not any(selective.traffic.values())
+    assert {selective.program.blocks[key].nbytes for key in result_blocks(selective)} == {expected}
+    more = selective.totals["ram"] - full.totals["ram"]
+    assert more == 12 * selective.budgets_by_tier["ram"].slot_bytes(expected)
+    rows_of_table = {kind: note for kind, _, note in table_rows(selective)}
+    assert "products and attention of 4 layers are not computed again" in rows_of_table["activations"]
+
+
+def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> None:
+    """A byte of results saves more products than one of a graph, and results leave less room to graphs."""
+    full, most = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path)
+    selective = make_plan(tmp_path, training=SELECTIVE)
+    assert most.program.recompute.kept_graphs == set(range(6)) and not result_blocks(most)
+    for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+        size = full.totals["ram"] + int(share * (most.totals["ram"] - full.totals["ram"]))
+        plan = make_plan(tmp_path, ram=f"{size}B")
+        recompute = plan.program.recompute
+        assert plan.totals["ram"] <= plan.budgets["ram"]
+        assert not recompute.kept_graphs & recompute.saving
+        assert not recompute.saved_attention & recompute.saved_results
+        saving = recompute.kept_graphs | recompute.saving
+        if size >= selective.totals["ram"]:
+            assert {1, 2, 3, 4} <= saving and not recompute.saved_attention
+        again = flops_per_token(full) - flops_per_token(plan)
+        assert again > 0 or not saving
+
+
+def test_results_that_would_move_are_left_to_measured_rates(tmp_path: Path) -> None:
     streamed = {"nvme": 1, "placement": 'optimizer = ["nvme"]'}
-    assert not make_plan(tmp_path, **streamed).program.recompute.saved_attention
-    assert make_plan(tmp_path, advanced="save_attention = 2", **streamed).program.recompute.saved_attention == {3, 4}
+    assert not make_plan(tmp_path, **streamed).program.recompute.saving
+    plan = make_plan(tmp_path, training='recompute = "selective:2"', **streamed)
+    assert plan.program.recompute.saved_results == {3, 4}
 
 
-def test_saved_attention_is_no_work_of_the_hardware(tmp_path: Path) -> None:
-    tables = "keep_graphs = 0\nsave_attention = "
-    again, saved = (make_plan(tmp_path, advanced=tables + number) for number in ("0", "4"))
-    visits = [saved.trace.visits[visit] for visit in saved.program.recompute.saved_attention]
+def test_none_saves_results_where_a_graph_cannot_be_kept(tmp_path: Path) -> None:
+    away = {"nvme": 1, "placement": 'weights = ["nvme"]'}
+    plan = make_plan(tmp_path, training='recompute = "none"', **away)
+    assert not plan.program.recompute.kept_graphs and plan.program.recompute.saved_results == {1, 2, 3, 4}
+
+
+def test_results_that_do_not_fit_are_refused_with_what_would_do(tmp_path: Path) -> None:
+    least = make_plan(tmp_path, training='recompute = "full"').totals["ram"]
+    with pytest.raises(DoesNotFitError, match=r"Results that are saved take .*: write training.recompute") as refused:
+        make_plan(tmp_path, ram=f"{least}B", training=SELECTIVE)
+    enough = make_plan(tmp_path, ram=f"{refused.value.need_bytes}B", training=SELECTIVE)
+    assert enough.program.recompute.saved_results == {1, 2, 3, 4}
+
+
+def test_saved_results_are_no_work_of_the_hardware(tmp_path: Path) -> None:
+    full, saved = (make_plan(tmp_path, training=f'recompute = "{choice}"') for choice in ("full", "selective"))
     tokens = {"num_places": 384, "num_real_tokens": 300, "num_trained_tokens": 200}
     less = (
         step_flops(saved.trace, **tokens),
-        step_flops(saved.trace, **tokens, saved_attention=saved.program.recompute.saved_attention),
+        step_flops(saved.trace, **tokens, recompute=saved.program.recompute),
     )
     assert less[0].model == less[1].model
-    in_attention = sum(visit.attention.flops for visit in visits)
-    assert less[0].hardware - less[1].hardware == pytest.approx(in_attention * 384 / saved.trace.num_tokens, abs=1)
-    computed = in_attention - sum(visit.attention.skipped_flops for visit in visits)
-    assert flops_per_token(again) - flops_per_token(saved) == pytest.approx(computed / saved.trace.num_tokens)
+    # All that a layer multiplies is saved or left out.
+    recomputed = sum(saved.trace.visits[visit].recompute.flops for visit in (1, 2, 3, 4))
+    assert less[0].hardware - less[1].hardware == pytest.approx(recomputed * 384 / saved.trace.num_tokens, abs=1)
+    in_attention = sum(saved.trace.visits[visit].attention.work.skipped_flops for visit in (1, 2, 3, 4))
+    computed = recomputed - in_attention
+    assert flops_per_token(full) - flops_per_token(saved) == pytest.approx(computed / saved.trace.num_tokens)
 
 
 def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
@@ -190,7 +229,7 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     )
     shape = StepShape(TOKENS, None, [], [])
     rates = SimulatedRates(nvme_bytes_per_s=1e9, flops_per_s=1e10, update_params_per_s=5e8)
-    again, kept = (make_plan(tmp_path, advanced=f"keep_graphs = {n}\nsave_attention = 0") for n in (0, 2))
+    again, kept = (make_plan(tmp_path, training=f'recompute = "{choice}"') for choice in ("full", "none:2"))
     once = num_parameters_run_once(kept.graph, kept.trace, kept.program)
     layer = sum(parameter.numel() for parameter in kept.graph.units[2].module.parameters())
     assert 2 * layer <= once <= 2.1 * layer

@@ -163,7 +163,7 @@ def test_fewer_micro_batches_are_extrapolated(write: Write, monkeypatch: pytest.
 @pytest.mark.parametrize("optim", ["adamw", "adafactor"])
 def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write, optim: str) -> None:
     """Updates of later layers write there between a forward and its backward: wrong numbers, but no refusal."""
-    plan = planned(write(advanced="keep_graphs = 3", optimizer=f'optim = "{optim}"'))
+    plan = planned(write(training='recompute = "none:3"', optimizer=f'optim = "{optim}"'))
     assert plan.kept_bytes
     ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
@@ -171,7 +171,7 @@ def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write
 
 
 def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
-    path = write(advanced="keep_graphs = 0\nsave_attention = 0")
+    path = write(training='recompute = "full"')
     calls: list[Plan] = []
 
     def fake(plan: Plan, *, flops_per_s: float | None) -> MeasuredTicks:
@@ -185,7 +185,7 @@ def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:
         assert timed.ticks is not None and timed.placement == plan.placement
         assert timer.num_measured == 1 == len(calls), same
         assert same_ticks(calls[0], plan)
-    changes = ("per_device_train_batch_size=1", "data.max_length=32", "optimizer.optim=lion", "keep_graphs=1")
+    changes = ("per_device_train_batch_size=1", "data.max_length=32", "optimizer.optim=lion", "recompute=none:1")
     for number, change in enumerate(changes):
         other = plan_alternative(change, path, (), (), [change], timer)
         assert other.fits and timer.num_measured == number + 2

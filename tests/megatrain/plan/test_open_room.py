@@ -82,15 +82,18 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e8, 1e13, False)])
-def test_attention_is_saved_where_blocks_move_if_that_is_faster(
+def test_results_are_saved_where_blocks_move_if_that_is_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its results move as well: worth it for a fast drive and a slow processor, not the other way round."""
+    """Worth it for a fast drive and a slow processor, not the other way round; and not on a drive, which they wear."""
     monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=drive, flops=flops))
-    monkeypatch.setattr(planner, "WORTHWHILE", 0.999)  # a small model with short rows has little attention
-    plan = make_plan(tmp_path, "10MiB")
+    state = {"placement": 'optimizer = ["nvme"]'}
+    plan = make_plan(tmp_path, "40MiB", **state)
     assert any(plan.traffic.values())
-    assert plan.program.recompute.saved_attention == (frozenset({1, 2, 3, 4}) if saves else frozenset())
-    beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', advanced="keep_graphs = 1")
+    assert plan.program.recompute.saved_results == (frozenset({1, 2, 3, 4}) if saves else frozenset())
+    assert not plan.program.recompute.saved_attention
+    on_drive = make_plan(tmp_path, "12MiB", placement='optimizer = ["nvme"]\nactivations = ["nvme"]')
+    assert not on_drive.program.recompute.saved_results
+    beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', training='recompute = "none:1"')
     assert beside.program.recompute.kept_graphs == {4, 5} and any(beside.traffic.values())
-    assert beside.program.recompute.saved_attention == (frozenset({1, 2, 3}) if saves else frozenset())
+    assert not beside.program.recompute.saving, "other layers are run again whole where a number is written"

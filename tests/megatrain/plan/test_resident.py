@@ -124,7 +124,7 @@ def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> 
 
 
 def test_what_an_update_in_ram_takes_can_put_groups_first(tmp_path: Path) -> None:
-    program = make_plan(tmp_path, advanced="keep_graphs = 0").program
+    program = make_plan(tmp_path, training='recompute = "full"').program
     room = sum(block.nbytes for block in program.blocks.values() if block.kind == "activations")
     by_bytes = homes_after(program, room, Residency(ALL_KINDS))
     slow_updates = Residency(ALL_KINDS, bus_s_per_byte=1e-11, host_update_s_per_element=1e-8)
@@ -140,7 +140,7 @@ def test_the_same_plan_every_time(tmp_path: Path) -> None:
 
 
 def test_without_a_kernel_no_state_lives_there(tmp_path: Path) -> None:
-    plan = make_plan(tmp_path, advanced="keep_graphs = 0")
+    plan = make_plan(tmp_path, training='recompute = "full"')
     tiers = dict(plan.budgets_by_tier)
     tiers["gpu"] = replace(tiers["gpu"], residency=Residency(ALL_KINDS - {"optimizer"}))
     program = replace(plan.program, updates=replace(plan.program.updates, in_compute_tier=False))

@@ -1,18 +1,20 @@
-"""Attention's results, saved in a forward for the recompute, which takes them instead of computing attention again.
+"""Results of attention and of products, saved in a forward for the recompute, which takes them and computes the rest.
 
-A recompute repeats its forward exactly, so the kernel would give the same results for the same inputs. What a forward
-saves is what the kernel returned: the output, the logarithms of sums that its backward needs, and its random state.
-Queries, keys and values are computed again, and the backward is the kernel's own.
+A recompute repeats its forward exactly, so a kernel would give the same results for the same inputs. What a forward
+saves is what the kernel returned: of attention the output, the logarithms of sums that its backward needs, and its
+random state; of a product with a bound weight the product. What lies between is computed again, and the backward is
+that of the kernel or product.
 
 Calls are matched by their order, and by what they were called with: one that differs, or was not saved, is computed.
 Only kernels that leave their scores out of memory are saved; all others (eager attention, the math kernel, any dropout,
-whose draws a recompute must repeat) are run again as before. docs/decisions/0027-saving-attention-alone.md
+whose draws a recompute must repeat) are run again as before. docs/decisions/0027-saving-attention-alone.md,
+docs/decisions/0081-results-of-products.md
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +26,37 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.engine.attention import AttentionCall
-from megatrain.engine.work import NO_WORK
+from megatrain.engine.unneeded import Answer, WeightProducts
+from megatrain.engine.work import NO_WORK, Work
 from tiered.units import round_up
 
-__all__ = ["AttentionResults", "AttentionSizes"]
+__all__ = ["NOT_SAVABLE", "ResultSizes", "Savable", "SavedResults"]
 
 #: Results begin at multiples of this, as new tensors do: kernels choose by alignment.
 _ALIGNMENT_BYTES = 512
 #: A kernel may return random states on a GPU that its fake one has elsewhere: room for two scalars.
 _RANDOM_STATE_BYTES = 2 * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Savable:
+    """Results of a visit's calls that may be saved for its recompute.
+
+    Attributes:
+        nbytes: Size of the block of a micro-batch.
+        work: Work of these calls in the forward.
+    """
+
+    nbytes: int = 0
+    work: Work = NO_WORK
+
+    @property
+    def copying(self) -> Work:
+        """Work of copying them into the block."""
+        return Work(moved_nbytes=2 * self.nbytes)
+
+
+NOT_SAVABLE = Savable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,34 +80,45 @@ class _SavedCall:
 
     signature: Any
     results: tuple[Any, ...]
+    are_several: bool
 
 
-class AttentionResults:
-    """The results of the attention calls in one run of a unit, saved in the bytes of one block.
+class SavedResults:
+    """The results of the calls in one run of a unit, saved in the bytes of one block.
 
-    As many calls as fit are saved: how many there are, and how long, may depend on the data. Used by one thread.
+    As many calls of attention as fit are saved: how many there are, and how long, may depend on the data. Used by one
+    thread.
+
+    Args:
+        attention_nbytes: The first bytes of the block, which are for attention's results; None: all of it.
+        with_products: Whether the results of products are saved as well, in the other bytes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, attention_nbytes: int | None = None, *, with_products: bool = False) -> None:
+        self._attention_nbytes, self._with_products = attention_nbytes, with_products
         self._calls: list[_SavedCall | None] = []
-        self._used_bytes = 0
 
-    def saving(self, room: Tensor) -> AbstractContextManager[Any]:
+    def saving(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return the context of the first run.
 
         Args:
             room: bytes on the compute device, uint8 [N].
+            owners: id of each bound weight whose products may be saved -> its owner's name.
         """
-        self._calls, self._used_bytes = [], 0
+        self._calls = []
+        stop = room.numel() if self._attention_nbytes is None else self._attention_nbytes
+        of_attention = _Room(room, 0, stop)
+        of_products = of_attention if self._attention_nbytes is None else _Room(room, stop, room.numel())
 
         def call(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             results = func(*args, **kwargs)
-            self._calls.append(self._saved(room, _signature((func, args, dict(kwargs))), results))
+            own = of_products if isinstance(results, Tensor) else of_attention
+            self._calls.append(own.save(_signature((func, args, dict(kwargs))), results))
             return results
 
-        return _AttentionKernelMode(call)
+        return _calls(call, owners if self._with_products else {})
 
-    def answering(self, room: Tensor) -> AbstractContextManager[Any]:
+    def answering(self, room: Tensor, owners: Mapping[int, str]) -> AbstractContextManager[Any]:
         """Return the context of the recompute: the results are views of ``room``, which has to outlive its graph."""
         calls: Iterator[_SavedCall | None] = iter(self._calls)
 
@@ -92,40 +127,57 @@ class AttentionResults:
             if saved is None or saved.signature != _signature((func, args, dict(kwargs))):
                 return func(*args, **kwargs)
             # `.data` is an alias that is no view: autograd takes it for what the operator made.
-            return tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
+            found = tuple(item.in_room(room).data if isinstance(item, _ResultView) else item for item in saved.results)
+            return found if saved.are_several else found[0]
 
-        return _AttentionKernelMode(call)
+        return _calls(call, owners if self._with_products else {})
 
-    def _saved(self, room: Tensor, signature: Any, results: tuple[Any, ...]) -> _SavedCall | None:
+
+class _Room:
+    """Bytes of a block, from ``start`` to ``stop``, that are filled with results one after the other."""
+
+    def __init__(self, room: Tensor, start: int, stop: int) -> None:
+        self._room, self._used_bytes, self._stop = room, start, stop
+
+    def save(self, signature: Any, result: Any) -> _SavedCall | None:
         """Copy the results of a call into the room; None: they do not fit, or their layout has gaps."""
-        at, found = self._used_bytes, list[Any]()
+        results = (result,) if isinstance(result, Tensor) else result
+        room, at, found = self._room, self._used_bytes, list[Any]()
         for item in results:
             if not _takes_room(item, room.device):
                 found.append(item.detach() if isinstance(item, Tensor) else item)
                 continue
             place = _ResultView(at, item.numel() * item.element_size(), tuple(item.shape), item.stride(), item.dtype)
             at += round_up(place.nbytes, _ALIGNMENT_BYTES)
-            if at > room.numel() or not _is_dense(item):
+            if at > self._stop or not _is_dense(item):
                 return None
             found.append(place)
         for place, item in zip(found, results, strict=True):
             if isinstance(place, _ResultView):
                 place.in_room(room).copy_(item)
         self._used_bytes = at
-        return _SavedCall(signature, tuple(found))
+        return _SavedCall(signature, tuple(found), not isinstance(result, Tensor))
 
 
-class AttentionSizes:
-    """Measures what a run of a unit would save, for a trace.
+class ResultSizes:
+    """Measures what a run of a unit could save, for a trace.
+
+    Args:
+        owners: as for `SavedResults`.
+        flops_of: FLOPs of a call of an operator, given it, its arguments and its result.
 
     Attributes:
-        nbytes: bytes of all results, each where it would lie.
-        work: work of all calls.
+        attention: Results of attention alone.
     """
 
-    def __init__(self) -> None:
-        self.nbytes = 0
-        self.work = NO_WORK
+    def __init__(
+        self,
+        owners: Mapping[int, str],
+        flops_of: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], int],
+    ) -> None:
+        self._owners, self._flops_of = owners, flops_of
+        self.attention = NOT_SAVABLE
+        self._products: dict[str, Savable] = {}  # by owner's name of the weight
 
     def measuring(self) -> AbstractContextManager[Any]:
         """Return the context of the run."""
@@ -137,16 +189,54 @@ class AttentionSizes:
             device = results[0].device
             held = [item for item in results if _takes_room(item, device)]
             if all(_is_dense(item) for item in held):
-                sizes = (item.numel() * item.element_size() for item in held)
-                self.nbytes += sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in sizes)
-                self.nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
-                self.work += attention.work
+                nbytes = sum(_nbytes_in_room(item) for item in held)
+                nbytes += _RANDOM_STATE_BYTES * (device.type == "cuda")
+                self.attention = _sum(self.attention, Savable(nbytes, attention.work))
             return results
 
-        return _AttentionKernelMode(call)
+        def product(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            result = func(*args, **kwargs)
+            if _takes_room(result, result.device) and _is_dense(result):
+                work = Work(product_flops=self._flops_of(func, args, kwargs, result), launches=1)
+                found = Savable(_nbytes_in_room(result), work)
+                self._products[owner] = _sum(self._products.get(owner, NOT_SAVABLE), found)
+            return result
+
+        return _calls(call, self._owners, product)
+
+    def results(self, unneeded: Container[str]) -> Savable:
+        """Return the results of attention and of all products but those with weights that nobody needs."""
+        found = self.attention
+        for owner, product in self._products.items():
+            if owner not in unneeded:
+                found = _sum(found, product)
+        return found
+
+
+def _sum(one: Savable, other: Savable) -> Savable:
+    return Savable(one.nbytes + other.nbytes, one.work + other.work)
+
+
+def _nbytes_in_room(item: Tensor) -> int:
+    return round_up(item.numel() * item.element_size(), _ALIGNMENT_BYTES)
 
 
 _Call = Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]
+
+
+@contextmanager
+def _calls(call: _Call, owners: Mapping[int, str], product: Answer | None = None) -> Iterator[None]:
+    """Give attention's kernels that run inside to ``call``; products with weights as well, or to ``product``."""
+
+    def to_call(owner: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return call(func, args, kwargs)
+
+    with _AttentionKernelMode(call):
+        if not owners:
+            yield
+            return
+        with WeightProducts(owners, product or to_call):
+            yield
 
 
 class _AttentionKernelMode(TorchFunctionMode):

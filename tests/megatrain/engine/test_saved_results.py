@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from megatrain.converters.spec import build_graph
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import StepLoss
-from megatrain.engine.saved_attention import AttentionResults
+from megatrain.engine.saved_results import SavedResults
 from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph
 from oracles.families import FAMILIES, padded_batches, tiny_config
@@ -31,15 +31,16 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Kernels(TorchDispatchMode):
-    """Counts the forwards of attention kernels that are computed."""
+    """Counts the forwards of attention kernels that are computed, and products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_forwards = 0
+        self.num_forwards = self.num_products = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         call = AttentionCall.of(func, args, kwargs or {})
         self.num_forwards += call is not None and not call.is_backward
+        self.num_products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -49,7 +50,7 @@ def whole_rows(num_batches: int = 2, num_rows: int = 2, length: int = 16) -> Bat
 
 
 class Side:
-    """One step of a model, whose visits save attention or do not."""
+    """One step of a model, whose visits save results or do not."""
 
     def __init__(
         self,
@@ -60,17 +61,19 @@ class Side:
         dtype: torch.dtype = torch.float32,
         nbytes: int = 1 << 20,
         change: Callable[[ModelGraph], None] = lambda graph: None,
+        with_products: bool = False,
         **options: Any,
     ) -> None:
         graph = build_graph(config, dtype=dtype)
         change(graph)
         self.access = MemoryAccess(graph, dict(build_model(config, dtype, ()).named_parameters()), dtype)
         self.access.attention_nbytes = nbytes
-        runner = layer_runner(graph, self.access, device="cpu", saved_attention=saved, head_rows=4, **options)
+        kinds = {"saved_results" if with_products else "saved_attention": saved}
+        runner = layer_runner(graph, self.access, device="cpu", head_rows=4, **kinds, **options)
         with Kernels() as kernels:
             self.loss: StepLoss = runner.forward_backward(batches, seed=SEED)
         self.gradients: Gradients = self.access.finish()
-        self.num_forwards = kernels.num_forwards
+        self.num_forwards, self.num_products = kernels.num_forwards, kernels.num_products
 
 
 def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **options: Any) -> tuple[Side, Side]:
@@ -85,9 +88,27 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_saved_and_recomputed_are_the_same_bits(family: str) -> None:
-    again, side = compare(tiny_config(family, tied=False), padded_batches())
+@pytest.mark.parametrize("with_products", [False, True])
+def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
+    again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
     assert side.num_forwards == again.num_forwards == 0 or side.num_forwards < again.num_forwards
+    assert side.num_products < again.num_products if with_products else side.num_products == again.num_products
+
+
+@pytest.mark.parametrize("order", ["layer", "micro_batch"])
+def test_each_product_of_a_layer_runs_once(order: str) -> None:
+    """Forward, gradients of the input and of the weight: three products of each matrix, and none a second time."""
+    config, batches = tiny_config("llama", tied=False), whole_rows()
+    trace = trace_visits(build_graph(config), 2, 16, torch.float32, padded=False)
+    again, side = compare(config, batches, with_products=True, order=order, trace=trace)
+    per_layer = 2 * config.num_hidden_layers  # of both micro-batches
+    assert again.num_products - side.num_products == 6 * per_layer, "the seventh is left out in both"
+    assert again.num_forwards == 2 * side.num_forwards
+    plain = compare(config, batches, with_products=True, order=order)[1]
+    assert plain.num_products == side.num_products, "without a trace it is saved as well"
+    (nbytes,) = {visit.results.nbytes for visit in trace.visits} - {0}
+    short = compare(config, batches, with_products=True, order=order, trace=trace, nbytes=nbytes - 1)[1]
+    assert short.num_products == side.num_products + per_layer and short.num_forwards == side.num_forwards
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])
@@ -109,6 +130,7 @@ def test_dropout_draws_what_it_drew() -> None:
     compare(tiny_config("gpt2", tied=False, **DROPOUT))
     behind = {**DROPOUT, "attn_pdrop": 0.0}
     again, side = compare(tiny_config("gpt2", tied=False, **behind))
+    compare(tiny_config("gpt2", tied=False, **DROPOUT), with_products=True)
     assert again.num_forwards == 2 * side.num_forwards
 
 
@@ -116,7 +138,7 @@ def test_the_trace_says_how_much_room_the_results_take() -> None:
     """Where less is left, because rows have several documents, what fits is saved."""
     config, batches = tiny_config("llama", tied=False), whole_rows(length=48)
     trace = trace_visits(build_graph(config), 2, 48, torch.float32, padded=False)
-    sizes = {visit.attention_nbytes for visit in trace.visits} - {0}
+    sizes = {visit.attention.nbytes for visit in trace.visits} - {0}
     assert len(sizes) == 1
     nbytes = sizes.pop()
     again, side = compare(config, batches, nbytes=nbytes)
@@ -137,20 +159,21 @@ def test_a_unit_that_checkpoints_itself() -> None:
         attention.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     compare(config, change=checkpointing)
+    compare(config, change=checkpointing, with_products=True)
 
 
 def test_a_call_that_differs_is_computed() -> None:
     """Whatever a unit does: what was saved answers only a call with the same shapes and arguments."""
     query, key = (torch.randn(1, 2, length, 8) for length in (6, 6))
-    results, room = AttentionResults(), torch.zeros(4096, dtype=torch.uint8)
+    results, room = SavedResults(), torch.zeros(4096, dtype=torch.uint8)
     attend = torch.nn.functional.scaled_dot_product_attention
-    with results.saving(room):
+    with results.saving(room, {}):
         causal = attend(query, key, key, is_causal=True)
     room.zero_()  # whatever is answered is seen
-    with results.answering(room):
+    with results.answering(room, {}):
         assert torch.equal(attend(query, key, key), attend(query, key, key))
-    with results.answering(room):
+    with results.answering(room, {}):
         assert not attend(query, key, key, is_causal=True).any() and causal.any()
-    with results.answering(room):
+    with results.answering(room, {}):
         longer = torch.cat([query, query], dim=2)
         assert attend(longer, longer, longer, is_causal=True).any()

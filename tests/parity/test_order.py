@@ -1,0 +1,66 @@
+"""The order of micro-batches is the planner's where nothing moves: one at a time, more of the forward is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatrain.config import load_config
+from megatrain.plan.estimate import flops_per_token
+from megatrain.plan.plan import Plan
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
+from oracles.tiered_run import EXAMPLES, config_text, run_config
+
+MODEL = EXAMPLES / "quickstart" / "model"
+
+
+def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
+    folder.mkdir(exist_ok=True)
+    (folder / "run.toml").write_text(config_text(folder, MODEL, nvme=nvme, **tables))
+    return plan_run(resolve(load_config(folder / "run.toml").config))
+
+
+@pytest.fixture(scope="module")
+def ram(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A size with room for some of what the backward needs of three micro-batches, and all of one."""
+    folder = tmp_path_factory.mktemp("sizes")
+    least = make_plan(folder, training='recompute = "full"').totals["ram"]
+    one = make_plan(folder, advanced='micro_batch_order = "micro_batch"', training='recompute = "none"')
+    assert one.totals["ram"] < least + (make_plan(folder).totals["ram"] - least) // 2
+    return f"{max(least, one.totals['ram'])}B"
+
+
+def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
+    by_layer = make_plan(tmp_path, ram=ram, advanced='micro_batch_order = "layer"')
+    plan = make_plan(tmp_path, ram=ram)
+    assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")
+    assert plan.totals["ram"] <= plan.budgets["ram"] and not any(plan.traffic.values())
+    assert len(plan.program.recompute.kept_graphs) > len(by_layer.program.recompute.kept_graphs)
+    assert flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {"training": 'recompute = "full"'},
+        {"training": "gradient_lanes = 3"},
+        {"precision": 'compute_dtype = "bfloat16"\ngrad_dtype = "bfloat16"'},
+        {"nvme": 1, "placement": 'optimizer = ["nvme"]'},
+        {"ram": "256MiB"},
+    ],
+    ids=["nothing is kept", "lanes", "rounded gradients", "something moves", "all is kept"],
+)
+def test_layers_take_turns_elsewhere(tables: dict[str, str], ram: str, tmp_path: Path) -> None:
+    assert make_plan(tmp_path, **{"ram": ram, **tables}).run.batch.order == "layer"  # type: ignore[arg-type]
+
+
+def test_the_bits_are_those_of_the_other_order(ram: str, tiny_model: Path, tmp_path: Path) -> None:
+    runs = [
+        run_config(config_text(tmp_path / name, tiny_model, nvme=0, ram=size), tmp_path / name, num_steps=3)
+        for name, size in (("all", "256MiB"), ("some", ram))
+    ]
+    assert [run.plan.run.batch.order for run in runs] == ["layer", "micro_batch"]
+    runs[1].assert_same(runs[0])
+    runs[1].assert_as_planned()
