@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,7 @@ def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GiB, GiB))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(is_integrated=0))
 
 
 @pytest.mark.usefixtures("gpu_of_a_gib")
