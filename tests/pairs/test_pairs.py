@@ -32,7 +32,6 @@ _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 #: Digits of a row -> why it fails: what the array found and nobody has mended yet.
 KNOWN: dict[str, str] = {
-    "16b6": "DoRA over nf4 experts in parts, kept graphs, any kind of GPU: an index is read that nobody has written",
     "2486": "LoRA over layers that Zamba2 shares, any kind of GPU: the device in software refuses an expanded target",
 }
 
