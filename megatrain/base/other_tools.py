@@ -248,8 +248,8 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "mask_history": _rule("data.train_on", 'true is "last_assistant"'),
     "val_size": _rule("data.val_size"),
     "tokenized_path": _unneeded("tokens are cached by their contents, see data.cache_dir", "data.cache_dir", ""),
-    "streaming": _unneeded("tokens are read from files, never held in RAM as a whole", "data.cache_dir",
-                           "tokens are always read from files, never held in RAM"),
+    "streaming": _unneeded("tokens are read from files, never held in RAM as a whole; data.streaming reads shards "
+                           "without a first pass", "data.streaming", "shards are read without a first pass"),
     "buffer_size": _rule(),
     "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
                               "data.train.0.weight", "one for each source"),
