@@ -63,6 +63,10 @@ class VirtualTensor(Tensor):
         assert self.allocation.device.tells_addresses, "host code took the address of device memory"
         return self.memory.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return what views of the same memory have in common; a wrapper of its own has a storage of its own."""
+        return self.memory.untyped_storage()
+
     def numpy(self, *, force: bool = False) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 

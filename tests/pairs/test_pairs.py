@@ -31,9 +31,7 @@ _TODAY = {name_of(row) for row in chosen(os.environ["PAIRS_SEED"])}
 
 
 #: Digits of a row -> why it fails: what the array found and nobody has mended yet.
-KNOWN: dict[str, str] = {
-    "2486": "LoRA over layers that Zamba2 shares, any kind of GPU: the device in software refuses an expanded target",
-}
+KNOWN: dict[str, str] = {}
 
 
 def run_of(row: Row) -> Any:
