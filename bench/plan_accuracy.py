@@ -72,14 +72,15 @@ def main() -> int:
             report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=cases[name].tokens_per_step)
             found = Comparison(name, cases[name], Path(scratch, name), text, arguments.steps, report)
             ratios += found.run()
-            by_rates.append(found.by_rates)
+            if found.by_rates is not None:
+                by_rates.append(found.by_rates)
             all_ok &= report.all_ok
         report = Report("plan_accuracy", as_json=arguments.json, tokens_per_step=None)
         within, total = sum(abs(ratio - 1) <= TOLERANCE for ratio in ratios), len(ratios)
         report.row("ratios.median", statistics.median(ratios), "x")
         report.row("ratios.each", [round(ratio, 3) for ratio in ratios], "x")
         report.row("ratios.within_15_percent", within, "ratios", target=total, ok=within == total, timing=True)
-        report.row("by_rates.median", statistics.median(by_rates), "x")
+        report.row("by_rates.median", statistics.median(by_rates) if by_rates else None, "x")
         report.row("by_rates.each", [round(ratio, 3) for ratio in by_rates], "x")
         report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
     return 0 if all_ok else 1
@@ -105,7 +106,7 @@ class Comparison:
         self._config = write_config(case, folder, text, num_steps)
         self._tight = self._tight_ram() if any("TIGHT" in part for part in (case.ram, case.what_if)) else ""
         self._overrides = [f"tiers.ram.size={self._tight}"] if case.ram == "TIGHT" else []
-        self.by_rates = 0.0
+        self.by_rates: float | None = None  # a plan that knows no rate for some of the work predicts nothing
 
     def run(self) -> list[float]:
         """Compare; return predicted / measured of the case, and of its alternative where it has one."""
@@ -119,7 +120,8 @@ class Comparison:
         by_rates = command("plan", self._config, "--json", *sets)["estimate"]
         for resource, seconds in by_rates["busy_s"].items():
             self._report.row(f"{self._name}.by_rates.{resource}", seconds, "s")
-        self.by_rates = by_rates["predicted_step_s"] / real.step_s
+        if (predicted := by_rates["predicted_step_s"]) is not None:
+            self.by_rates = predicted / real.step_s
         self._report.row(f"{self._name}.by_rates.ratio", self.by_rates, "x")
         self._tell_bytes(self._name, plan["run"]["moved_bytes"], plan["totals"], plan["budgets"], real)
         if change:
