@@ -7,8 +7,8 @@
 Each case is a model of another shape, or another placement, with random weights. `plan --measure --json` predicts it in
 a process of its own; then `run --json` trains it in another one, which knows nothing of what was timed. What
 `--what-if` says of other sizes is held against a run with those sizes. Claim: predicted / measured lies in 0.85 to
-1.15, and every planned byte is a moved byte. Rows "by_rates" are of a plan that times no steps: what doctor measured,
-and the work that the trace counted, are all that it knows.
+1.15, and every planned byte is a moved byte. Rows "by_rates" are of a plan that times no steps: the work that the
+trace counted, and rates that other commands left in the cache, are all that it knows. No ``doctor`` runs before it.
 """
 
 from __future__ import annotations
