@@ -140,7 +140,7 @@ def measure_rates(folder: Path, arguments: argparse.Namespace, deadline_s: float
         report.row("rates.failed", done.stderr.strip()[-300:], "reason", target=0, ok=False)
         return False
     seen = json.loads(done.stdout)
-    for dtype, rate in seen["processor"]["matmul_flops"].items():
+    for dtype, rate in seen["layers"]["matmul_flops"].items():
         report.row(f"rates.cpu.matmul.{dtype}", rate, "FLOP/s")
     if seen["gpu"]:
         for way in ("h2d", "d2h"):

@@ -22,7 +22,7 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
 
 @click.command("doctor")
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--quick", is_flag=True, help="Below 15 seconds for one path; no long writes.")
+@click.option("--quick", is_flag=True, help="About half a minute for one path; no long writes.")
 @click.option(
     "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Measure its [[tiers.nvme]] paths."
 )
@@ -157,18 +157,17 @@ def _machine_lines(examination: Examination) -> list[str]:
             f"{dtype} {rate / 1e9:.2f} G params/s, {processor.adamw_share(dtype):.0%} of RAM"
             for dtype, rate in processor.adamw_params.items()
         ),
-        "matmul   " + "  ".join(f"cpu {dtype} {_flops(rate)}" for dtype, rate in processor.matmul_flops.items()),
     ]
-    if gpu is not None:
-        lines[-1] += "  " + "  ".join(f"gpu {dtype} {_flops(rate)}" for dtype, rate in gpu.matmul_flops.items())
-    for device, result in (("cpu", processor), ("gpu", gpu)):
-        if result is None:
-            continue
-        for dtype, rate in result.attention_flops.items():
-            others = format_rate(result.elementwise[dtype])
-            lines.append(f"layers   {device} {dtype} attention {_flops(rate)}  other operators {others}")
-    if examination.launches_per_s is not None:
-        lines.append(f"host     {1e6 / examination.launches_per_s:,.0f} us for each operator of a step")
+    for device, result in (("cpu", examination.layers), *([("gpu", gpu)] if gpu is not None else [])):
+        for dtype, rate in result.matmul_flops.items():
+            parts = [f"products {_flops(rate)}"]
+            if dtype in result.attention_flops:
+                parts.append(f"attention {_flops(result.attention_flops[dtype])}")
+            if dtype in result.elementwise:
+                parts.append(f"other operators {format_rate(result.elementwise[dtype])}")
+            lines.append(f"layers   {device} {dtype} {'  '.join(parts)}")
+    if examination.layers.launches_per_s:
+        lines.append(f"host     {1e6 / examination.layers.launches_per_s:,.0f} us for each operator of a step")
     if gpu is not None:
         pinned = "pinned" if gpu.is_pinned else "not pinned"
         lines.append(f"GPU      {gpu.name}  from RAM {format_rate(gpu.h2d)}  to RAM {format_rate(gpu.d2h)}  ({pinned})")

@@ -20,7 +20,7 @@ from megatrain.doctor.findings import (
     read_system,
     system_findings,
 )
-from megatrain.doctor.host import launches_per_s
+from megatrain.doctor.layers import LayerRates, measure_layers
 from megatrain.doctor.processes import ProcessesResult, measure_processes
 from megatrain.doctor.processors import GdsResult, GpuResult, ProcessorResult, check_gds, measure_gpu, measure_processor
 from tiered.units import MiB
@@ -38,11 +38,11 @@ class Examination:
     is_quick: bool
     system: SystemFacts
     processor: ProcessorResult
+    layers: LayerRates
     gpu: GpuResult | None
     gds: GdsResult
     drives: tuple[DriveResult, ...]
     processes: ProcessesResult | None = None
-    launches_per_s: float | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -57,10 +57,10 @@ class Examination:
     @property
     def profile(self) -> MachineProfile:
         """The rates, in the form that is stored."""
-        processor, gpu = self.processor, self.gpu
+        processor, layers, gpu = self.processor, self.layers, self.gpu
 
         def by_device(name: str) -> dict[str, float]:
-            found = {f"cpu/{dtype}": rate for dtype, rate in getattr(processor, name).items()}
+            found = {f"cpu/{dtype}": rate for dtype, rate in getattr(layers, name).items()}
             return found | ({f"cuda/{dtype}": rate for dtype, rate in getattr(gpu, name).items()} if gpu else {})
 
         return MachineProfile(
@@ -77,7 +77,7 @@ class Examination:
             matmul_flops_per_s=by_device("matmul_flops"),
             attention_flops_per_s=by_device("attention_flops"),
             elementwise_bytes_per_s=by_device("elementwise"),
-            launches_per_s=self.launches_per_s,
+            launches_per_s=layers.launches_per_s or None,
             gpu=GpuProfile(
                 name=gpu.name,
                 memory_bytes=gpu.memory_bytes,
@@ -123,11 +123,11 @@ class Examination:
             "quick": self.is_quick,
             "system": asdict(self.system),
             "processor": asdict(self.processor),
+            "layers": asdict(self.layers),
             "gpu": asdict(self.gpu) if self.gpu else None,
             "gds": asdict(self.gds),
             "drives": drives,
             "processes": asdict(self.processes) if self.processes else None,
-            "launches_per_s": self.launches_per_s,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -141,7 +141,7 @@ def examine(
 ) -> Examination:
     """Measure this machine and the drives of some folders.
 
-    Takes about 10 s when ``quick`` (with one path), else a minute and a half, and up to 1 GiB of each drive meanwhile.
+    Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 1 GiB of each drive meanwhile.
     With several processes about as long again, and as much of each drive for each of them.
 
     Raises:
@@ -154,12 +154,12 @@ def examine(
         check_path(path)
     system = read_system()  # before we are a load ourselves
     span_bytes, seconds = _QUICK_PROCESSOR if quick else _FULL_PROCESSOR
-    on_progress("RAM, optimizer, matrix products")
+    on_progress("RAM, optimizer")
     processor = measure_processor(span_bytes=span_bytes, seconds=seconds)
     on_progress("GPU")
     gpu = measure_gpu(seconds=seconds)
-    on_progress("host")
-    launches = launches_per_s(seconds=seconds)
+    on_progress("layers on the CPU")
+    layers = measure_layers(seconds=seconds)
     drives = []
     for path in paths:
         on_progress(str(path))
@@ -175,9 +175,9 @@ def examine(
         is_quick=quick,
         system=system,
         processor=processor,
+        layers=layers,
         gpu=gpu,
         gds=check_gds(),
         drives=tuple(drives),
         processes=processes,
-        launches_per_s=launches,
     )

@@ -163,7 +163,7 @@ def main() -> None:
         return work()
 
     span_bytes, seconds, effort = int(job["span_bytes"]) // size, float(job["seconds"]), DriveEffort(**job["effort"])
-    processor = at_once(lambda: measure_processor(span_bytes=span_bytes, seconds=seconds, with_products=False))
+    processor = at_once(lambda: measure_processor(span_bytes=span_bytes, seconds=seconds))
     gpu = at_once(lambda: measure_gpu(seconds=seconds))
     drives = {path: at_once(partial(measure_drive, Path(path), effort)) for path in job["paths"]}
     gather, exchange = _collective_rates(ranks, kind)

@@ -34,16 +34,13 @@ _TOKENS, _WIDTH = 2048, 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessorResult:
-    """Bytes, parameters and FLOPs per second, the best of several runs; all with ``num_threads`` threads.
+    """Bytes and parameters per second, the best of several runs; all with ``num_threads`` threads.
 
     Attributes:
         ram_read: as in `megatrain.machine.machine.MachineProfile`.
         ram_copy: as in `megatrain.machine.machine.MachineProfile`.
         ram_update: as in `megatrain.machine.machine.MachineProfile`.
         adamw_params: dtype of the weights -> parameters per second.
-        matmul_flops: dtype -> FLOP/s on the CPU.
-        attention_flops: likewise, see `layer_rates`.
-        elementwise: likewise bytes per second.
     """
 
     num_threads: int
@@ -51,25 +48,19 @@ class ProcessorResult:
     ram_copy: float
     ram_update: float
     adamw_params: Mapping[str, float]
-    matmul_flops: Mapping[str, float]
-    attention_flops: Mapping[str, float] = field(default_factory=dict)
-    elementwise: Mapping[str, float] = field(default_factory=dict)
 
     def adamw_share(self, dtype: str) -> float:
         """Return the kernel's bytes per second as a share of the most that RAM gave to any of the three."""
         return self.adamw_params[dtype] * ADAMW_BYTES_PER_PARAM / max(self.ram_read, self.ram_copy, self.ram_update)
 
 
-def measure_processor(
-    *, span_bytes: int, seconds: float, threads: KernelThreads | None = None, with_products: bool = True
-) -> ProcessorResult:
-    """Measure RAM, the AdamW kernels and matrix products of the CPU.
+def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads | None = None) -> ProcessorResult:
+    """Measure RAM and the AdamW kernels of the CPU.
 
     Args:
         span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
-        seconds: about how long each of the seven measurements takes.
+        seconds: about how long each of the five measurements takes.
         threads: run the kernels; default: one per usable CPU, as in a run.
-        with_products: measure matrix products, too.
     """
     kernel_threads = threads or KernelThreads()
     num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
@@ -89,10 +80,7 @@ def measure_processor(
     finally:
         if threads is None:
             kernel_threads.close()
-    cpu, dtypes = torch.device("cpu"), _DTYPES if with_products else ()
-    flops = {_name(dtype): matmul_flops_per_s(cpu, dtype, seconds) for dtype in dtypes}
-    layers = {_name(dtype): layer_rates(cpu, dtype, seconds) for dtype in dtypes}
-    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw, flops, *_by_kind(layers))
+    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw)
 
 
 def _name(dtype: torch.dtype) -> str:

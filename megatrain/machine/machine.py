@@ -105,7 +105,8 @@ class MachineProfile(_Record):
         ram_copy_bytes_per_s: reads alone; bytes read and written by a copy.
         ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
         adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
-        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of large matrix products.
+        matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step; on a GPU of large
+            ones.
         attention_flops_per_s: likewise of fused attention, of what a causal kernel computes; empty: not measured.
         elementwise_bytes_per_s: likewise what other operators of layers read and write; empty: not measured.
         launches_per_s: operators that one thread calls, with the Python code of a step around them, for layers on the

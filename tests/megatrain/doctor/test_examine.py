@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from fakes.virtual_cuda import VirtualCuda
-from megatrain.doctor import drives, examine, processors
+from megatrain.doctor import drives, examine, layers, processors
 from megatrain.doctor.drives import DriveEffort, UnusablePathError
 from megatrain.doctor.processors import matmul_flops_per_s, measure_gpu, measure_processor
 from megatrain.optim.threads import KernelThreads
@@ -21,9 +22,7 @@ from tiered import MiB
 def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
-    monkeypatch.setattr(processors, "_ROW_TOKENS", 64)
-    monkeypatch.setattr(processors, "_TOKENS", 64)
+    monkeypatch.setattr(examine, "measure_layers", partial(layers.measure_layers, shapes=layers.SHAPES[:1]))
 
 
 @pytest.mark.usefixtures("_brief")
@@ -40,8 +39,8 @@ def test_an_examination_and_its_profile(tmp_path: Path) -> None:
     assert stored.is_quick and drive.is_quick
     assert stored.adamw_params_per_s.keys() == {"float32", "bfloat16"}
     for rates in (stored.matmul_flops_per_s, stored.attention_flops_per_s, stored.elementwise_bytes_per_s):
-        assert rates.keys() >= {"cpu/float32", "cpu/bfloat16"} and min(rates.values()) > 0
-    assert stored.launches_per_s == seen.launches_per_s and 0 < seen.launches_per_s < 1e7
+        assert rates.keys() <= {"cpu/float32", "cpu/bfloat16"} and all(rate > 0 for rate in rates.values())
+    assert (stored.launches_per_s or 0.0) == seen.layers.launches_per_s < 1e7
     assert json.loads(json.dumps(seen.to_json()))["drives"][0]["path"] == str(tmp_path)
     assert {finding.severity for finding in seen.findings} <= {"ok", "note", "warn"}
 
@@ -58,8 +57,7 @@ def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeyp
     assert drives.QUICK.span_bytes * 2 <= 1024 * MiB and drives.FULL.span_bytes * 2 <= 1024 * MiB
 
 
-def test_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64, 128))
+def test_the_processor() -> None:
     threads = KernelThreads(1)
     found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
     assert found.num_threads == 1
@@ -96,6 +94,7 @@ def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) 
 
     def copied(target: torch.Tensor, source: torch.Tensor) -> float:
         seen.append(source.cpu())
+        target.copy_(source)  # what comes back is what went there
         return 1e9
 
     monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))

@@ -33,7 +33,7 @@ DRIVE = DriveResult(
     is_direct=True, is_rotational=False, span_bytes=512 * MiB, tier=Rates(5e9, 4e9, 4.5e9), bare=Rates(5e9, 4e9, 4.5e9),
     sustained=SustainedWrite(4e9, 3.9e9, 32 * GiB, 9.0),
 )  # fmt: skip
-PROCESSOR = ProcessorResult(8, 5e10, 5e10, 5e10, {"float32": 0.9 * 5e10 / ADAMW_BYTES_PER_PARAM}, {"float32": 1e12})
+PROCESSOR = ProcessorResult(8, 5e10, 5e10, 5e10, {"float32": 0.9 * 5e10 / ADAMW_BYTES_PER_PARAM})
 
 
 def bad(findings: list[Finding]) -> list[Finding]:

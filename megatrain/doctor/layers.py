@@ -1,0 +1,166 @@
+"""What layers cost on the CPU: the rates that explain how long steps of small models take, run by the engine of a run.
+
+In a step a product finds its weight outside of the caches, takes new memory for its result, and waits for other
+operators' threads; timed alone, it takes a fifth less. So no operator is timed alone here: the rates are those whose
+sums are nearest to the measured seconds of forwards, heads and backwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatrain.api import load_config, measure_ticks, plan_run, resolve, work_of_phases
+
+__all__ = ["SHAPES", "LayerRates", "LayerShape", "explain", "measure_layers"]
+
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRates:
+    """Rates of layers on the CPU, with the threads of a run; a dtype that is missing was too short to be told.
+
+    Attributes:
+        matmul_flops: dtype -> FLOPs per second of matrix products.
+        attention_flops: likewise of fused attention, of the pairs of tokens that a causal kernel computes.
+        elementwise: dtype -> bytes per second that all other operators read and write.
+        launches_per_s: Operators that one thread calls, with the Python code of a step around them.
+    """
+
+    matmul_flops: Mapping[str, float]
+    attention_flops: Mapping[str, float]
+    elementwise: Mapping[str, float]
+    launches_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """A model of Llama's family and a micro-batch in which one kind of work takes much of the time.
+
+    Attributes:
+        hidden: Width.
+        inner: Width inside of the MLP.
+        num_layers: Layers.
+        vocabulary: Words.
+        num_rows: Rows of the micro-batch.
+        row_tokens: Tokens of a row.
+    """
+
+    hidden: int
+    inner: int
+    num_layers: int
+    vocabulary: int
+    num_rows: int
+    row_tokens: int
+
+
+SHAPES = (
+    LayerShape(64, 64, 4, 64, 1, 8),  # launches
+    LayerShape(768, 2048, 1, 2048, 1, 256),  # products
+    LayerShape(256, 640, 1, 512, 1, 1536),  # attention
+    LayerShape(128, 384, 2, 512, 8, 256),  # all else
+)
+_HEAD_WIDTH = 64
+_CONFIG = """
+task = "pretrain"
+device = "cpu"
+output_dir = "{folder}/out"
+[model]
+model_name_or_path = "{folder}"
+train_from_scratch = true
+attn_implementation = "sdpa"
+[precision]
+compute_dtype = "{dtype}"
+[data]
+max_length = {row_tokens}
+packing = true
+[[data.train]]
+path = "{folder}/text.txt"
+[training]
+per_device_train_batch_size = {num_rows}
+recompute = "full"
+[tiers.ram]
+size = "2GiB"
+"""
+
+
+def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> LayerRates:
+    """Time steps of small models, in each dtype, and return the rates that explain them.
+
+    Args:
+        seconds: about how long steps of one model are repeated, at least as often as ``measure_ticks`` does.
+    """
+    found = {
+        dtype: explain([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])
+        for dtype in _DTYPES
+    }
+
+    def of_kind(kind: int) -> dict[str, float]:
+        return {dtype: 1 / costs[kind] for dtype, costs in found.items() if costs[kind]}
+
+    launches = next(iter(of_kind(3).values()), 0.0)
+    return LayerRates(of_kind(0), of_kind(1), of_kind(2), launches)
+
+
+def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+    """Return what a unit of each kind of work costs, in seconds: none is negative, 0 for a kind that explains nothing.
+
+    Least squares of the relative errors, so that a short phase says as much as a long one.
+
+    Args:
+        phases: Of each, the seconds that it took, and how much work of each kind it was.
+    """
+    work = np.array([[amount / taken_s for amount in amounts] for taken_s, amounts in phases])
+    largest = np.maximum(work.max(axis=0), np.finfo(float).tiny)
+    num_kinds, best, least = work.shape[1], np.zeros(work.shape[1]), np.inf
+    # The least squares without negative costs are the unconstrained ones of some of the kinds: there are 15 choices.
+    for kinds in itertools.chain.from_iterable(
+        itertools.combinations(range(num_kinds), count) for count in range(1, num_kinds + 1)
+    ):
+        scaled = work[:, kinds] / largest[list(kinds)]
+        costs = np.linalg.lstsq(scaled, np.ones(len(work)), rcond=None)[0]
+        error = float(np.linalg.norm(scaled @ costs - 1))
+        if costs.min() > 0 and error < least:
+            least, best = error, np.zeros(num_kinds)
+            best[list(kinds)] = costs / largest[list(kinds)]
+    return [float(cost) for cost in best]
+
+
+def _timed_phases(shape: LayerShape, dtype: str, seconds: float) -> Iterator[tuple[float, Sequence[float]]]:
+    """Yield the seconds of a step's forward, head and backward, and their work by kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_model(shape)), encoding="utf-8")
+        config = Path(folder, "run.toml")
+        batch = {"num_rows": shape.num_rows, "row_tokens": shape.row_tokens}
+        config.write_text(_CONFIG.format(folder=folder, dtype=dtype, **batch), encoding="utf-8")
+        plan = plan_run(resolve(load_config(config).config))
+        ticks = measure_ticks(plan, budget_s=seconds)
+    taken_s: dict[str, float] = {}
+    for tick, tick_s in zip(plan.program.ticks, ticks.seconds, strict=True):
+        taken_s[tick.phase] = taken_s.get(tick.phase, 0.0) + tick_s
+    for phase, work in work_of_phases(plan).items():
+        attention = work.attention_flops - work.skipped_flops
+        yield taken_s[phase], (work.product_flops, attention, work.moved_nbytes, work.launches)
+
+
+def _model(shape: LayerShape) -> dict[str, object]:
+    num_heads = shape.hidden // min(_HEAD_WIDTH, shape.hidden)
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.inner,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.row_tokens,
+        "tie_word_embeddings": False,
+    }
