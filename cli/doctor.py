@@ -16,6 +16,8 @@ from .options import json_option, load
 if TYPE_CHECKING:
     from megatrain.doctor.drives import DriveResult
     from megatrain.doctor.examine import Examination
+    from megatrain.doctor.layers import LayerRates
+    from megatrain.doctor.processors import GpuResult
 
 _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
 
@@ -158,7 +160,10 @@ def _machine_lines(examination: Examination) -> list[str]:
             for dtype, rate in processor.adamw_params.items()
         ),
     ]
-    for device, result in (("cpu", examination.layers), *([("gpu", gpu)] if gpu is not None else [])):
+    by_device: dict[str, LayerRates | GpuResult] = {"cpu": examination.layers}
+    if gpu is not None:
+        by_device["gpu"] = gpu
+    for device, result in by_device.items():
         for dtype, rate in result.matmul_flops.items():
             parts = [f"products {_flops(rate)}"]
             if dtype in result.attention_flops:
