@@ -32,7 +32,11 @@ from bench.gpu_sides.job import make_job
 from bench.gpu_sides.ours import OursSide, planned_peak
 from megatrain import weights
 from megatrain.base.timeline import Timeline
+from megatrain.machine.files import find_machine
+from megatrain.machine.machine import LoadedProfile
 from megatrain.optim import clip
+from megatrain.plan.estimate import estimate_step
+from megatrain.plan.plan import Plan
 from tiered.leasing import Leasing
 from tiered.tiers.ram import HostSlab
 
@@ -55,6 +59,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--out", type=Path, help="file to which every row is added as a JSON line")
     parser.add_argument("--quick", action="store_true", help="tiny models")
+    parser.add_argument(
+        "--launches-per-s", type=float, help="as `doctor --json` measures them without the null GPU; adds a prediction"
+    )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != "NULL H200":
@@ -64,7 +71,7 @@ def main() -> int:
         part = part_named(name)
         part = part.small() if arguments.quick else part
         report = Report("null_gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
-        Steps(name, part, report, quick=arguments.quick).run(arguments.steps)
+        Steps(name, part, report, arguments.launches_per_s, quick=arguments.quick).run(arguments.steps)
         sys.stdout.flush()
         os._exit(0 if report.all_ok else 1)  # nothing is worth an orderly end
     words = [word for word in sys.argv[1:] if word not in arguments.parts]
@@ -102,8 +109,11 @@ class Phases:
 class Steps:
     """Steps of a part."""
 
-    def __init__(self, name: str, part: Part, report: Report, *, quick: bool) -> None:
+    def __init__(
+        self, name: str, part: Part, report: Report, launches_per_s: float | None = None, *, quick: bool
+    ) -> None:
         self._name, self._part, self._report, self._quick = name, part, report, quick
+        self._launches_per_s = launches_per_s
         self._counts = (ctypes.c_long * 7).in_dll(ctypes.CDLL("libcudart.so.13"), "null_counts")
         self._leases = [0]
 
@@ -132,9 +142,17 @@ class Steps:
             self.row("plan_is_exact", int(plan.trace.exact), "1", target=1, ok=plan.trace.exact)
             self.row("uncounted", len(plan.trace.uncounted), "operators", target=0, ok=not plan.trace.uncounted)
             self.row("hardware_flops", about["hardware_flops"], "FLOP")
+            if self._launches_per_s is not None:
+                self._predict_host(plan, self._launches_per_s)
             phases = Phases(self._counts, self._leases)
             mock.patch.object(Timeline, "on_op", lambda timeline, op: phases.on_op(op)).start()
             self._step(side, phases, num_steps, planned_peak(plan.placement, "gpu"))
+
+    def _predict_host(self, plan: Plan, launches_per_s: float) -> None:
+        """Print how long the plan of an H200 says that the host is busy, at launches that were measured here."""
+        machine = find_machine("h200-1.5tb").profile.model_copy(update={"launches_per_s": launches_per_s})
+        seconds = estimate_step(plan, plan.shape, LoadedProfile(machine)).seconds
+        self.row("host.predicted", seconds["host"], "s")
 
     def _count_leases(self) -> None:
         acquire = Leasing._acquire
