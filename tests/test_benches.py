@@ -66,6 +66,7 @@ ARGUMENTS = {
     "gpu_profile": ["--quick", "--device", "cpu", "--top", "5"],
     "ranks": ["--quick", "--steps", "1", "--tokens", "4x1x32", "--placements", "nvme"],
     "compare/ranks": ["--quick", "--rounds", "1", "--tokens", "2x1x32", "--sides", "ours"],
+    "compare/disk_offload": ["--quick", "--passes", "2", "--new-tokens", "2", "--prompts", "2"],
     "compare/deepspeed": ["--quick", "--rounds", "1", "--tokens", "1x1x32", "--sides", "ours_bf16,ours_fp32"],
 }
 
@@ -210,6 +211,17 @@ def test_comparison_without_deepspeed_says_so() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row["name"] for row in rows] == ["deepspeed.skipped"]
     assert "/nowhere/python" in rows[0]["value"]
+
+
+def test_disk_offload_gives_the_same_scores_and_tokens_from_as_little_memory() -> None:
+    rows = {row["name"]: row["value"] for row in run("compare/disk_offload")}
+    if "accelerate.skipped" in rows:
+        pytest.skip(rows["accelerate.skipped"])
+    for task in ("score", "generate"):
+        for side in ("ours", "accelerate", "accelerate_cached"):
+            assert rows[f"{task}.{side}.seconds"] > 0
+        assert rows[f"{task}.ours.moved_bytes"] > 0 < rows[f"{task}.ratio.accelerate/ours"]
+    assert rows["score.tokens"] > 0 < rows["generate.tokens"] and 0 < rows["accelerate.offloaded"] < rows["weights"]
 
 
 @pytest.mark.slow

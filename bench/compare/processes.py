@@ -25,16 +25,17 @@ class SideFailedError(Exception):
 
 
 class SideProcess:
-    """Runs `worker.py`. A context manager: leaving it kills the process with all that it started.
+    """Runs a side. A context manager: leaving it kills the process with all that it started.
 
     Args:
-        python: interpreter to run it with. job: what `worker.py` shall do. log: file for everything it prints.
+        python: interpreter to run it with. job: what the side shall do. log: file for everything it prints.
+        worker: module of this folder whose `main` answers each line of its input with a line of JSON.
 
     Attributes:
         about: what the side said of itself when it was ready.
     """
 
-    def __init__(self, python: str, job: Mapping[str, Any], log: Path) -> None:
+    def __init__(self, python: str, job: Mapping[str, Any], log: Path, worker: str = "worker") -> None:
         self._log = log
         bin_folder = str(Path(python).absolute().parent)  # where a virtual environment keeps ninja, which peers call
         environment = {
@@ -45,7 +46,7 @@ class SideProcess:
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [python, "-P", "-c", "from bench.compare import worker; worker.main()", json.dumps(job)],
+                [python, "-P", "-c", f"from bench.compare import {worker}; {worker}.main()", json.dumps(job)],
                 env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -73,12 +74,20 @@ class SideProcess:
         Raises:
             SideFailedError: it ended or hangs.
         """
+        return self.ask(str(num_steps), STEP_TIMEOUT_S * num_steps)
+
+    def ask(self, line: str, timeout_s: float) -> dict[str, Any]:
+        """Give the side a line; return its answer.
+
+        Raises:
+            SideFailedError: it ended or hangs.
+        """
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{num_steps}\n".encode())
+            self._process.stdin.write(f"{line}\n".encode())
         except BrokenPipeError as error:
             raise self._failure("ended") from error
-        return self._answer(STEP_TIMEOUT_S * num_steps)
+        return self._answer(timeout_s)
 
     def _answer(self, timeout_s: float) -> dict[str, Any]:
         assert self._process.stdout is not None

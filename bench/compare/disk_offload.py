@@ -1,0 +1,263 @@
+"""Our `score` and `generate` beside transformers with accelerate's disk offload, of a model that RAM has no room for.
+
+    python bench/compare/disk_offload.py --json --scratch /mnt/drive
+    python bench/compare/disk_offload.py --quick
+
+Both sides run the same Llama with random fp32 weights from the same folder, on the same rows and prompts, each in a
+process of its own, in turns. Ours has a RAM tier of a quarter of the weights, or the least that works; accelerate's
+`max_memory` is set so that its process has as much memory at its peak (both are printed). Neither has the model in the
+kernel's cache: ours reads past it, and for `accelerate` its files are dropped from it before every forward, as they
+would be where the model is larger than memory; the time of dropping them is not counted. For `accelerate_cached` they
+are in the cache before its turn begins and stay there: that side has all RAM of the machine.
+
+A forward of accelerate has as many rows as a pass of ours, so that weights are fetched equally often. Seconds are those
+of forwards and passes; what it takes to open the model is not among them.
+
+Claims: log-probabilities are the same within the rounding of fp32, and so are all greedy tokens; what ours moves is
+what was planned. Seconds stand beside each other, and the bytes that the kernel read for each process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+# In place of this file's own folder: in there, `deepspeed` would be a file.
+sys.path.remove(str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+import torch
+
+from bench.common import QUICKSTART, Report, step_shape
+from bench.compare.forward_worker import ForwardJob, Turn, generator, scoring_config
+from bench.compare.processes import SideFailedError, SideProcess, import_failure
+from bench.models import write_llama
+from megatrain.optim.threads import default_num_threads
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.scoring import Scorer, plan_scoring
+
+TASKS = ("score", "generate")
+OURS, ACCELERATE, CACHED = "ours", "accelerate", "accelerate_cached"
+TURN_TIMEOUT_S = 600.0
+TARGET_DIFFERENCE = 1e-5
+#: Of the weights: our RAM tier, and the least and the most that accelerate is given.
+TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
+
+#: What each side measured, round after round.
+Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+def main() -> int:
+    """Run the comparison; 1 if a row that is not about time is not ok."""
+    arguments = parse_arguments()
+    num_micro_batches, rows, length = arguments.tokens
+    report = Report("compare/disk_offload", as_json=arguments.json, tokens_per_step=num_micro_batches * rows * length)
+    reason = import_failure(arguments.python, "accelerate")
+    if reason:
+        report.row("accelerate.skipped", reason, "reason")
+        return 0
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
+        Comparison(Path(scratch), arguments, report).run()
+    return 0 if report.all_ok else 1
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
+    parser.add_argument("--quick", action="store_true", help="a model of 30 MB instead of 1.3 GB; 1 round")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has accelerate; default: this one")
+    parser.add_argument("--rounds", type=int, help="that are measured, after one that is not")
+    parser.add_argument("--tasks", type=_tasks, default=TASKS, help=f"default: {','.join(TASKS)}")
+    parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a row of a pass of scores")
+    parser.add_argument("--passes", type=int, default=4, help="of scores, in each round")
+    parser.add_argument("--prompts", type=int, default=8, help="that are continued together")
+    parser.add_argument("--new-tokens", type=int, help="of each prompt")
+    parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
+    arguments = parser.parse_args()
+    quick = arguments.quick
+    arguments.rounds = arguments.rounds or (1 if quick else 3)
+    arguments.tokens = arguments.tokens or ((1, 2, 32) if quick else (1, 8, 128))
+    arguments.new_tokens = arguments.new_tokens or (4 if quick else 8)
+    return arguments
+
+
+def _tasks(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not set(names) <= set(TASKS):
+        raise argparse.ArgumentTypeError(f"'{text}': choose from {','.join(TASKS)}")
+    return names
+
+
+def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
+    """Write what is scored, the beginning of a text, and the rows that ours makes of it, and count these."""
+    num_micro_batches, rows, length = job.shape
+    config = scoring_config(replace(job, ram_bytes=1 << 40), Path(job.folder) / "rows")
+    plan = plan_scoring(config)
+    wanted = num_passes * num_micro_batches * rows
+    size = 6 * wanted * length  # characters: more than its tokens
+    while True:
+        Path(job.text).write_text(text[:size], encoding="utf-8")
+        loader = Scorer(config, plan=plan).make_loader()
+        if loader.num_rows <= wanted:
+            break
+        size = int(size * (wanted - 0.5) / loader.num_rows)
+    batch = loader.micro_batch(loader.rows(0, loader.num_rows))
+    names = {"input_ids", "attention_mask", "labels"} & set(batch)
+    torch.save({name: batch[name] for name in names}, job.rows)
+    return loader.num_rows
+
+
+def with_enough_ram(job: ForwardJob) -> ForwardJob:
+    """Return a job whose RAM tier is large enough for scores and for continuations."""
+
+    def plan_scores(job: ForwardJob) -> None:
+        plan_scoring(scoring_config(job, Path(job.folder)))
+
+    for plan in (plan_scores, generator):
+        try:
+            plan(job)
+        except DoesNotFitError as error:
+            job = replace(job, ram_bytes=max(job.ram_bytes, error.need_bytes))
+    return job
+
+
+class Comparison:
+    """The sides, their rounds, and the rows about them."""
+
+    def __init__(self, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
+        self._scratch, self._report = scratch, report
+        self._python, self._num_rounds = arguments.python, arguments.rounds
+        hidden, layers, vocabulary = (256, 8, 1024) if arguments.quick else (1024, 24, 8192)
+        model = write_llama(scratch / "model", hidden=hidden, layers=layers, vocabulary=vocabulary)
+        self._weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        for path in model.glob("*.safetensors"):
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # else the kernel has to keep it in memory
+        text = (QUICKSTART / "moby_dick.txt").read_text(encoding="utf-8")
+        prompts = tuple(text[2000 * number :][: 24 + 8 * number] for number in range(arguments.prompts))
+        Path(scratch, OURS).mkdir()
+        job = ForwardJob(
+            side=OURS,
+            model=str(model),
+            folder=str(scratch / OURS),
+            ram_bytes=int(TIER_SHARE * self._weight_bytes),
+            num_threads=default_num_threads(),
+            shape=arguments.tokens,
+            text=str(scratch / "rows.txt"),
+            rows=str(scratch / "rows.pt"),
+            prompts=prompts,
+            max_new_tokens=arguments.new_tokens,
+        )
+        self._num_rows = write_rows(job, text, arguments.passes)
+        self._job = with_enough_ram(job)
+        per_forward = arguments.tokens[0] * arguments.tokens[1]
+        sides = {OURS: False, ACCELERATE: False, CACHED: True}
+        self._turns: dict[str, dict[str, Turn]] = {
+            task: {name: Turn(task, per_forward, keeps_cache=keeps) for name, keeps in sides.items()}
+            for task in arguments.tasks
+        }
+
+    def run(self) -> None:
+        """Start both sides, let them take turns, print the rows."""
+        row = self._report.row
+        row("weights", self._weight_bytes, "bytes")
+        row("rows", self._num_rows, "1")
+        with ExitStack() as stack:
+            try:
+                ours = stack.enter_context(self._start(self._job))
+                first = self._take_all(ours, OURS)
+                accelerate, theirs = self._with_equal_memory(stack, first)
+            except SideFailedError as error:
+                row("sides.run", 0, str(error), target=1, ok=False)
+                return
+            row("ours.ram_tier", self._job.ram_bytes, "bytes")
+            row("accelerate.version", str(accelerate.about["version"]), "version")
+            row("accelerate.max_memory", theirs.ram_bytes, "bytes")
+            row("accelerate.offloaded", accelerate.about["offloaded_bytes"], "bytes")
+            row("accelerate.offloads", accelerate.about["offloads"], "1", target=1, ok=accelerate.about["offloads"])
+            for task, turns in self._turns.items():
+                rounds: dict[str, list[Mapping[str, Any]]] = {name: [] for name in turns}
+                for number in range(self._num_rounds):
+                    names = list(turns)
+                    begin = number % len(names)
+                    for name in [*names[begin:], *names[:begin]]:
+                        side = ours if name == OURS else accelerate
+                        rounds[name].append(side.ask(_line(turns[name]), TURN_TIMEOUT_S))
+                self._tell(task, rounds)
+        row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
+
+    def _start(self, job: ForwardJob) -> SideProcess:
+        python = sys.executable if job.side == OURS else self._python
+        return SideProcess(python, asdict(job), self._scratch / f"{job.side}.log", "forward_worker")
+
+    def _take_all(self, side: SideProcess, name: str) -> int:
+        """Let a side take each of its turns once, which is not measured; return its peak of resident bytes."""
+        turns = [turns[name] for turns in self._turns.values()]
+        return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
+
+    def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
+        """Return accelerate's side with a ``max_memory`` that makes its peak about ours, found by a trial."""
+        job = replace(self._job, side=ACCELERATE, folder=str(self._scratch / ACCELERATE))
+        Path(job.folder).mkdir()
+        with self._start(job) as trial:
+            apart = peak_rss - self._take_all(trial, ACCELERATE)
+        least, most = int(LEAST_SHARE * self._weight_bytes), int(MOST_SHARE * self._weight_bytes)
+        job = replace(job, ram_bytes=min(max(job.ram_bytes + apart, least), most))
+        side = stack.enter_context(self._start(job))
+        self._take_all(side, ACCELERATE)
+        return side, job
+
+    # -- rows --------------------------------------------------------------------------------------------------
+
+    def _tell(self, task: str, rounds: Rounds) -> None:
+        row = self._report.row
+        for name, measured in rounds.items():
+            seconds = [one["seconds"] for one in measured]
+            row(f"{task}.{name}.seconds", statistics.median(seconds), "s")
+            row(f"{task}.{name}.seconds.each", [round(each, 4) for each in seconds], "s")
+            row(f"{task}.{name}.read", statistics.median(one["read_bytes"] for one in measured), "bytes")
+            row(f"{task}.{name}.peak_rss", max(one["peak_rss"] for one in measured), "bytes")
+        for name, measured in rounds.items():
+            if name != OURS:
+                pairs = zip(measured, rounds[OURS], strict=True)
+                ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs]
+                row(f"{task}.ratio.{name}/ours", statistics.median(ratios), "x", timing=True)
+                row(f"{task}.ratio.{name}/ours.each", [round(each, 4) for each in ratios], "x")
+        for field in ("planned_bytes", "moved_bytes"):
+            row(f"{task}.ours.{field}", sum(rounds[OURS][-1][field].values()), "bytes")
+        is_planned = all(one["planned_bytes"] == one["moved_bytes"] for one in rounds[OURS])
+        row(f"{task}.ours.moved_is_planned", int(is_planned), "1", target=1, ok=is_planned)
+        self._tell_scores(rounds) if task == "score" else self._tell_tokens(rounds)
+
+    def _tell_scores(self, rounds: Rounds) -> None:
+        means = {name: [one["mean_log_prob"] for one in measured] for name, measured in rounds.items()}
+        counts = {one["num_scored"] for measured in rounds.values() for one in measured}
+        row = self._report.row
+        row("score.tokens", max(counts), "tokens", target=min(counts), ok=len(counts) == 1)
+        row("score.mean_log_prob", means[OURS][0], "nats")
+        apart = max(abs(mean - means[OURS][0]) / abs(means[OURS][0]) for each in means.values() for mean in each)
+        row("score.difference", apart, "relative", target=TARGET_DIFFERENCE, ok=apart <= TARGET_DIFFERENCE)
+
+    def _tell_tokens(self, rounds: Rounds) -> None:
+        expected = rounds[ACCELERATE][0]["tokens"]
+        others = [one["tokens"] for measured in rounds.values() for one in measured]
+        same = all(tokens == expected for tokens in others)
+        self._report.row("generate.tokens", sum(map(len, expected)), "tokens")
+        self._report.row("generate.same_tokens", int(same), "1", target=1, ok=same)
+
+
+def _line(turn: Turn) -> str:
+    return json.dumps(asdict(turn))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
