@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -106,6 +107,7 @@ def main() -> None:
         for line in sys.stdin:
             turn = Turn(**json.loads(line))
             (read_into_cache if turn.keeps_cache else drop_cached)(Path(job.model))
+            gc.collect()  # ours opens a store in every turn: the one before goes, as it does where a command ends
             forget_high_water()
             before = drive_bytes()["read_bytes"]
             outcome = side.take(turn)
