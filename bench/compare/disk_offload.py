@@ -52,6 +52,9 @@ TARGET_DIFFERENCE = 1e-5
 #: Of the weights: our RAM tier, and the least and the most that accelerate is given.
 TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
+#: Memory of a process grows in its first turns; so many are not measured. Values of `max_memory` that are tried.
+NUM_WARM_TURNS, NUM_TRIALS = 2, 3
+
 #: What each side measured, round after round.
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -75,7 +78,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="JSON lines instead of a table")
     parser.add_argument("--quick", action="store_true", help="a model of 30 MB instead of 1.3 GB; 1 round")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has accelerate; default: this one")
-    parser.add_argument("--rounds", type=int, help="that are measured, after one that is not")
+    parser.add_argument("--rounds", type=int, help=f"that are measured, after {NUM_WARM_TURNS} that are not")
+    parser.add_argument("--max-memory", type=int, help="bytes of accelerate; default: what makes it as large as ours")
     parser.add_argument("--tasks", type=_tasks, default=TASKS, help=f"default: {','.join(TASKS)}")
     parser.add_argument("--tokens", type=step_shape, help="micro-batches x rows x tokens of a row of a pass of scores")
     parser.add_argument("--passes", type=int, default=4, help="of scores, in each round")
@@ -136,6 +140,7 @@ class Comparison:
     def __init__(self, scratch: Path, arguments: argparse.Namespace, report: Report) -> None:
         self._scratch, self._report = scratch, report
         self._python, self._num_rounds = arguments.python, arguments.rounds
+        self._max_memory = arguments.max_memory
         hidden, layers, vocabulary = (256, 8, 1024) if arguments.quick else (1024, 24, 8192)
         model = write_llama(scratch / "model", hidden=hidden, layers=layers, vocabulary=vocabulary)
         self._weight_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -200,21 +205,31 @@ class Comparison:
         return SideProcess(python, asdict(job), self._scratch / f"{job.side}.log", "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
-        """Let a side take each of its turns once, which is not measured; return its peak of resident bytes."""
-        turns = [turns[name] for turns in self._turns.values()]
+        """Let a side take each of its turns, which is not measured; return its peak of resident bytes."""
+        turns = [turns[name] for turns in self._turns.values()] * NUM_WARM_TURNS
         return max(int(side.ask(_line(turn), TURN_TIMEOUT_S)["peak_rss"]) for turn in turns)
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
-        """Return accelerate's side with a ``max_memory`` that makes its peak about ours, found by a trial."""
+        """Return accelerate's side with the ``max_memory`` of those tried that makes its peak most like ours."""
         job = replace(self._job, side=ACCELERATE, folder=str(self._scratch / ACCELERATE))
         Path(job.folder).mkdir()
-        with self._start(job) as trial:
-            apart = peak_rss - self._take_all(trial, ACCELERATE)
-        least, most = int(LEAST_SHARE * self._weight_bytes), int(MOST_SHARE * self._weight_bytes)
-        job = replace(job, ram_bytes=min(max(job.ram_bytes + apart, least), most))
+        if self._max_memory:
+            job = replace(job, ram_bytes=self._max_memory)
+        else:
+            job = replace(job, ram_bytes=self._equal_memory(job, peak_rss))
         side = stack.enter_context(self._start(job))
         self._take_all(side, ACCELERATE)
         return side, job
+
+    def _equal_memory(self, job: ForwardJob, peak_rss: int) -> int:
+        least, most = int(LEAST_SHARE * self._weight_bytes), int(MOST_SHARE * self._weight_bytes)
+        apart: dict[int, int] = {}
+        tried = job.ram_bytes
+        while len(apart) < NUM_TRIALS and tried not in apart:
+            with self._start(replace(job, ram_bytes=tried)) as side:
+                apart[tried] = peak_rss - self._take_all(side, ACCELERATE)
+            tried = min(max(tried + apart[tried], least), most)
+        return min(apart, key=lambda ram_bytes: abs(apart[ram_bytes]))
 
     # -- rows --------------------------------------------------------------------------------------------------
 
