@@ -101,7 +101,10 @@ class TracedVisit:
             one block for both.
         chance_of_no_token: That a token goes to none of a mixture's experts here, if it goes to any as likely.
         held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
-            tables. In layer order every micro-batch holds this much, and as much again of the next visit's.
+            tables.
+        stays_nbytes: Of these, what is there until the backward: masks, tables, ids, and what autograd saves of the
+            model's own code between visits. In layer order every micro-batch holds this, and the rest twice: its own
+            and the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
         forward: Work of the forward.
@@ -131,6 +134,7 @@ class TracedVisit:
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
     unneeded: Unneeded = NOTHING_UNNEEDED
+    stays_nbytes: int = 0
 
     @property
     def is_run_again(self) -> bool:
@@ -149,7 +153,6 @@ class VisitTrace:
 
     Attributes:
         visits: All visits.
-        shared_nbytes: Held by reference by one micro-batch from forward to backward: masks, rotary tables, ids.
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
@@ -167,7 +170,6 @@ class VisitTrace:
     """
 
     visits: tuple[TracedVisit, ...]
-    shared_nbytes: int
     head_nbytes: int
     head_rows: int
     guesses: tuple[str, ...] = ()

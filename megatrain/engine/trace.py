@@ -191,7 +191,6 @@ def trace_generation(
         visits,
         0,
         0,
-        0,
         guesses=tracer.counts.guesses,
         uncounted=tuple(tracer.counts.uncounted),
         num_tokens=batch_size * seq_len,
@@ -283,6 +282,7 @@ class _Phase:
     visit: int
     held_nbytes: int
     peak_nbytes: int
+    first_storage: int
     work: Work = NO_WORK
 
 
@@ -317,7 +317,7 @@ class _Tracer:
         self._filled: dict[int, set[str]] = {}
         self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
         self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
-        self._shared_nbytes = 0
+        self._stays: dict[int, int] = {}  # visit -> bytes
         self.runner = LayerRunner(
             graph,
             self,
@@ -343,7 +343,7 @@ class _Tracer:
             self._note_visits()  # the forward is over, and the backward has not yet freed what visits share
         self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
         self.counts.new_nbytes.clear()
-        self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0))
+        self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
 
     def close(self) -> None:
         """Read the peak and the work of the tick that ends."""
@@ -353,9 +353,10 @@ class _Tracer:
 
     def _note_visits(self) -> None:
         self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
-        shared = {id(t.untyped_storage()): t for visit in self.runner.visits for t in visit.shared_tensors()}
-        by_storage = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in shared.values()}
-        self._shared_nbytes = sum(by_storage.values())
+        # Made before a visit and alive at the end of the forward: not a stream, which the next visit would give anew.
+        for phase in self._phases:
+            if phase.name == "forward":
+                self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 
@@ -507,13 +508,14 @@ class _Tracer:
         phases = {(phase.name, phase.visit): phase for phase in self._phases}
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
+        last_stays = max(self._stays.values(), default=0)
         visits: list[TracedVisit] = []
         for number, unit in enumerate(self._units):
             is_head = number >= first_head
             counted = self._alike.get(number, number)
             forward = phases.get(("forward", counted)) or phases["head", first_head]
             own = (
-                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0)
+                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)
             )  # a forward alone has none
             backward = phases.get(("backward", counted)) or own
             saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
@@ -538,16 +540,16 @@ class _Tracer:
                 reused=self._reused.get(number, {}),
                 chance_of_no_token=self._misses.get(number, 0.0),
                 unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
+                stays_nbytes=min(held_nbytes, self._stays.get(number, last_stays)),
             )
             sizes = self._sizes.get(number)
             is_part = self._graph.units[unit].part is not None
             if sizes is not None and saved and not is_head and not is_part and not visit.reused:
                 visit = replace(visit, attention=sizes.attention, results=sizes.results(unneeded.weights))
             visits.append(visit)
-        head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0)
+        head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0, 0)
         return VisitTrace(
             visits=tuple(visits),
-            shared_nbytes=self._shared_nbytes,
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
             head_columns=self.runner.head_columns,
@@ -698,6 +700,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live_nbytes: Bytes of the storages alive now.
         peak_nbytes: largest ``live_nbytes`` since this was reset.
         work: What the operators did since this was reset.
+        num_storages: how many were made so far.
         new_nbytes: by storage, of those alive that were made since this was cleared.
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
@@ -714,9 +717,14 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.num_guesses = 0
         self._guesses: dict[str, list[str]] = {}
         self.new_nbytes: dict[int, int] = {}
-        self._known: dict[int, int] = {}
+        self.num_storages = 0
+        self._known: dict[int, tuple[int, int]] = {}  # storage alive -> its bytes, and how many were made before it
         self._paused = False
         self._values = WeakTensorKeyDictionary()  # fake tensor -> the real one that it stands for
+
+    def nbytes_made_before(self, number: int) -> int:
+        """Return the bytes of the storages alive that are among the first ``number`` that were made."""
+        return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -876,13 +884,15 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._known:
             return
         nbytes = 0 if self._paused else storage.nbytes()
-        self._known[key] = self.new_nbytes[key] = nbytes
+        self._known[key] = nbytes, self.num_storages
+        self.new_nbytes[key] = nbytes
+        self.num_storages += 1
         weakref.finalize(storage, self._forget, key)
         self.live_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
 
     def _forget(self, key: int) -> None:
-        self.live_nbytes -= self._known.pop(key)
+        self.live_nbytes -= self._known.pop(key)[0]
         self.new_nbytes.pop(key, None)
 
 

@@ -116,11 +116,6 @@ class UnitVisit:
         self._wanted: list[list[Tensor]] = []  # rows of the weights whose parts pass, by weight and micro-batch
         self.pending_outputs: list[Tensor] = []
 
-    def shared_tensors(self) -> list[Tensor]:
-        """Return the tensors that are held by reference until the backward: masks, rotary tables, ids."""
-        recomputed = [item for item in self._micro_batches if isinstance(item, _MicroBatch)]
-        return [tensor for item in recomputed for tensor in item.captured.tensors if tensor is not None]
-
     # -- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, forwards: Sequence[SuspendedForward]) -> list[Callable[[], Any]]:

@@ -77,8 +77,8 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
 def step_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
     """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs.
 
-    All micro-batches' streams are there between two units, each with the input of one and the output of the other;
-    one micro-batch at a time is computed.
+    All micro-batches' streams are there between two units, each with the input of one and the output of the other, and
+    once what stays until the backward; one micro-batch at a time is computed.
 
     Args:
         graph: The model.
@@ -86,7 +86,9 @@ def step_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProg
         program: Its step, or pass.
         num_micro_batches: Micro-batches that are there together.
     """
-    streams = 2 * num_micro_batches * max((visit.held_nbytes for visit in trace.visits), default=0)
+    moves = max((visit.held_nbytes - visit.stays_nbytes for visit in trace.visits), default=0)
+    stays = max((visit.stays_nbytes for visit in trace.visits), default=0)
+    streams = num_micro_batches * (stays + 2 * moves)
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches))
     # Collectives may have a stream of their own on a device: neither takes the memory that the other one has freed.
     return round_up(streams + in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))

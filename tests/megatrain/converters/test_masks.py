@@ -49,5 +49,5 @@ def test_a_plan_tells_of_masks(rows: int, packing: str, keys: str, tmp_path: Pat
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     has_mask = bool(keys) and (packing == "true" or rows > 1 or "eager" in keys)
     assert plan.micro_batch_size == rows
-    assert (plan.trace.shared_nbytes > 4096 * 4096) == has_mask
+    assert (max(visit.stays_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
     assert any("max_length squared" in message for message in messages(plan)) == has_mask

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, Cuts, ProgramBuilder, StepProgram, Tick, keeping_graphs
 from megatrain.engine.trace import trace_visits
@@ -22,6 +23,7 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Sharding, Shares
 from oracles.families import tiny_config
+from oracles.planned_workspace import planned_workspace
 from tiered.units import PAGE_BYTES
 
 
@@ -63,6 +65,25 @@ def test_sums_beside_the_blocks_of_gradients_are_counted_where_they_are_made(
     _, largest, plain = program_of(1)
     _, _, with_sums = program_of(num_lanes, dtype)
     assert 0 < with_sums - plain < 4 * num_sums * largest + PAGE_BYTES
+
+
+def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The streams of hyper-connections are mixed between the units of a cut layer, in products that autograd saves."""
+    monkeypatch.setattr(experts, "EXPERTS_ELEMENTS", 2048)
+
+    def bytes_of(num_layers: int) -> tuple[int, int]:
+        """Return what a micro-batch holds at the end of the forward, and what one more takes of the workspace."""
+        layers = {"layer_types": ["sliding_attention"] * num_layers, "mlp_layer_types": ["moe"] * num_layers}
+        config = tiny_config("deepseek_v4", num_hidden_layers=num_layers, **layers)
+        graph = build_graph(config, cuts_experts=True)
+        assert any(unit.part is not None for unit in graph.units)
+        trace = trace_visits(graph, 4, 64, torch.float32)
+        few, many = (planned_workspace(graph, trace, count) for count in (1, 101))
+        return max(visit.held_nbytes for visit in trace.visits), (many - few) // 100
+
+    (held, own), (more_held, more_own) = bytes_of(4), bytes_of(8)
+    assert more_held - held > 4 * 4 * 64 * 32 * 4  # at least a hidden state for each layer more
+    assert more_own - own == pytest.approx(more_held - held, rel=0.02)
 
 
 def test_the_graph_of_a_visit_waits_until_its_backward() -> None:

@@ -121,16 +121,18 @@ def test_a_run_moves_its_first_step_the_others_and_what_is_left() -> None:
     assert placement.run_traffic_bytes(3)["nvme->ram"] == 600
 
 
-def test_the_workspace_has_all_streams_twice_and_one_computation() -> None:
-    """Between two units each micro-batch has the input of one and the output of the other."""
+def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation() -> None:
+    """Between two units each micro-batch has the input of one and the output of the other, and masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
-    streams = max(visit.held_nbytes for visit in trace.visits)
+    stays = max(visit.stays_nbytes for visit in trace.visits)
+    streams = max(visit.held_nbytes - visit.stays_nbytes for visit in trace.visits)
+    assert stays > 0
     inside = max(trace.head_nbytes, *(max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits))
     for count in (1, 1000):
-        assert 0 <= planned_workspace(graph, trace, count) - (2 * count * streams + inside) < PAGE_BYTES
+        assert 0 <= planned_workspace(graph, trace, count) - (count * (stays + 2 * streams) + inside) < PAGE_BYTES
     wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary
-    assert 0 <= planned_workspace(graph, wide, 1) - (2 * streams + 10 * inside) < PAGE_BYTES
+    assert 0 <= planned_workspace(graph, wide, 1) - (stays + 2 * streams + 10 * inside) < PAGE_BYTES
 
 
 @pytest.mark.parametrize(("dtype", "nbytes"), [(torch.float32, 4), (torch.bfloat16, 2 + 4 + 2)])
