@@ -189,7 +189,7 @@ def resolve_labels(config: RunConfig) -> Labels | None:
 
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
     """Return what judges texts in the place of the language model's head; None: the run trains words."""
-    if not TASK_FACTS[config.task].has_head:
+    if not TASK_FACTS[config.task].says_no_words:
         return None
     labels, fill = resolve_labels(config), _fill_token(tokenizer_folder)
     if labels is None:
@@ -233,7 +233,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         lora=_lora(config.lora),
         images=table.images,
         cuts_experts=table.split_experts,
-        head=_head(config, tokenizer_folder),
+        of_task=_head(config, tokenizer_folder),
     )
 
 
@@ -284,9 +284,8 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_model(config).folder,
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
-        preferences="pairs" if is_reward else "" if loss is None else "pairs" if loss.is_paired else "answers",
+        preferences="texts" if is_reward else "" if loss is None else "pairs" if loss.is_paired else "answers",
         labels=labels,
-        judges_texts=is_reward,
     )
 
 

@@ -92,7 +92,7 @@ RESTRICTED = {
         "megatrain/embed/stores.py",
         "megatrain/engine/",
         "megatrain/optim/matrices.py",
-        "megatrain/optim/one_memory.py",
+        "megatrain/optim/by_tier.py",
         "megatrain/machine/machine.py",
         "tiered/links/cuda.py",
         "tiered/tiers/ram.py",

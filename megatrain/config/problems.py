@@ -410,8 +410,8 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")
-    if TASK_FACTS[config.task].has_head:
-        text = f'task = "{config.task}" judges texts: such a model says no words'
+    if why := TASK_FACTS[config.task].says_no_words:
+        text = f'task = "{config.task}" {why}: such a model says no words'
         yield Problem("task", text, "Open it with transformers, which has its class")
     if config.data.packing == "concat":
         text = 'data.packing = "concat" joins documents, and scores are those of single ones'
@@ -551,7 +551,6 @@ _OWN_TABLES: Mapping[str, tuple[str, type[ClassifyConfig | RewardConfig]]] = {
     "reward": ("says how rewards are trained", RewardConfig),
     "classify": ("names classes", ClassifyConfig),
 }
-_LABELLED = TASK_FACTS["classify"].formats
 
 
 def _check_heads(config: RunConfig) -> Iterator[Problem]:
@@ -560,7 +559,7 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
         if config.task != task and getattr(config, task) != table():  # a resolved file has all tables
             text = f'[{task}] {what}, but task = "{config.task}"'
             yield Problem(task, text, f'Write task = "{task}", or leave the table out')
-    if not TASK_FACTS[config.task].has_head:
+    if not TASK_FACTS[config.task].says_no_words:
         return
     said = f'task = "{config.task}"'
     if config.data.packing:
@@ -595,6 +594,7 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
     formats = TASK_FACTS[config.task].formats
     for key, source in sources:
         is_preference = source.format == "preference"
+        owner = next((task for task, facts in TASK_FACTS.items() if source.format in facts.formats), None)
         if source.format != "auto" and (is_preference or "preference" in formats) and source.format not in formats:
             takes = "preferences" if "preference" in formats else "single rows"
             yield Problem(
@@ -603,12 +603,12 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
                 f'task = "{config.task}" trains on {takes}',
                 'Write task = "dpo"' if is_preference else 'Write "preference", or leave the key out',
             )
-        elif source.format != "auto" and (source.format in _LABELLED or formats) and source.format not in formats:
+        elif source.format != "auto" and (owner or formats) and source.format not in formats:
             yield Problem(
                 f"{key}.format",
-                f'{key}.format = "{source.format}" holds {"labels" if source.format in _LABELLED else "none"}, and '
-                f'task = "{config.task}" trains on {"labels" if formats else "words"}',
-                'Write task = "classify"' if source.format in _LABELLED else "Leave the key out",
+                f'{key}.format = "{source.format}" holds {TASK_FACTS[owner].rows if owner else "none"}, and '
+                f'task = "{config.task}" trains on {TASK_FACTS[config.task].rows}',
+                f'Write task = "{owner}"' if owner else "Leave the key out",
             )
     if formats:
         return

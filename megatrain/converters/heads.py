@@ -65,6 +65,10 @@ class HeadSpec:
     center_rewards_coefficient: float = 0.0
     pad_token_id: int = 0
 
+    def converter(self) -> Head:
+        """Return what puts the head on."""
+        return Head(self)
+
 
 class Head(ModelConverter):
     """Builds the class that transformers has for a task, and puts the loss behind its forward.

@@ -11,7 +11,6 @@ from megatrain.converters.adapters import Adapters, LoraSpec
 from megatrain.converters.beyond_text import BeyondText, Images
 from megatrain.converters.documents import AttentionByDocuments
 from megatrain.converters.experts import ExpertsInParts
-from megatrain.converters.heads import Head, HeadSpec
 from megatrain.models.graph import converted_graph
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-    from megatrain.models.converter import ModelConverter
+    from megatrain.models.converter import ConverterSpec, ModelConverter
     from megatrain.models.graph import ModelGraph
     from megatrain.models.hub import HubModel
 
@@ -32,7 +31,7 @@ def converters_for(
     lora: LoraSpec | None = None,
     cuts_experts: bool = False,
     text_only: bool = False,
-    head: HeadSpec | None = None,
+    of_task: ConverterSpec | None = None,
 ) -> tuple[ModelConverter, ...]:
     """Return new converters for one graph, in the order in which they change it.
 
@@ -41,11 +40,11 @@ def converters_for(
         lora: Adapters, to train or only to run; the model's own weights are frozen then.
         cuts_experts: Whether fused experts that are larger than a part are several units, of some experts each.
         text_only: No folder has weights of the model, so nothing of it can be carried.
-        head: What judges texts in the place of the language model's head; None: it is a language model.
+        of_task: What makes the model that the task trains of a language model; None: it trains that.
     """
     found: list[ModelConverter] = []
-    if head is not None:
-        found.append(Head(head))
+    if of_task is not None:
+        found.append(of_task.converter())
     if images != "off" or not text_only:
         found.append(BeyondText(images))
     if lora is not None:
@@ -63,7 +62,7 @@ def build_graph(
     lora: LoraSpec | None = None,
     cuts_experts: bool = False,
     text_only: bool = False,
-    head: HeadSpec | None = None,
+    of_task: ConverterSpec | None = None,
     **options: Any,
 ) -> ModelGraph:
     """Build the graph of a model with the converters that it needs.
@@ -74,7 +73,7 @@ def build_graph(
         lora: As in `converters_for`.
         cuts_experts: As in `converters_for`.
         text_only: As in `converters_for`, and in `converted_graph`.
-        head: As in `converters_for`.
+        of_task: As in `converters_for`.
         options: Those of `converted_graph`.
 
     Raises:
@@ -82,7 +81,9 @@ def build_graph(
         FreezeError: a pattern matches nothing, or everything is frozen.
         AdapterError: the model has no place for such adapters.
     """
-    converters = converters_for(images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only, head=head)
+    converters = converters_for(
+        images=images, lora=lora, cuts_experts=cuts_experts, text_only=text_only, of_task=of_task
+    )
     return converted_graph(config_or_folder, converters, text_only=text_only, **options)
 
 
@@ -105,7 +106,7 @@ class ModelSpec:
         images: whether rows may have images, and what reads them is trained.
         is_trained: False: it is only run, with all of it frozen.
         cuts_experts: fused experts that are larger than a part are several units, of some experts each.
-        head: what judges texts in the place of the language model's head; None: it is a language model.
+        of_task: what makes the model that the task trains of a language model; None: it trains that.
     """
 
     folder: str
@@ -122,7 +123,7 @@ class ModelSpec:
     images: Images = "off"
     is_trained: bool = True
     cuts_experts: bool = False
-    head: HeadSpec | None = None
+    of_task: ConverterSpec | None = None
 
     @property
     def name(self) -> str:
@@ -137,7 +138,7 @@ class ModelSpec:
             lora=self.lora,
             cuts_experts=self.cuts_experts,
             text_only=self.from_scratch,
-            head=self.head,
+            of_task=self.of_task,
             attn_implementation=self.attn_implementation,
             freeze=self.freeze,
             dtype=dtype,

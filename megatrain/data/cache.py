@@ -351,7 +351,7 @@ def cache_key(
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
     if options.preferences:
-        parts["preferences"] = [options.preferences, "texts"] if options.judges_texts else options.preferences
+        parts["preferences"] = options.preferences
     if options.labels is not None:
         parts["labels"] = [options.labels.level, list(options.labels.names)]
     if image_processor:

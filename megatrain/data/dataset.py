@@ -49,7 +49,6 @@ class DataSpec:
         scores: folder of what a teacher says of the rows; None: there is none.
         preferences: as in ``EncodingOptions``.
         labels: as in ``EncodingOptions``.
-        judges_texts: as in ``EncodingOptions``.
     """
 
     table: DataConfig
@@ -57,9 +56,8 @@ class DataSpec:
     seed: int
     images_folder: str | None = None
     scores: Path | None = None
-    preferences: Literal["", "pairs", "answers"] = ""
+    preferences: Literal["", "pairs", "texts", "answers"] = ""
     labels: Labels | None = None
-    judges_texts: bool = False
 
     def with_keys(self, **keys: Any) -> DataSpec:
         """Return the same with other values of keys of its table."""
@@ -88,7 +86,6 @@ class DataSpec:
             joins,
             self.preferences,
             self.labels,
-            self.judges_texts,
         )
 
     @property

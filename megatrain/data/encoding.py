@@ -93,9 +93,9 @@ class EncodingOptions:
         bad_rows: "drop": rows that cannot be trained are counted; "error": the first ends it all.
         only_text: refuse rows that are no plain text (and no tokens).
         joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
-        preferences: rows are compared answers ("pairs") or judged ones ("answers"); "": they are neither.
+        preferences: rows are compared answers ("pairs"), compared texts that get one number each ("texts"), or judged
+            answers ("answers"); "": they are neither.
         labels: classes of the rows; None: they have none.
-        judges_texts: whether whole texts of pairs are judged, by one number each, and not the words of answers.
     """
 
     max_length: int
@@ -103,9 +103,8 @@ class EncodingOptions:
     bad_rows: Literal["drop", "error"] = "drop"
     only_text: bool = False
     joins_texts: bool = False
-    preferences: Literal["", "pairs", "answers"] = ""
+    preferences: Literal["", "pairs", "texts", "answers"] = ""
     labels: Labels | None = None
-    judges_texts: bool = False
 
 
 #: What a document is in an example of preferences, which is two documents: a chosen and a rejected answer; or an answer
@@ -431,15 +430,16 @@ class Encoder:
             if not kept:
                 continue
             assert isinstance(row, Preference)
-            if self._options.preferences == "pairs":
+            if self._options.preferences != "answers":
+                is_text = self._options.preferences == "texts"
                 for each, role in zip(kept, (CHOSEN, REJECTED), strict=True):
                     labels = [as_number(row.margin) if role == CHOSEN else IGNORED_LABEL]
                     self._writer.add(
                         each.tokens,
                         each.trained,
                         begins_row=role == CHOSEN,
-                        role=role | HAS_LABEL if self._options.judges_texts else role,
-                        labels=labels if self._options.judges_texts else (),
+                        role=role | HAS_LABEL if is_text else role,
+                        labels=labels if is_text else (),
                     )
             else:
                 judged += zip(kept, (row.is_good, False), strict=False)
@@ -572,7 +572,9 @@ LONE_ANSWER = (
 )
 
 
-def _answers_of(row: Row | RowError, preferences: Literal["", "pairs", "answers"]) -> list[PlainRow | RowError]:
+def _answers_of(
+    row: Row | RowError, preferences: Literal["", "pairs", "texts", "answers"]
+) -> list[PlainRow | RowError]:
     """Return the answers of a row, each with its prompt.
 
     Raises:
@@ -583,7 +585,7 @@ def _answers_of(row: Row | RowError, preferences: Literal["", "pairs", "answers"
         return [row]
     if row.rejected is not None:
         return [row.answer, row.rejected]
-    if preferences == "pairs":
+    if preferences != "answers":
         raise DataError(row.where, *LONE_ANSWER)
     return [row.answer]
 

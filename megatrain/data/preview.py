@@ -124,12 +124,12 @@ def _previews(
     elif not isinstance(item, Preference):
         yield _preview(data, tokenizer, encoder, number, item)
     elif item.rejected is None:
-        if data.preferences == "pairs":
+        if data.preferences != "answers":
             raise DataError(item.where, *LONE_ANSWER)
         answer = _preview(data, tokenizer, encoder, number, item.answer)
         yield replace(answer, kind="a good answer" if item.is_good else "a bad answer")
     else:
-        names = ("chosen", "rejected") if data.preferences == "pairs" else ("a good answer", "a bad answer")
+        names = ("chosen", "rejected") if data.preferences != "answers" else ("a good answer", "a bad answer")
         for name, each in zip(names, (item.answer, item.rejected), strict=True):
             yield replace(_preview(data, tokenizer, encoder, number, each), kind=name)
 

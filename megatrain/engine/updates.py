@@ -12,9 +12,9 @@ import torch
 from megatrain.engine.host_io import ArrivingNumbers
 from megatrain.engine.program import uses_of_layouts
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
+from megatrain.optim.by_tier import optimizers_by_tier
 from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
-from megatrain.optim.one_memory import in_one_memory
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
@@ -129,9 +129,7 @@ class Updater:
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
         graph, program = model.graph, model.program
         assert recipe.device_optimizer is not None or not program.updates.in_compute_tier, program.compute_tier
-        optimizers = {program.compute_tier: recipe.device_optimizer or recipe.optimizer, "ram": recipe.optimizer}
-        if program.compute_tier == "ram" and model.device.type == "cuda":
-            optimizers = {"ram": in_one_memory(recipe.optimizer, model.device)}
+        optimizers = optimizers_by_tier(recipe.optimizer, recipe.device_optimizer, program.compute_tier, model.device)
         uses = uses_of_layouts(graph, model.trace)
         self.trained = {
             index: (layout, tuple(recipe.segments(layout)))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megatrain.base.layout import UnitLayout
 
-__all__ = ["ConvertedGraph", "InnerUnit", "LayerPart", "ModelConverter", "ReadMaster", "WeightSource"]
+__all__ = ["ConvertedGraph", "ConverterSpec", "InnerUnit", "LayerPart", "ModelConverter", "ReadMaster", "WeightSource"]
 
 ReadMaster = Callable[[int, int], Tensor]
 """Returns elements of a layout's block from the first number to the second: 1-D fp32, valid until the next call."""
@@ -90,6 +90,14 @@ class ModelConverter:
     def exported(self, graph: ConvertedGraph, source: WeightSource) -> WeightSource:
         """Return the weights that an export of the whole model writes, given those that the blocks have."""
         return source
+
+
+class ConverterSpec(Protocol):
+    """What a config says of a converter: a value, of which each graph gets a new one."""
+
+    def converter(self) -> ModelConverter:
+        """Return a new converter."""
+        ...
 
 
 class ConvertedGraph(Protocol):

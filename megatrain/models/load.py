@@ -22,7 +22,7 @@ from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError,
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
 from megatrain.models.regions import Region, gather
-from megatrain.models.task_head import head_of
+from megatrain.models.task_head import head_of, ways_of_other_classes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _SAME_MODEL = "Do config.json and the weights belong together? Copy or download both of one and the same model"
-_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # ends of the names of classes
 
 
 @dataclass(frozen=True)
@@ -280,14 +279,7 @@ class WeightLoader:
     def _why_others(self) -> str:
         """Return what explains that a folder has other tensors than the language model, and what to do."""
         names = read_config_json(self._folder.path).get("architectures") or ()
-        other = next((name for name in map(str, names) if name.endswith(_OTHER_TASKS)), None)
-        if other is None:
-            return _SAME_MODEL
-        return (
-            f'config.json names {other}, which is no causal language model. Write task = "classify" or "reward" for '
-            "classes of texts and words, and for rewards. Train other kinds from Python with megatrain.offload; with "
-            "transformers' Trainer or TRL's RewardTrainer by megatrain.hf.offloaded(...)"
-        )
+        return ways_of_other_classes(map(str, names)) or _SAME_MODEL
 
     def _check_shapes(self) -> None:
         places = self._model.state_dict(keep_vars=True)

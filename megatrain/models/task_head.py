@@ -9,16 +9,17 @@ the loader and the export ask here.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["TaskHead", "give_head", "head_modules", "head_of"]
+__all__ = ["TaskHead", "give_head", "head_modules", "head_of", "ways_of_other_classes"]
 
 _ATTRIBUTE = "_megatrain_task_head"
+_OTHER_TASKS = ("Classification", "QuestionAnswering", "RewardModel")  # ends of the names of classes
 
 
 @dataclass(frozen=True)
@@ -65,3 +66,15 @@ def head_modules(model: PreTrainedModel) -> list[str]:
         for path, module in model.named_children()
         if path != prefix and next(module.parameters(), None) is not None
     ]
+
+
+def ways_of_other_classes(names: Iterable[str]) -> str:
+    """Return how a folder is trained whose classes are those of another task than words; "": it has none such."""
+    other = next((name for name in names if name.endswith(_OTHER_TASKS)), None)
+    if other is None:
+        return ""
+    return (
+        f'config.json names {other}, which is no causal language model. Write task = "classify" or "reward" for '
+        "classes of texts and words, and for rewards. Train other kinds from Python with megatrain.offload; with "
+        "transformers' Trainer or TRL's RewardTrainer by megatrain.hf.offloaded(...)"
+    )

@@ -121,7 +121,7 @@ class RunSpec:
 
     Attributes:
         name: What the run is called.
-        task: What it trains for; a name of ``megatrain.tasks.known``.
+        task: What it trains for; a name of ``megatrain.tasks.table``.
         output_dir: folder of the run.
         seed: Decides about dropout and random weights.
         device: that computes.

@@ -10,7 +10,7 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Listed, Table, all_alter, key
 
-#: What a run may train for; ``known.py`` has what each brings.
+#: What a run may train for; ``known.py`` makes it.
 TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward", "classify"]
 
 
@@ -25,7 +25,9 @@ class TaskFacts:
         lora_learning_rate: Where adapters alone are trained.
         formats: Of rows that this task alone takes, and no others; none: those that are trained word by word.
         rows_per_example: Rows of a micro-batch that belong together.
-        has_head: Whether it judges texts, by another head than that of a language model.
+        made_by: The file of this package that has it, and its class there.
+        rows: What it trains on, in a word.
+        says_no_words: Why its model is no language model at the end; "": it is one.
     """
 
     what: str
@@ -34,7 +36,9 @@ class TaskFacts:
     lora_learning_rate: float
     formats: tuple[str, ...] = ()
     rows_per_example: int = 1
-    has_head: bool = False
+    made_by: str = "text.TextTask"
+    rows: str = "words"
+    says_no_words: str = ""
 
     @property
     def is_packed(self) -> bool:
@@ -47,7 +51,13 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
     "pretrain": TaskFacts("plain text: loss on every token", "data/*.txt", 1e-4, 2e-4),
     "distill": TaskFacts("chats and prompts: loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4),
     "dpo": TaskFacts(
-        "preferences: which of two answers is better", "data/preferences.jsonl", 1e-6, 1e-5, ("preference",), 2
+        "preferences: which of two answers is better",
+        "data/preferences.jsonl",
+        1e-6,
+        1e-5,
+        ("preference",),
+        2,
+        made_by="dpo.PreferenceTask",
     ),
     "reward": TaskFacts(
         "preferences: a reward, larger for the better of two answers",
@@ -56,7 +66,8 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         1e-4,
         ("preference",),
         2,
-        has_head=True,
+        made_by="reward.RewardTask",
+        says_no_words="judges texts",
     ),
     "classify": TaskFacts(
         "texts with a label, or words with tags",
@@ -64,7 +75,9 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         2e-5,
         1e-4,
         ("classification", "token_classification"),
-        has_head=True,
+        made_by="classify.ClassifyTask",
+        rows="labels",
+        says_no_words="judges texts",
     ),
 }
 

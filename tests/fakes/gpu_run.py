@@ -19,7 +19,7 @@ from megatrain.engine import device_kernels, visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_generation, trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
-from megatrain.optim import clip, one_memory
+from megatrain.optim import by_tier, clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
@@ -48,9 +48,9 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
-        mock.patch.object(one_memory, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+        mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(unified, "device_view", device.view_of_host),
-        mock.patch.object(one_memory, "host_view", lambda tensor: tensor.memory),
+        mock.patch.object(by_tier, "host_view", lambda tensor: tensor.memory),
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),

@@ -81,7 +81,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(family: str, level: s
     center = 0.01 if level == "reward" else 0.0
     config = AutoConfig.for_model(family, vocab_size=64, pad_token_id=0, **SHAPE, **FAMILIES[family])
     spec = HeadSpec(level, () if level == "reward" else NAMES, center)  # type: ignore[arg-type]
-    graph = build_graph(config, head=spec, text_only=True)
+    graph = build_graph(config, of_task=spec, text_only=True)
     auto = AutoModelForTokenClassification if level == "token" else AutoModelForSequenceClassification
     torch.manual_seed(3)
     plain = auto.from_config(graph.model.config).train()

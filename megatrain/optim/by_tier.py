@@ -1,4 +1,4 @@
-"""Updates where GPU and RAM are one memory: the GPU makes them, or the host in the same bytes."""
+"""What updates the blocks of each tier; where GPU and RAM are one memory, the GPU or the host in the same bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tiered.ext import host_view
 if TYPE_CHECKING:
     from megatrain.optim.base import Format, Optimizer, Segment, StateKind, Update
 
-__all__ = ["HostUpdates", "in_one_memory"]
+__all__ = ["HostUpdates", "optimizers_by_tier"]
 
 
 class HostUpdates:
@@ -48,16 +48,23 @@ class HostUpdates:
         self._host.warm_up(formats)
 
 
-def in_one_memory(optimizer: Optimizer, device: torch.device) -> Optimizer:
-    """Return what updates blocks where they are, with the bits of ``optimizer``: a GPU's kernels where it has some.
+def optimizers_by_tier(
+    host: Optimizer, on_device: Optimizer | None, compute_tier: str, device: torch.device
+) -> dict[str, Optimizer]:
+    """Return the tier that blocks are updated in -> what updates them there, with the bits of ``host``.
 
-    The GPU reads the one memory faster than the processor's cores do.
+    Where a GPU computes in RAM itself its own kernels make the updates, of optimizers that have some: it reads the one
+    memory faster than the processor's cores do.
 
     Args:
-        optimizer: the host's.
-        device: a CUDA device without memory of its own.
+        host: updates blocks in RAM.
+        on_device: updates those in the compute tier; None: ``host`` does.
+        compute_tier: "ram", or that of a device with memory of its own.
+        device: the compute device.
     """
+    if compute_tier != "ram" or device.type != "cuda":
+        return {compute_tier: on_device or host, "ram": host}
     try:
-        return device_optimizer(optimizer, device)
+        return {"ram": device_optimizer(host, device)}
     except DeviceKernelError:
-        return HostUpdates(optimizer, device)
+        return {"ram": HostUpdates(host, device)}
