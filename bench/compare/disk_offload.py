@@ -14,18 +14,24 @@ A forward of accelerate has as many rows as a pass of ours, so that weights are 
 of forwards and passes; what it takes to open the model is not among them.
 
 Claims: log-probabilities are the same within the rounding of fp32, and so are all greedy tokens; what ours moves is
-what was planned. Seconds stand beside each other, and the bytes that the kernel read for each process.
+what was planned. Seconds stand beside each other, and the bytes that the kernel read for each process. In each round
+the model's file is also read alone, past the cache by four threads: `ours.drive_share` is what reading as many bytes
+at that rate would take, through the seconds of ours.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import os
 import statistics
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -44,6 +50,7 @@ from bench.models import write_llama
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.scoring import Scorer, plan_scoring
+from tiered.ext import open_direct
 
 TASKS = ("score", "generate")
 OURS, ACCELERATE, CACHED = "ours", "accelerate", "accelerate_cached"
@@ -54,6 +61,8 @@ TIER_SHARE, LEAST_SHARE, MOST_SHARE = 1 / 4, 1 / 8, 7 / 8
 
 #: Memory of a process grows in its first turns; so many are not measured. Values of `max_memory` that are tried.
 NUM_WARM_TURNS, NUM_TRIALS = 2, 3
+#: How the drive is read for its rate.
+PART_BYTES, NUM_READERS = 4 << 20, 4
 
 #: What each side measured, round after round.
 Rounds = Mapping[str, Sequence[Mapping[str, Any]]]
@@ -134,6 +143,29 @@ def with_enough_ram(job: ForwardJob) -> ForwardJob:
     return job
 
 
+def read_rate(model: Path) -> float:
+    """Return bytes per second at which a model's files are read past the kernel's cache, with nothing done to them."""
+    parts = [
+        (path, start) for path in model.glob("*.safetensors") for start in range(0, path.stat().st_size, PART_BYTES)
+    ]
+    memory = threading.local()
+
+    def read(part: tuple[Path, int]) -> int:
+        if not hasattr(memory, "bytes"):
+            memory.bytes = mmap.mmap(-1, PART_BYTES)  # O_DIRECT wants whole pages
+        path, start = part
+        file = open_direct(path, os.O_RDONLY)
+        try:
+            return os.preadv(file, [memory.bytes], start)
+        finally:
+            os.close(file)
+
+    start_s = time.perf_counter()
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        num_bytes = sum(pool.map(read, parts))
+    return num_bytes / (time.perf_counter() - start_s)
+
+
 class Comparison:
     """The sides, their rounds, and the rows about them."""
 
@@ -191,13 +223,15 @@ class Comparison:
             row("accelerate.offloads", accelerate.about["offloads"], "1", target=1, ok=accelerate.about["offloads"])
             for task, turns in self._turns.items():
                 rounds: dict[str, list[Mapping[str, Any]]] = {name: [] for name in turns}
+                rates = []
                 for number in range(self._num_rounds):
+                    rates.append(read_rate(Path(self._job.model)))
                     names = list(turns)
                     begin = number % len(names)
                     for name in [*names[begin:], *names[:begin]]:
                         side = ours if name == OURS else accelerate
                         rounds[name].append(side.ask(_line(turns[name]), TURN_TIMEOUT_S))
-                self._tell(task, rounds)
+                self._tell(task, rounds, rates)
         row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
 
     def _start(self, job: ForwardJob) -> SideProcess:
@@ -233,7 +267,7 @@ class Comparison:
 
     # -- rows --------------------------------------------------------------------------------------------------
 
-    def _tell(self, task: str, rounds: Rounds) -> None:
+    def _tell(self, task: str, rounds: Rounds, rates: Sequence[float]) -> None:
         row = self._report.row
         for name, measured in rounds.items():
             seconds = [one["seconds"] for one in measured]
@@ -247,6 +281,10 @@ class Comparison:
                 ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs]
                 row(f"{task}.ratio.{name}/ours", statistics.median(ratios), "x", timing=True)
                 row(f"{task}.ratio.{name}/ours.each", [round(each, 4) for each in ratios], "x")
+        row(f"{task}.drive.read_rate", statistics.median(rates), "bytes/s")
+        row(f"{task}.drive.read_rate.each", [round(rate) for rate in rates], "bytes/s")
+        shares = [one["read_bytes"] / rate / one["seconds"] for one, rate in zip(rounds[OURS], rates, strict=True)]
+        row(f"{task}.ours.drive_share", statistics.median(shares), "1")
         for field in ("planned_bytes", "moved_bytes"):
             row(f"{task}.ours.{field}", sum(rounds[OURS][-1][field].values()), "bytes")
         is_planned = all(one["planned_bytes"] == one["moved_bytes"] for one in rounds[OURS])
