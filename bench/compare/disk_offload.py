@@ -8,7 +8,7 @@ process of its own, in turns. Ours has a RAM tier of a quarter of the weights, o
 `max_memory` is set so that its process has as much memory at its peak (both are printed). Neither has the model in the
 kernel's cache: ours reads past it, and for `accelerate` its files are dropped from it before every forward, as they
 would be where the model is larger than memory; the time of dropping them is not counted. For `accelerate_cached` they
-are in the cache before its turn begins and stay there: that side has all RAM of the machine.
+are in the cache before its turn begins and stay there: that side has all RAM of the machine, as `ours_in_ram` has.
 
 A forward of accelerate has as many rows as a pass of ours, so that weights are fetched equally often. Seconds are those
 of forwards and passes; what it takes to open the model is not among them.
@@ -53,7 +53,7 @@ from megatrain.scoring import Scorer, plan_scoring
 from tiered.ext import open_direct
 
 TASKS = ("score", "generate")
-OURS, ACCELERATE, CACHED = "ours", "accelerate", "accelerate_cached"
+OURS, IN_RAM, ACCELERATE, CACHED = "ours", "ours_in_ram", "accelerate", "accelerate_cached"
 TURN_TIMEOUT_S = 600.0
 TARGET_DIFFERENCE = 1e-5
 #: Of the weights: our RAM tier, and the least and the most that accelerate is given.
@@ -197,7 +197,7 @@ class Comparison:
         self._num_rows = write_rows(job, text, arguments.passes)
         self._job = with_enough_ram(job)
         per_forward = arguments.tokens[0] * arguments.tokens[1]
-        sides = {OURS: False, ACCELERATE: False, CACHED: True}
+        sides = {OURS: False, IN_RAM: False, ACCELERATE: False, CACHED: True}
         self._turns: dict[str, dict[str, Turn]] = {
             task: {name: Turn(task, per_forward, keeps_cache=keeps) for name, keeps in sides.items()}
             for task in arguments.tasks
@@ -212,6 +212,8 @@ class Comparison:
             try:
                 ours = stack.enter_context(self._start(self._job))
                 first = self._take_all(ours, OURS)
+                in_ram = stack.enter_context(self._start(replace(self._job, ram_bytes=2 * self._weight_bytes), IN_RAM))
+                self._take_all(in_ram, IN_RAM)
                 accelerate, theirs = self._with_equal_memory(stack, first)
             except SideFailedError as error:
                 row("sides.run", 0, str(error), target=1, ok=False)
@@ -221,6 +223,7 @@ class Comparison:
             row("accelerate.max_memory", theirs.ram_bytes, "bytes")
             row("accelerate.offloaded", accelerate.about["offloaded_bytes"], "bytes")
             row("accelerate.offloads", accelerate.about["offloads"], "1", target=1, ok=accelerate.about["offloads"])
+            sides = {OURS: ours, IN_RAM: in_ram, ACCELERATE: accelerate, CACHED: accelerate}
             for task, turns in self._turns.items():
                 rounds: dict[str, list[Mapping[str, Any]]] = {name: [] for name in turns}
                 rates = []
@@ -229,14 +232,16 @@ class Comparison:
                     names = list(turns)
                     begin = number % len(names)
                     for name in [*names[begin:], *names[:begin]]:
-                        side = ours if name == OURS else accelerate
-                        rounds[name].append(side.ask(_line(turns[name]), TURN_TIMEOUT_S))
+                        rounds[name].append(sides[name].ask(_line(turns[name]), TURN_TIMEOUT_S))
                 self._tell(task, rounds, rates)
         row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
 
-    def _start(self, job: ForwardJob) -> SideProcess:
+    def _start(self, job: ForwardJob, name: str = "") -> SideProcess:
         python = sys.executable if job.side == OURS else self._python
-        return SideProcess(python, asdict(job), self._scratch / f"{job.side}.log", "forward_worker")
+        folder = self._scratch / (name or job.side)
+        folder.mkdir(exist_ok=True)
+        log = folder.with_suffix(".log")
+        return SideProcess(python, asdict(replace(job, folder=str(folder))), log, "forward_worker")
 
     def _take_all(self, side: SideProcess, name: str) -> int:
         """Let a side take each of its turns, which is not measured; return its peak of resident bytes."""
@@ -245,8 +250,7 @@ class Comparison:
 
     def _with_equal_memory(self, stack: ExitStack, peak_rss: int) -> tuple[SideProcess, ForwardJob]:
         """Return accelerate's side with the ``max_memory`` of those tried that makes its peak most like ours."""
-        job = replace(self._job, side=ACCELERATE, folder=str(self._scratch / ACCELERATE))
-        Path(job.folder).mkdir()
+        job = replace(self._job, side=ACCELERATE)
         if self._max_memory:
             job = replace(job, ram_bytes=self._max_memory)
         else:
