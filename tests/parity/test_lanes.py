@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from torch import Tensor
 
 from megatrain.base import layout as layouts
 from megatrain.base.errors import ConfigError
-from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
+from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, UnitLayout, views
 from megatrain.checkpoint.resume import lanes_of_newest
 from megatrain.config import load_config
-from megatrain.engine import head_plan
+from megatrain.engine import head_plan, leased, pieces
 from megatrain.engine.labels import count_labels, shifted_labels
+from megatrain.engine.leased import LeasedGradients
 from megatrain.engine.updates import Updater
 from megatrain.optim.base import Update
 from megatrain.plan import planner
@@ -26,7 +29,7 @@ from megatrain.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model
-from tiered.units import PAGE_BYTES
+from tiered.units import PAGE_BYTES, round_up
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 NUM_MICRO_BATCHES = 6
@@ -192,15 +195,52 @@ def test_placement_changes_no_bit_and_what_is_planned_moves(tiny_model: Path, tm
         result.assert_as_planned()
 
 
-def test_open_sums_are_planned(tiny_model: Path, tmp_path: Path) -> None:
-    """A run with L lanes has log2(L) sums more than a run with one, in fp32: of the visit that is fullest with them."""
-    plans = {lanes: run(tmp_path / str(lanes), tiny_model, lanes=lanes, num_steps=1).plan for lanes in (1, 2, 8)}
-    layouts = plans[1].graph.layouts
-    layer = 4 * max(layout.num_elements for name, layout in layouts.items() if ".layers." in name)
-    largest = 4 * max(layout.num_elements for layout in layouts.values())
-    taken = {lanes: plan.placement.workspace_bytes["ram"] for lanes, plan in plans.items()}
-    for lanes, count in ((2, 1), (8, 3)):
-        assert count * layer - PAGE_BYTES < taken[lanes] - taken[1] < count * largest + PAGE_BYTES
+def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
+    """Return what counts the bytes of the sums beside blocks that the engine makes in the running step, by visit."""
+    made: Counter[int] = Counter()
+    visits: list[int] = []
+    held, like = LeasedGradients.held, pieces.fp32_like
+
+    def watching(self: LeasedGradients, layouts: Sequence[UnitLayout], visit: int) -> AbstractContextManager[Any]:
+        visits.append(visit)
+        return held(self, layouts, visit)
+
+    def counting(gradient: Tensor) -> Tensor:
+        memory = like(gradient)
+        made[visits[-1]] += memory.nbytes
+        return memory
+
+    patch.setattr(LeasedGradients, "held", watching)
+    for module in (leased, pieces):
+        patch.setattr(module, "fp32_like", counting)
+    return made
+
+
+@pytest.mark.parametrize("grad_dtype", ["float32", "bfloat16"])
+def test_open_sums_are_planned(
+    grad_dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The workspace has room for the visit that is fullest with the sums that the engine makes, and not a page more.
+
+    The more lanes, the less it matters what a visit computes: the fullest is a layer at first, and then the head.
+    """
+    fullest, taken = {}, {}
+    for lanes in (1, 2, 8):
+        with monkeypatch.context() as patch:
+            made = sums_made(patch)
+            options = {"precision": f'grad_dtype = "{grad_dtype}"', "training": 'recompute = "full"'}
+            plan = run(tmp_path / str(lanes), tiny_model, lanes=lanes, num=8, num_steps=1, **options).plan
+        visits, largest = plan.trace.visits, max(layout.num_elements for layout in plan.graph.layouts.values())
+        num_sums = lanes.bit_length() - (grad_dtype == "float32")  # in fp32 the block is the first one
+        assert max(made.values(), default=0) == 4 * num_sums * largest
+        computing = [max(each.forward_nbytes, each.backward_nbytes + made[n]) for n, each in enumerate(visits)]
+        (head,) = (number for number, visit in enumerate(visits) if visit.is_head)
+        streams = 2 * 8 * max(visit.held_nbytes for visit in visits)
+        in_visit = max(*computing, plan.trace.head_nbytes + made[head])
+        fullest[lanes] = round_up(streams + in_visit, PAGE_BYTES)
+        taken[lanes] = plan.placement.workspace_bytes["ram"]
+    for lanes in (2, 8):
+        assert taken[lanes] - taken[1] == fullest[lanes] - fullest[1]
 
 
 def test_adafactor_and_shared_blocks_take_lanes(tiny_model: Path, tmp_path: Path) -> None:
