@@ -3,6 +3,7 @@
     python bench/recompute.py --json
     python bench/recompute.py --quick             # a minute, a small model
     python bench/recompute.py --tokens 2x2x512 --layers 6
+    python bench/recompute.py --model examples/quickstart/smollm2-135m
 
 Sides, each with every block in RAM unless it says otherwise:
 
@@ -71,8 +72,11 @@ def main() -> int:
     hidden, layers, vocabulary = (128, 4, 1024) if arguments.quick else (768, 12, 8192)
     layers = arguments.layers or layers
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
-        model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
-        report.row("model", f"llama {hidden}x{layers}, vocabulary {vocabulary}", "")
+        model, about = arguments.model, str(arguments.model)
+        if model is None:
+            model = write_llama(Path(scratch, "model"), hidden=hidden, layers=layers, vocabulary=vocabulary)
+            about = f"llama {hidden}x{layers}, vocabulary {vocabulary}"
+        report.row("model", about, "")
         report.row("shape", "x".join(map(str, shape)), "micro-batches x rows x tokens")
         Bench(model, arguments, Path(scratch), report).run()
     return 0 if report.all_ok else 1
@@ -85,7 +89,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=step_shape, default=(2, 2, 256), help="micro-batches x rows x tokens of a step"
     )
-    parser.add_argument("--layers", type=int, help="layers of the model")
+    parser.add_argument("--model", type=Path, help="Hugging Face folder; default: a Llama with random weights")
+    parser.add_argument(
+        "--without", default="", help="sides to leave out, with commas between, where RAM is short of seven models"
+    )
+    parser.add_argument("--layers", type=int, help="layers of the Llama")
     parser.add_argument("--rounds", type=int, default=5, help="rounds that are measured, after one that is not")
     parser.add_argument("--scratch", type=Path, help="folder for the model; default: the temporary folder")
     return parser.parse_args()
@@ -102,14 +110,17 @@ class Bench:
 
     def __init__(self, model: Path, arguments: argparse.Namespace, folder: Path, report: Report) -> None:
         self._model, self._arguments, self._folder, self._report = model, arguments, folder, report
+        left_out = set(arguments.without.split(",")) - {"", WHOLE, FULL}  # the others are compared with these two
+        self._ours = tuple(name for name in OURS if name not in left_out)
+        self._plain = tuple(name for name in (CHECKPOINTED, PLAIN) if name not in left_out)
 
     def run(self) -> None:
         """Take one unmeasured round and then the measured ones, and print the rows."""
         rounds: list[dict[str, StepTimes]] = []
         with ExitStack() as stack:
-            ours = {name: stack.enter_context(self._side(name)) for name in OURS}
+            ours = {name: stack.enter_context(self._side(name)) for name in self._ours}
             config = self._config(FULL)
-            plain = {CHECKPOINTED: Plain(config), PLAIN: Plain(config, checkpointing=False)}
+            plain = {name: Plain(config, checkpointing=name == CHECKPOINTED) for name in self._plain}
             data = batches(config)
             sides: Mapping[str, Ours | Plain] = {**ours, **plain}
             for _ in range(1 + self._arguments.rounds):
@@ -146,11 +157,13 @@ class Bench:
 
     def _tell_times(self, rounds: Rounds) -> None:
         row = self._report.row
-        for name in (*OURS, CHECKPOINTED, PLAIN):
+        for name in (*self._ours, *self._plain):
             row(f"{name}.step", statistics.median(turn[name].total_s for turn in rounds), "s")
             row(f"{name}.steps", [round(turn[name].total_s, 4) for turn in rounds], "s")
             row(f"{name}.cpu", statistics.median(turn[name].parts_s["cpu"] for turn in rounds), "s")
         for name, base in (*TARGETS, (FULL, CHECKPOINTED), (SELECTIVE, CHECKPOINTED), (NONE, PLAIN)):
+            if name not in rounds[0] or base not in rounds[0]:
+                continue
             ratios = [turn[name].total_s / turn[base].total_s for turn in rounds]
             ratio, target = statistics.median(ratios), TARGETS.get((name, base))
             ok = None if target is None else ratio <= target
@@ -181,18 +194,20 @@ class Bench:
         for name, flops in found.items():
             self._report.row(f"{name}.hardware_flops", flops.hardware, "FLOP/step")
             self._report.row(f"{name}.hardware_per_model", flops.hardware / found[FULL].model, "FLOP/FLOP")
-        for name in (FULL, SELECTIVE, NONE):
+        for name in {FULL, SELECTIVE, NONE}.intersection(found):
             self._report.row(f"ratio.flops.{name}/{WHOLE}", found[name].hardware / found[WHOLE].hardware, "x")
 
     def _tell_memory(self, plans: Mapping[str, Plan]) -> None:
         extra = {name: plan.totals["ram"] - plans[FULL].totals["ram"] for name, plan in plans.items()}
-        for name in (SELECTIVE, NONE):
+        for name in {SELECTIVE, NONE}.intersection(extra):
             self._report.row(f"{name}.extra_memory", extra[name], "bytes")
+        if SELECTIVE not in extra or NONE not in extra:
+            return
         share = extra[SELECTIVE] / extra[NONE]
         self._report.row("share.extra_memory", share, "x", target=MOST_EXTRA, ok=share <= MOST_EXTRA, timing=True)
 
     def _tell_differences(self, rounds: Rounds, digests: Mapping[str, Mapping[str, str]]) -> None:
-        for name in set(OURS) - {FULL}:
+        for name in set(self._ours) - {FULL}:
             steps = sum(
                 (turn[name].loss, turn[name].grad_norm) != (turn[FULL].loss, turn[FULL].grad_norm) for turn in rounds
             )
