@@ -47,7 +47,7 @@ def preview_command(
     from megatrain.resolve import resolve_data, resolve_model
 
     model = resolve_model(loaded.config)
-    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
     previews = preview_rows(resolve_data(loaded.config), tokenizer, count, row)
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
@@ -121,7 +121,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     data = data.with_keys(packing=packing)
     if warning:
         click.echo(f"warning: {warning}", err=True)
-    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
     # As without packing: that is when rows are padded to the longest of their micro-batch.
     micro_batch_rows = dataclasses.replace(batch, single_rows=False).micro_batch_rows
     stats = dataset_stats(data, tokenizer, batch.num_rows, micro_batch_rows, lambda text: click.echo(text, err=True))

@@ -118,7 +118,7 @@ def command(
     if not plan.fits:
         return EXIT_DOES_NOT_FIT
     refuse(plan.objections)
-    if plan.run.model.hub is not None and not plan.run.model.from_scratch:
+    if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
         fetch_weights(plan.run.model.hub, lambda each: click.echo(str(each), err=True), shows_bar=True)
     try:
         found = generator.run()

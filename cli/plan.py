@@ -315,9 +315,9 @@ def _evaluation_lines(spec: EvaluationSpec, plan: Plan) -> list[str]:
     if val_size is not None:
         share = f"{val_size:.4g} of the rows, kept from training"
         sets = [share if val_size < 1 else f"{val_size:,.0f} rows kept from training"]
-    moments = ["at the start"] if spec.on_start else []
-    if spec.strategy != "no":
-        every = "after each epoch" if spec.strategy == "epoch" else f"every {spec.every_steps:,} steps"
+    moments = ["at the start"] if spec.table.eval_on_start else []
+    if spec.table.eval_strategy != "no":
+        every = "after each epoch" if spec.table.eval_strategy == "epoch" else f"every {spec.table.eval_steps:,} steps"
         moments += [every, "at the end"]
     if not sets or not moments:
         return []

@@ -199,7 +199,7 @@ def _run(
     if not as_json:
         shown.will_show(plan, shlex.quote(str(loaded.source)), note)
     model = trainer.run.model
-    if model.hub is not None and not model.from_scratch:
+    if model.hub is not None and not model.table.train_from_scratch:
         hub = model.hub
         shows = is_first and not as_json
         group.one_after_the_other(lambda: fetch_weights(hub, _print_fetched if shows else None, shows_bar=shows))

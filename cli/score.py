@@ -68,7 +68,7 @@ def command(
     refuse(plan.objections)
     if dry_run:
         return EXIT_DONE
-    if plan.run.model.hub is not None and not plan.run.model.from_scratch:
+    if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
         fetch_weights(plan.run.model.hub, lambda file: click.echo(str(file), err=True), shows_bar=not as_json)
     try:
         summary = scorer.run()

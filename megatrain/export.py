@@ -86,7 +86,7 @@ def export_checkpoint(
     record = {"step": found.state.step, **({"ema": True} if ema else {})}
     folder = _model_folder(found, model, model_folder)
     graph = replace(model, folder=str(folder)).build(source.dtype)
-    loader = None if model.from_scratch else open_loader(folder, graph)
+    loader = None if model.table.train_from_scratch else open_loader(folder, graph)
     source.check(graph, folder, loader)
     # Where the model's folder was given anew, so is that of its tokenizer.
     companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)

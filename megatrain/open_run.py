@@ -73,12 +73,12 @@ def open_run(
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
     give_back_freed_memory()
     # Everything that can be refused is looked at before anything is allocated.
-    if run.model.hub is not None and not run.model.from_scratch:
+    if run.model.hub is not None and not run.model.table.train_from_scratch:
         fetch_weights(run.model.hub, lambda file: tell(str(file)))
-    loader = None if run.model.from_scratch else open_loader(run.model.folder, plan.graph)
+    loader = None if run.model.table.train_from_scratch else open_loader(run.model.folder, plan.graph)
     source = source or _weight_source(plan, loader, tell)
-    if run.model.use_liger_kernel:
-        apply_liger_kernels(plan.graph.model, with_mlps=not run.model.mlp_rows)
+    if run.model.table.use_liger_kernel:
+        apply_liger_kernels(plan.graph.model, with_mlps=not run.model.table.mlp_rows)
     is_with_all = run.world.size == group.world.size  # else one rank is looked at, alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
@@ -107,7 +107,7 @@ def _weight_source(plan: Plan, loader: WeightLoader | None, tell: Callable[[str]
         tell(str(loader.origin.carried))
     if adapters_of(graph) is None:
         return loader
-    source = AdaptedWeights(graph, loader, seed, None if model.lora is None else model.lora.folder)
+    source = AdaptedWeights(graph, loader, seed, None if model.lora is None else model.lora.adapter_name_or_path)
     tell(str(source))
     return source
 

@@ -16,7 +16,6 @@ from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
-from megatrain.converters.adapters import LoraSpec
 from megatrain.converters.heads import HeadSpec, class_names
 from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME, DataSpec
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.data.table import DatasetConfig
     from megatrain.machine.machine import PlannedMachine
-    from megatrain.models.table import LoraConfig
 
 __all__ = [
     "check_scorable",
@@ -220,41 +218,12 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         tokenizer = locate(table.tokenizer_name_or_path, None)
         tokenizer_folder = table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
     return ModelSpec(
-        folder=folder,
-        tokenizer_folder=tokenizer_folder,
-        hub=hub,
-        chat_template=table.chat_template,
-        attn_implementation=table.attn_implementation,
-        freeze=table.freeze,
-        from_scratch=table.train_from_scratch,
-        compile_backend=table.compile_backend if table.compile else None,
-        use_liger_kernel=table.use_liger_kernel,
-        mlp_rows=table.mlp_rows,
-        lora=_lora(config.lora),
-        images=table.images,
-        cuts_experts=table.split_experts,
+        table,
+        folder,
+        tokenizer_folder,
+        hub,
+        lora=config.lora if config.lora.is_on else None,
         of_task=_head(config, tokenizer_folder),
-    )
-
-
-def _lora(table: LoraConfig) -> LoraSpec | None:
-    if not table.is_on:
-        return None
-    return LoraSpec(
-        r=table.r,
-        lora_alpha=table.lora_alpha,
-        lora_dropout=table.lora_dropout,
-        target_modules=table.target_modules if table.target_modules != "auto" else None,
-        target_parameters=table.target_parameters,
-        exclude_modules=table.exclude_modules or None,
-        modules_to_save=table.modules_to_save,
-        layers_to_transform=table.layers_to_transform,
-        rank_pattern=table.rank_pattern,
-        alpha_pattern=table.alpha_pattern,
-        use_rslora=table.use_rslora,
-        use_dora=table.use_dora,
-        init_lora_weights=table.init_lora_weights,
-        folder=table.adapter_name_or_path,
     )
 
 
@@ -390,17 +359,8 @@ def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
         )
         for number, each in enumerate(config.data.eval)
     )
-    return EvaluationSpec(
-        strategy=table.eval_strategy,
-        every_steps=table.eval_steps,
-        on_start=table.eval_on_start,
-        rows=table.per_device_eval_batch_size and table.per_device_eval_batch_size * config.rows_per_example,
-        max_samples=table.eval_max_samples,
-        sources=tuple(sources),
-        num_samples=table.max_predict_samples if table.predict_with_generate else 0,
-        max_new_tokens=table.max_new_tokens,
-        weights=("trained", "average") if table.weights == "both" else (table.weights,),
-    )
+    rows = table.per_device_eval_batch_size
+    return EvaluationSpec(table, None if rows is None else rows * config.rows_per_example, tuple(sources))
 
 
 def resolve_best(config: RunConfig) -> BestSpec:

@@ -37,7 +37,7 @@ def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> Non
 
 def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a run."""
-    return load_tokenizer(model.tokenizer_folder, chat_template=model.chat_template)
+    return load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
 
 
 def check_token_ids(model: ModelSpec, dataset: TokenDataset, graph: ModelGraph) -> None:

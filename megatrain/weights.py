@@ -289,7 +289,7 @@ class Weights:
     def _check_formats(self, checkpoint: Checkpoint, reader: CheckpointReader) -> None:
         """Refuse state that is kept in another format: rounding it would be a step that no run makes."""
         if layer := cut_otherwise(self._plan.graph, reader.blocks):
-            is_split = self._plan.run.model.cuts_experts
+            is_split = self._plan.run.model.table.split_experts
             raise CheckpointError(
                 f"{checkpoint} has the experts of {layer} {'whole' if is_split else 'in parts'}, this run has "
                 f"model.split_experts = {str(is_split).lower()}: their sums have other bits. Write "

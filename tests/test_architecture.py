@@ -257,7 +257,7 @@ METHODS = {
 MOST_ARGUMENTS = 10
 ARGUMENTS: dict[str, int] = {}
 MOST_STEP_PROGRAM_FIELDS = 9
-MOST_KNOWING_THE_CONFIG = 13
+MOST_KNOWING_THE_CONFIG = 12
 MOST_LINES_TO_READ = 4_000  # some room for mends: what shortens them is fewer features in them, not fewer comments
 MOST_VAGUE_ENTRIES = 0
 

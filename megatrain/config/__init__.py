@@ -4,13 +4,11 @@ from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.sizes import Size
 from megatrain.config.load import LoadedConfig, load_config
 from megatrain.config.resolved import config_from_toml, to_toml, write_resolved
-from megatrain.config.schema import RunConfig
 
 __all__ = [
     "ConfigError",
     "LoadedConfig",
     "Problem",
-    "RunConfig",
     "Size",
     "config_from_toml",
     "load_config",

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,13 @@ if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.converters.beyond_text import Images
     from megatrain.models.graph import ModelGraph
+    from megatrain.models.table import LoraConfig
 
 __all__ = [
     "ADAPTER_WEIGHTS",
     "AdapterError",
     "AdapterWeights",
     "Adapters",
-    "LoraSpec",
     "adapters_of",
     "base_of_adapter",
     "export_adapter",
@@ -71,70 +71,38 @@ class AdapterError(Exception):
     """Adapters cannot be made as asked for, or a folder of them cannot be used."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoraSpec:
-    """Which adapters are trained, in peft's words.
+def _peft_config(table: LoraConfig) -> Any:
+    """Return peft's ``LoraConfig``.
 
-    Attributes:
-        target_modules: names, or ends of names, of the modules that get adapters; one text: "all-linear", or a regular
-            expression over whole names; None: those that peft knows for the model's type.
-        modules_to_save: names, or ends of names, of modules that are trained as a whole and saved with the adapters.
-        layers_to_transform: numbers of the layers that get adapters; none: all.
-        target_parameters: ends of names of parameters, not modules, that get adapters: weights of fused experts.
-        init_lora_weights: True: A by Kaiming's rule, B zero; "gaussian": A normal with deviation 1/r, B zero.
-        folder: an adapter's folder that training starts from; all else but ``lora_dropout`` is then what it says.
+    Raises:
+        AdapterError: peft is not there, the settings are none that it takes, or the folder has no usable ones.
     """
-
-    r: int
-    lora_alpha: float
-    lora_dropout: float = 0.0
-    target_modules: tuple[str, ...] | str | None = None
-    exclude_modules: tuple[str, ...] | str | None = None
-    modules_to_save: tuple[str, ...] = ()
-    layers_to_transform: tuple[int, ...] = ()
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
-    use_rslora: bool = False
-    use_dora: bool = False
-    init_lora_weights: bool | str = True
-    target_parameters: tuple[str, ...] = ()
-    folder: str | None = None
-
-    def peft_config(self) -> Any:
-        """Return peft's ``LoraConfig``.
-
-        Raises:
-            AdapterError: peft is not there, the settings are none that it takes, or the folder has no usable ones.
-        """
-        peft = _peft()
-        if self.folder is not None:
-            config = read_adapter_settings(self.folder)
-            config.lora_dropout = self.lora_dropout
-            config.inference_mode = False
-            return config
-
-        def as_list(value: tuple[Any, ...] | str | None) -> Any:
-            return list(value) if isinstance(value, tuple) else value
-
-        try:
-            return peft.LoraConfig(
-                task_type="CAUSAL_LM",
-                r=self.r,
-                lora_alpha=int(self.lora_alpha) if float(self.lora_alpha).is_integer() else self.lora_alpha,
-                lora_dropout=self.lora_dropout,
-                target_modules=as_list(self.target_modules),
-                exclude_modules=as_list(self.exclude_modules),
-                modules_to_save=list(self.modules_to_save) or None,
-                layers_to_transform=list(self.layers_to_transform) or None,
-                rank_pattern=dict(self.rank_pattern),
-                alpha_pattern=dict(self.alpha_pattern),
-                use_rslora=self.use_rslora,
-                use_dora=self.use_dora,
-                init_lora_weights=self.init_lora_weights,
-                target_parameters=list(self.target_parameters) or None,
-            )
-        except (ValueError, TypeError) as error:
-            raise AdapterError(f"[lora]: peft refuses these settings: {_one_line(error)}") from error
+    peft = _peft()
+    if table.adapter_name_or_path is not None:
+        config = read_adapter_settings(table.adapter_name_or_path)
+        config.lora_dropout = table.lora_dropout
+        config.inference_mode = False
+        return config
+    modules = table.target_modules
+    try:
+        return peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=table.r,
+            lora_alpha=int(table.lora_alpha) if table.lora_alpha.is_integer() else table.lora_alpha,
+            lora_dropout=table.lora_dropout,
+            target_modules=None if modules == "auto" else modules if isinstance(modules, str) else list(modules),
+            exclude_modules=list(table.exclude_modules) or None,
+            modules_to_save=list(table.modules_to_save) or None,
+            layers_to_transform=list(table.layers_to_transform) or None,
+            rank_pattern=dict(table.rank_pattern),
+            alpha_pattern=dict(table.alpha_pattern),
+            use_rslora=table.use_rslora,
+            use_dora=table.use_dora,
+            init_lora_weights=table.init_lora_weights,
+            target_parameters=list(table.target_parameters) or None,
+        )
+    except (ValueError, TypeError) as error:
+        raise AdapterError(f"[lora]: peft refuses these settings: {_one_line(error)}") from error
 
 
 def _peft() -> Any:
@@ -170,7 +138,7 @@ class Adapters(ModelConverter):
     """The LoRA layers of one graph, and the names of all its tensors.
 
     Args:
-        spec: Which layers get adapters.
+        table: Which layers get adapters, and which.
         images: What becomes of what reads images.
 
     Attributes:
@@ -182,8 +150,8 @@ class Adapters(ModelConverter):
 
     freezes_weights = True
 
-    def __init__(self, spec: LoraSpec, images: Images = "off") -> None:
-        self._spec, self._images = spec, images
+    def __init__(self, table: LoraConfig, images: Images = "off") -> None:
+        self._table, self._images = table, images
 
     def convert(self, model: PreTrainedModel) -> None:
         """Put LoRA layers into a skeleton; its own weights are frozen, but those of ``modules_to_save``.
@@ -195,9 +163,9 @@ class Adapters(ModelConverter):
             AdapterError: nothing matches, a module takes no adapters, or what was asked for is not supported.
         """
         beyond_text = _beyond_text(model, self._images)
-        self.config = _add_adapters(model, self._spec, self._images, beyond_text)
+        self.config = _add_adapters(model, self._table, self._images, beyond_text)
         self._find_layers(model)
-        where = _where(self._spec)
+        where = _where(self._table)
         for path, layer in self._layers.items():
             _check_layer(where, path, layer)
             if hasattr(layer, "parameter_name"):
@@ -391,9 +359,10 @@ def adapters_of(graph: ModelGraph) -> Adapters | None:
     return next((converter for converter in graph.converters if isinstance(converter, Adapters)), None)
 
 
-def _where(spec: LoraSpec) -> str:
+def _where(table: LoraConfig) -> str:
     """Return the config's key that says which modules get adapters."""
-    return f"lora.adapter_name_or_path ({spec.folder})" if spec.folder else "lora.target_modules"
+    folder = table.adapter_name_or_path
+    return f"lora.adapter_name_or_path ({folder})" if folder else "lora.target_modules"
 
 
 def _beyond_text(model: PreTrainedModel, images: Images) -> list[str]:
@@ -402,19 +371,19 @@ def _beyond_text(model: PreTrainedModel, images: Images) -> list[str]:
     return list(carried.paths) if carried is not None else modules_beyond_text(model) if images != "off" else []
 
 
-def _add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images, beyond_text: Sequence[str]) -> Any:
+def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, beyond_text: Sequence[str]) -> Any:
     """Have peft put its layers into a skeleton; return its config, with the modules that it chose."""
     peft = _peft()
-    config = spec.peft_config()
+    config, is_new = _peft_config(table), table.adapter_name_or_path is None
     _check_supported(config, model)
-    if beyond_text and (spec.folder is None or carried_modules(model) is not None):
+    if beyond_text and (is_new or carried_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
     head = head_of(model)
-    if head is not None and spec.folder is None:  # begins with random weights, which stay so where it is frozen
+    if head is not None and is_new:  # begins with random weights, which stay so where it is frozen
         config.task_type = head.peft_task_type
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
-    if images == "trained" and spec.folder is None:
+    if images == "trained" and is_new:
         config.modules_to_save = [*(config.modules_to_save or ()), *modules_beyond_text(model, sounds=False)]
     saved_modules = config.modules_to_save
     config.modules_to_save = None  # they are trained without a second copy of the module
@@ -424,7 +393,7 @@ def _add_adapters(model: PreTrainedModel, spec: LoraSpec, images: Images, beyond
             peft.inject_adapter_in_model(config, model, adapter_name=_NAME, low_cpu_mem_usage=True)
         except ValueError as error:
             raise AdapterError(
-                f"{_where(spec)}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
+                f"{_where(table)}: {_one_line(error)}. {type(model).__name__} has e.g. {_modules_to_choose_from(model)}"
             ) from error
     vars(model).pop("peft_config", None)  # transformers would take it for a model that peft looks after
     config.modules_to_save = list(saved_modules or ()) or None

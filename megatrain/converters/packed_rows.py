@@ -58,13 +58,13 @@ def settle_packing(
     Raises:
         UnsupportedModelError: the config asks for packing, and the model would mix documents.
     """
-    if packing and model.images != "off":
+    if packing and model.table.images != "off":
         if is_default:
             return False, _off_by_itself(type(graph.model).__name__, _HAS_IMAGES)
         raise UnsupportedModelError(type(graph.model).__name__, f"{_HAS_IMAGES}. Write data.packing = false")
     if not packing or (packing == "concat" and carried_modules(graph.model) is None):
         return packing, ""
-    problem = why_documents_mix(graph, model.attn_implementation)
+    problem = why_documents_mix(graph, model.table.attn_implementation)
     if problem is None:
         return packing, ""
     name = type(graph.model).__name__

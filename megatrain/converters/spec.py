@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatrain.converters.adapters import Adapters, LoraSpec
+from megatrain.converters.adapters import Adapters
 from megatrain.converters.beyond_text import BeyondText, Images
 from megatrain.converters.documents import AttentionByDocuments
 from megatrain.converters.experts import ExpertsInParts
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatrain.models.converter import ConverterSpec, ModelConverter
     from megatrain.models.graph import ModelGraph
     from megatrain.models.hub import HubModel
+    from megatrain.models.table import LoraConfig, ModelConfig
 
 __all__ = ["ModelSpec", "build_graph", "converters_for"]
 
@@ -28,7 +29,7 @@ __all__ = ["ModelSpec", "build_graph", "converters_for"]
 def converters_for(
     *,
     images: Images = "off",
-    lora: LoraSpec | None = None,
+    lora: LoraConfig | None = None,
     cuts_experts: bool = False,
     text_only: bool = False,
     of_task: ConverterSpec | None = None,
@@ -59,7 +60,7 @@ def build_graph(
     config_or_folder: PretrainedConfig | Path | str,
     *,
     images: Images = "off",
-    lora: LoraSpec | None = None,
+    lora: LoraConfig | None = None,
     cuts_experts: bool = False,
     text_only: bool = False,
     of_task: ConverterSpec | None = None,
@@ -92,37 +93,21 @@ class ModelSpec:
     """Which model is trained, and with which kernels.
 
     Attributes:
+        table: The ``[model]`` table.
         folder: Hugging Face folder with config.json and safetensors.
         tokenizer_folder: folder with the tokenizer's files.
         hub: the model on the hub that the folder is the cache of; None: the folder is the user's.
-        chat_template: "auto" for the tokenizer's own, or the path of a .jinja file.
-        attn_implementation: "auto", or a name that transformers knows.
-        freeze: globs of parameter names that stay as they are.
-        from_scratch: start from random weights; only config.json is read.
-        compile_backend: backend of torch.compile for the layers; None: they are not compiled.
-        use_liger_kernel: norms and gated MLPs by liger-kernel.
-        mlp_rows: tokens that an MLP runs over at a time; 0: all of a micro-batch.
         lora: adapters that are trained in place of the model; None: there are none.
-        images: whether rows may have images, and what reads them is trained.
         is_trained: False: it is only run, with all of it frozen.
-        cuts_experts: fused experts that are larger than a part are several units, of some experts each.
         of_task: what makes the model that the task trains of a language model; None: it trains that.
     """
 
+    table: ModelConfig
     folder: str
     tokenizer_folder: str
-    chat_template: str = "auto"
-    attn_implementation: str = "auto"
-    freeze: tuple[str, ...] = ()
-    from_scratch: bool = False
-    compile_backend: str | None = None
-    use_liger_kernel: bool = False
-    mlp_rows: int = 0
     hub: HubModel | None = None
-    lora: LoraSpec | None = None
-    images: Images = "off"
+    lora: LoraConfig | None = None
     is_trained: bool = True
-    cuts_experts: bool = False
     of_task: ConverterSpec | None = None
 
     @property
@@ -134,13 +119,13 @@ class ModelSpec:
         """Return the graph of the model, on the meta device. Raises as :func:`build_graph`."""
         return build_graph(
             self.folder,
-            images=self.images,
+            images=self.table.images,
             lora=self.lora,
-            cuts_experts=self.cuts_experts,
-            text_only=self.from_scratch,
+            cuts_experts=self.table.split_experts,
+            text_only=self.table.train_from_scratch,
             of_task=self.of_task,
-            attn_implementation=self.attn_implementation,
-            freeze=self.freeze,
+            attn_implementation=self.table.attn_implementation,
+            freeze=self.table.freeze,
             dtype=dtype,
             is_trained=self.is_trained,
         )

@@ -98,6 +98,11 @@ class ModelConfig(Table):
         alters="yes",
     )
 
+    @property
+    def compiler(self) -> str | None:
+        """Backend of torch.compile for the layers; None: they are not compiled."""
+        return self.compile_backend if self.compile else None
+
 
 class LoraConfig(Table, json_schema_extra=all_alter("yes")):
     """``[lora]``: small adapters that are trained in place of the model, with peft's names and files."""

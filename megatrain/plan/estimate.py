@@ -127,7 +127,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     weights = [block for block in durable if block.kind == "weights"]
     in_place = sum(block.nbytes for block in weights if homes[block.key] == FOLDER)
     loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read when it is used
-    folder_bytes = 0 if run.model.from_scratch else int(loaded * weight_file_bytes(run.model.folder))
+    folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
     is_adapter = adapters_of(plan.graph) is not None and not run.export.merge
     num_exported = sum(layout.num_parameters for layout in layouts if layout.trainable or not is_adapter)

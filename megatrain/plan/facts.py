@@ -98,7 +98,7 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
 
 def carried_tensors(model: ModelSpec, graph: ModelGraph) -> str:
     """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
-    if model.from_scratch:
+    if model.table.train_from_scratch:
         return ""
     try:
         carried = open_loader(model.folder, graph).origin.carried

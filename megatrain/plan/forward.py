@@ -86,7 +86,7 @@ def check_weights(run: RunSpec) -> None:
     Raises:
         ConfigError: names the key.
     """
-    if run.model.from_scratch:
+    if run.model.table.train_from_scratch:
         text = "model.train_from_scratch = true: what random weights say of a text means nothing"
         advice = "Leave the key out, and name the folder of a trained model in model_name_or_path"
         raise ConfigError("the config", [Problem("model.train_from_scratch", text, advice)])
@@ -130,7 +130,7 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         order="layer",
         compute_tier=compute_tier,
         optimizer=None,
-        frozen=FrozenWeights(not run.model.from_scratch, in_place, encodings),
+        frozen=FrozenWeights(not run.model.table.train_from_scratch, in_place, encodings),
     ).build()
     program = evaluation_program(program)
     decoding = decoding_workspace_bytes(graph, trace, program, run.traced_on)
@@ -204,7 +204,7 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     in_place, encodings = find_frozen(run, graph)
-    frozen = FrozenWeights(not run.model.from_scratch, in_place, encodings)
+    frozen = FrozenWeights(not run.model.table.train_from_scratch, in_place, encodings)
     weights = frozen_program(graph, compute_tier=compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))

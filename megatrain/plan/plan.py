@@ -430,7 +430,7 @@ class Plan:
             seed=run.seed,
             order=run.batch.order,
             objective=run.objective,
-            compiler=LayerCompiler.of(run.model.compile_backend),
+            compiler=LayerCompiler.of(run.model.table.compiler),
         )
 
     def collectives(self) -> Collectives | Alone:

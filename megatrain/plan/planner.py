@@ -320,12 +320,12 @@ def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
     of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
     of_results: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
     graphs = of_graphs[choice.mode] if run.world.is_single else 0
-    return graphs, of_results[choice.mode] if run.model.compile_backend is None else 0
+    return graphs, of_results[choice.mode] if run.model.table.compiler is None else 0
 
 
 def _saving_results(plan: Plan) -> Iterator[Plan]:
     """Yield programs in which layers save results, of attention alone and of products, not placed yet."""
-    if plan.run.recompute.mode != "auto" or plan.run.model.compile_backend is not None:
+    if plan.run.recompute.mode != "auto" or plan.run.model.table.compiler is not None:
         return
     recompute = plan.program.recompute
     for with_products in (False, True):
@@ -586,7 +586,7 @@ def _deeper_gather_is_free(deeper: KeptGraphs, found: KeptGraphs, tier: str) -> 
 def _least_bytes(subject: _Subject, profile: LoadedProfile, padded: bool | None, run: RunSpec, tier: str) -> int | None:
     """Return the least that a tier needs for a run, the others as they are; None: another tier is too small then."""
     capacity = 0
-    if run.model.cuts_experts != subject.run.model.cuts_experts:
+    if run.model.table.split_experts != subject.run.model.table.split_experts:
         subject = _look_at(run, padded, None)
     while True:
         # Once more with what is said to do: blocks are placed greedily, and with more room may be placed otherwise.
@@ -612,7 +612,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
             device=run.traced_on,
             objective=run.objective,
             padded=padded,
-            is_compiled=run.model.compile_backend is not None,
+            is_compiled=run.model.table.compiler is not None,
             example=_example(run),
             top_k=top_k,
         )
@@ -631,10 +631,10 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
 def make_graph(run: RunSpec) -> ModelGraph:
     """Return the model of a run, without weights."""
     graph = run.model.build(run.dtype)
-    if run.model.use_liger_kernel:
+    if run.model.table.use_liger_kernel:
         check_liger_kernels(graph.model, run.device)
-    if run.model.mlp_rows:
-        tile_mlps(graph, run.model.mlp_rows)
+    if run.model.table.mlp_rows:
+        tile_mlps(graph, run.model.table.mlp_rows)
     return graph
 
 
@@ -650,7 +650,7 @@ def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlo
 def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
     """Return the frozen layouts that can be read from the model's folder as they are, or packed."""
     frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
-    if run.model.from_scratch or not frozen:
+    if run.model.table.train_from_scratch or not frozen:
         return {}
     if not run.world.is_single:  # the folder has tensors, not shares of them
         return {}
@@ -697,7 +697,7 @@ def _builder(run: RunSpec, subject: _Subject, *, updates_beside_device: bool, ga
             in_compute_tier=subject.on_device is not None,
             beside_device=updates_beside_device,
         ),
-        frozen=FrozenWeights(not run.model.from_scratch, subject.in_place, subject.encodings),
+        frozen=FrozenWeights(not run.model.table.train_from_scratch, subject.in_place, subject.encodings),
         sharding=run.sharding(gathers_ahead),
     )
 

@@ -55,7 +55,8 @@ def with_ways_out(
 
 def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:
     if can_cut_experts and _may_cut_experts(run):
-        yield "model.split_experts = true", replace(run, model=replace(run.model, cuts_experts=True))
+        table = run.model.table.model_copy(update={"split_experts": True})
+        yield "model.split_experts = true", replace(run, model=replace(run.model, table=table))
     is_summed_in_place = run.batch.order == "micro_batch" and run.batch.num_micro_batches > 1
     if run.grad_dtype == torch.float32 and not is_summed_in_place:
         yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
@@ -64,7 +65,7 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")
-    if not run.model.cuts_experts:  # which needs norms of whole layers
+    if not run.model.table.split_experts:  # which needs norms of whole layers
         changes.append('optimizer.clip_scope = "layer"')
     if changes:  # the same blocks, and the same need
         by_layer = run.optimizer.model_copy(update={"clip_scope": "layer"})
@@ -73,7 +74,8 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
 
 def _may_cut_experts(run: RunSpec) -> bool:
     """Return whether a config with the run's other keys may have its experts cut."""
-    needs_layers = run.model.compile_backend is not None or run.model.mlp_rows or run.optimizer.clip_scope == "layer"
+    table = run.model.table
+    needs_layers = table.compiler is not None or table.mlp_rows or run.optimizer.clip_scope == "layer"
     return not needs_layers and run.optimizer.optim in ELEMENT_WISE
 
 

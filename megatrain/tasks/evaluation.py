@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatrain.plan.forward import GenerationPlan
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.ranks.collectives import Collectives
+    from megatrain.tasks.table import EvaluationConfig
     from megatrain.tasks.task import SetFigures
     from tiered import TieredStore
 
@@ -78,26 +79,24 @@ class EvaluationSpec:
     """When a run evaluates, and on what.
 
     Attributes:
-        strategy: "steps", "epoch" or "no"; unless "no", also at the end.
-        every_steps: with "steps": from one evaluation to the next.
-        on_start: also before the first step.
+        table: The ``[evaluation]`` table.
         rows: Rows of a micro-batch, at most; None: as in training.
-        max_samples: rows that are used of what training does not get; None: all.
-        sources: further rows.
-        num_samples: rows of each set that the model continues; 0: none.
-        max_new_tokens: New tokens of each of them, at most.
-        weights: what is evaluated: the weights as they are trained, their averages, or both, in this order.
+        sources: rows beside those that ``data.val_size`` keeps from training.
     """
 
-    strategy: Literal["no", "steps", "epoch"]
-    every_steps: int
-    on_start: bool
+    table: EvaluationConfig
     rows: int | None
-    max_samples: int | None
     sources: tuple[EvaluationSource, ...]
-    num_samples: int = 0
-    max_new_tokens: int = 0
-    weights: tuple[EvaluatedWeights, ...] = ("trained",)
+
+    @property
+    def num_samples(self) -> int:
+        """Rows of each set that the model continues; 0: none."""
+        return self.table.max_predict_samples if self.table.predict_with_generate else 0
+
+    @property
+    def weights(self) -> tuple[EvaluatedWeights, ...]:
+        """What is evaluated, in order."""
+        return ("trained", "average") if self.table.weights == "both" else (self.table.weights,)
 
     def name_of(self, name: str, weights: EvaluatedWeights) -> str:
         """Return what an evaluation of a set is called in metrics."""
@@ -164,7 +163,7 @@ def load_evaluation_sets(
     Raises:
         DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a set is dropped or cut.
     """
-    if spec.strategy == "no" and not spec.on_start:
+    if spec.table.eval_strategy == "no" and not spec.table.eval_on_start:
         return []
     run = plan.run
     rows = min(spec.rows or plan.micro_batch_size, plan.micro_batch_size)
@@ -213,7 +212,7 @@ def _datasets(
     """Yield the sets by name: rows kept from training, or each ``[[data.eval]]``."""
     if data.table.val_size is not None:
         whole = load_dataset(data, tokenizer, on_message) if training is None else training
-        dataset = held_out_part(whole, spec.max_samples)
+        dataset = held_out_part(whole, spec.table.eval_max_samples)
         on_message(f"{NAME}: {describe(dataset)}")
         yield NAME, dataset
     for number, source in enumerate(spec.sources):
@@ -317,20 +316,20 @@ class Evaluator:
         return name in self.latest and self.latest[name].step == step
 
     def _is_wanted(self, step: int) -> bool:
-        strategy = self._spec.strategy
+        strategy = self._spec.table.eval_strategy
         if step == 0:
-            return self._spec.on_start
+            return self._spec.table.eval_on_start
         if strategy == "no":
             return False
         return step == self._max_steps or step % self._interval == 0
 
     @property
     def _interval(self) -> int:
-        return self._steps_per_epoch if self._spec.strategy == "epoch" else self._spec.every_steps
+        return self._steps_per_epoch if self._spec.table.eval_strategy == "epoch" else self._spec.table.eval_steps
 
     def next_step(self, step: int) -> int:
         """Return the first step after ``step`` at which an evaluation, or the end of the run, interrupts training."""
-        if not self._sets or self._spec.strategy == "no":
+        if not self._sets or self._spec.table.eval_strategy == "no":
             return self._max_steps
         return min(self._max_steps, (step // self._interval + 1) * self._interval)
 
@@ -472,7 +471,7 @@ class Sampler:
             DoesNotFitError: a tier is too small.
             UnsupportedModelError: the model cannot generate with streamed weights.
         """
-        num_new, seed = spec.max_new_tokens, plan.run.data.seed
+        num_new, seed = spec.table.max_new_tokens, plan.run.data.seed
         rows = {each.name: _rows_to_continue(each.loader.dataset, seed, spec.num_samples, num_new) for each in sets}
         most = max(map(len, rows.values()), default=0)
         if not most:

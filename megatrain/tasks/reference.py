@@ -206,10 +206,10 @@ class Reference:
             "device": self._plan.device.type,
             "attention": self._plan.graph.model.config._attn_implementation,
             "kernels": [
-                run.model.compile_backend,
-                run.model.use_liger_kernel,
-                run.model.mlp_rows,
-                run.model.cuts_experts,  # a sum over parts has other bits
+                run.model.table.compiler,
+                run.model.table.use_liger_kernel,
+                run.model.table.mlp_rows,
+                run.model.table.split_experts,  # a sum over parts has other bits
             ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
         }
@@ -220,16 +220,16 @@ class Reference:
         model, seed = self._plan.run.model, self._plan.run.seed
         folder = Path(model.folder)
         parts: dict[str, Any] = {"config": checksum((folder / "config.json").read_bytes())}
-        files = [] if model.from_scratch else sorted(folder.glob("*.safetensors"))
+        files = [] if model.table.train_from_scratch else sorted(folder.glob("*.safetensors"))
         if model.lora is not None:
             # New adapters change nothing before the first step, but for DoRA's rounding.
             parts["dora"] = model.lora.use_dora
-            if model.lora.folder is not None:
-                files.append(Path(model.lora.folder) / ADAPTER_WEIGHTS)
+            if model.lora.adapter_name_or_path is not None:
+                files.append(Path(model.lora.adapter_name_or_path) / ADAPTER_WEIGHTS)
         memory = None if self._cache is None else TokenCache(self._cache)
         self._activity.begin("reading the model for its checksum")
         parts["files"] = [_file_checksum(file) if memory is None else memory.file_checksum(file) for file in files]
-        if model.from_scratch:
+        if model.table.train_from_scratch:
             parts["seed"] = seed
         return checksum(json.dumps(parts, sort_keys=True).encode())
 

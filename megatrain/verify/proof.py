@@ -62,13 +62,13 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
     """
     from transformers import AutoModelForCausalLM
 
-    attention, optimizer = run.model.attn_implementation, run.optimizer
+    attention, optimizer = run.model.table.attn_implementation, run.optimizer
     options = {} if attention == "auto" else {"attn_implementation": attention}
     source = run.model.folder
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True, **options)
     model.to(run.device).train()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in run.model.freeze))
+        parameter.requires_grad_(not any(fnmatchcase(name, pattern) for pattern in run.model.table.freeze))
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     update = make_plain_optimizer(trained, optimizer, run.optimizer.learning_rate)
     clipped = [[parameter for _, parameter in trained]]

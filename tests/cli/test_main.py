@@ -55,7 +55,7 @@ class SomePlan:
     run: SimpleNamespace = field(
         default_factory=lambda: SimpleNamespace(
             optimizer=SimpleNamespace(lr_scheduler_type="constant", depends_on_length=False),
-            model=SimpleNamespace(hub=None, from_scratch=False),
+            model=SimpleNamespace(hub=None, table=SimpleNamespace(train_from_scratch=False)),
             tiers=SimpleNamespace(machine=None),
         )
     )

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from fakes.gpu_run import gpu_config_text, no_waits_allowed
-from megatrain.converters.adapters import LoraSpec
 from megatrain.converters.spec import build_graph
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.load import open_loader
+from megatrain.models.table import LoraConfig
 from oracles.quantize import METHODS, quantized_pair
 from oracles.tiered_run import TieredRun, run_config
 from tiered import MiB
@@ -23,7 +23,7 @@ LORA = '[lora]\nr = 4\ntarget_modules = ["q_proj", "v_proj"]\n[training]'
 @pytest.mark.parametrize("method", METHODS)
 def test_unpacked_on_the_device_as_on_the_host(method: str, tmp_path: Path) -> None:
     model, _ = quantized_pair(tmp_path, method)
-    graph = build_graph(model, lora=LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",)), dtype=torch.bfloat16)
+    graph = build_graph(model, lora=LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",)), dtype=torch.bfloat16)
     layout = graph.layouts["model.layers.1.frozen"]
     block = frozen_blocks(open_loader(model, graph), [layout], torch.bfloat16)[layout.name]
     assert block.packing is not None

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain import rows
 from megatrain.base.layout import views
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader

@@ -27,7 +27,8 @@ from fakes.gpu_run import virtual_gpu
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.converters import experts as model_experts
 from megatrain.final import FinalExport
 from megatrain.plan.placement import DoesNotFitError

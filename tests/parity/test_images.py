@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from megatrain.config import load_config
-from megatrain.converters.adapters import LoraSpec
 from megatrain.converters.spec import build_graph
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
@@ -24,6 +23,7 @@ from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
 from megatrain.engine.trace import trace_visits
 from megatrain.export import export_checkpoint
+from megatrain.models.table import LoraConfig
 from megatrain.ranks.world import World
 from megatrain.trainer import Trainer
 from oracles.huggingface import assert_same_gradients, train_step
@@ -137,7 +137,7 @@ def test_adapters_are_trained_as_by_peft(
     """Of the language model, beside a tower that is frozen or trained whole; names of modules are in both."""
     folder, rows = folder_of(family, folders), write_rows(tmp_path, ROWS[:3])
     micro_batches = next(make_loader(folder, rows, num_micro_batches=3, batch_rows=1)).micro_batches
-    graph = build_graph(folder, images=images, lora=LoraSpec(r=4, lora_alpha=8, target_modules="all-linear"))
+    graph = build_graph(folder, images=images, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
     tower = TOWERS[family]
     base = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     settings = {

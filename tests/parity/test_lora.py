@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
 
-from megatrain.converters.adapters import LoraSpec, adapters_of
+from megatrain.converters.adapters import adapters_of
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import tile_mlps
 from megatrain.engine.forward import StepLoss
+from megatrain.models.table import LoraConfig
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
@@ -26,7 +28,12 @@ LINEAR = ("q_proj", "v_proj", "down_proj")
 
 
 def streamed(
-    config: Any, spec: LoraSpec, weights: Mapping[str, torch.Tensor], dtype: torch.dtype, order: Any, mlp_rows: int = 0
+    config: Any,
+    spec: LoraConfig,
+    weights: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    order: Any,
+    mlp_rows: int = 0,
 ) -> tuple[StepLoss, dict[str, torch.Tensor]]:
     graph = build_graph(config, lora=spec, dtype=dtype)
     if mlp_rows:
@@ -38,15 +45,15 @@ def streamed(
 
 
 def compare(
-    family: str, spec: LoraSpec, dtype: torch.dtype = torch.float32, *, mlp_rows: int = 0, **values: Any
+    family: str, spec: LoraConfig, dtype: torch.dtype = torch.float32, *, mlp_rows: int = 0, **values: Any
 ) -> None:
     """Compare with peft, and the two orders with each other bit for bit."""
-    config = tiny_config(family, **values)
+    config, modules = tiny_config(family, **values), spec.target_modules
     settings = {
         "r": spec.r,
         "lora_alpha": spec.lora_alpha,
         "lora_dropout": spec.lora_dropout,
-        "target_modules": list(spec.target_modules) if isinstance(spec.target_modules, tuple) else spec.target_modules,
+        "target_modules": None if modules == "auto" else list(modules) if isinstance(modules, tuple) else modules,
         "modules_to_save": list(spec.modules_to_save) or None,
         "use_rslora": spec.use_rslora,
         "use_dora": spec.use_dora,
@@ -74,40 +81,40 @@ def _assert_equal(expected: Reference, loss: StepLoss, found: Mapping[str, torch
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
 def test_adapters_of_all_linear_layers(family: str) -> None:
-    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules="all-linear"), tied=False)
+    compare(family, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"), tied=False)
 
 
 def test_conv1d_of_gpt2() -> None:
-    compare("gpt2", LoraSpec(r=4, lora_alpha=8, target_modules=("c_attn", "c_fc")))
+    compare("gpt2", LoraConfig(r=4, lora_alpha=8, target_modules=("c_attn", "c_fc")))
 
 
 def test_the_modules_that_peft_chooses() -> None:
-    compare("llama", LoraSpec(r=4, lora_alpha=8))
+    compare("llama", LoraConfig(r=4, lora_alpha=8))
 
 
 def test_dropout_draws_the_same_numbers() -> None:
-    compare("llama", LoraSpec(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=LINEAR))
+    compare("llama", LoraConfig(r=4, lora_alpha=8, lora_dropout=0.3, target_modules=LINEAR))
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_embedding_and_head(tied: bool) -> None:
     modules = ("embed_tokens", "q_proj", "lm_head")
-    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=modules), tied=tied)
+    compare("llama", LoraConfig(r=4, lora_alpha=8, target_modules=modules), tied=tied)
 
 
 def test_modules_to_save_are_trained_whole() -> None:
     compare(
-        "llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, modules_to_save=("lm_head", "norm")), tied=False
+        "llama", LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, modules_to_save=("lm_head", "norm")), tied=False
     )
 
 
 def test_rslora_and_own_ranks() -> None:
-    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR, use_rslora=True, rank_pattern={"q_proj": 2}))
+    compare("llama", LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR, use_rslora=True, rank_pattern={"q_proj": 2}))
 
 
 @pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
 def test_dora(family: str, modules: tuple[str, ...]) -> None:
-    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
+    compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # peft's and transformers' own
@@ -120,11 +127,13 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
         with torch.no_grad():
             weight.mul_(torch.rand(weight.shape, generator=torch.Generator().manual_seed(len(name))))
     base = {name.removesuffix(".weight"): weight.detach().clone() for name, weight in plain.named_parameters()}
-    model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=list(modules), use_dora=True))
+    model = get_peft_model(plain, PeftConfig(task_type="CAUSAL_LM", r=4, target_modules=list(modules), use_dora=True))
     expected = {
         plain_name(name): weight for name, weight in model.named_parameters() if "lora_magnitude_vector" in name
     }
-    adapters = adapters_of(build_graph(config, lora=LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=True)))
+    adapters = adapters_of(
+        build_graph(config, lora=LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=True))
+    )
     assert adapters is not None and expected
     found = {name: torch.full_like(weight, torch.nan) for name, weight in expected.items()}
     adapters.initialize(found, {path: base[path] for path in adapters.dora_modules(list(found))}, 7)
@@ -136,13 +145,13 @@ def test_dora_begins_at_the_norms_that_peft_takes(family: str, modules: tuple[st
 @pytest.mark.parametrize(("family", "modules"), [("llama", LINEAR), ("gpt2", ("c_attn", "c_fc"))])
 def test_mlps_over_a_few_rows_at_a_time(family: str, modules: tuple[str, ...], use_dora: bool) -> None:
     """Adapters of a layer do not hide its MLP, and those inside of it get the sums of all pieces."""
-    compare(family, LoraSpec(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
+    compare(family, LoraConfig(r=4, lora_alpha=8, target_modules=modules, use_dora=use_dora), mlp_rows=5)
 
 
 def test_bfloat16() -> None:
-    compare("llama", LoraSpec(r=4, lora_alpha=8, target_modules=LINEAR), torch.bfloat16)
+    compare("llama", LoraConfig(r=4, lora_alpha=8, target_modules=LINEAR), torch.bfloat16)
 
 
 def test_adapters_of_fused_experts() -> None:
     names = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-    compare("qwen3_moe", LoraSpec(r=4, lora_alpha=8, target_modules=("q_proj",), target_parameters=names), tied=False)
+    compare("qwen3_moe", LoraConfig(r=4, lora_alpha=8, target_modules=("q_proj",), target_parameters=names), tied=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
 from megatrain.trainer import Trainer

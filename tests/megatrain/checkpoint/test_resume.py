@@ -13,8 +13,9 @@ from click.testing import Result
 
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 from megatrain.checkpoint.resume import ConfigChangedError, check_changes
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml
+from megatrain.config.schema import RunConfig
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
 from megatrain.start import describe_model, with_decays

@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatrain.base.table import Table
-from megatrain.config import ConfigError, RunConfig, load_config, to_toml
+from megatrain.config import ConfigError, load_config, to_toml
 from megatrain.config.keys import KEYS, alters, json_schema, leaf_schema, schema_key
+from megatrain.config.schema import RunConfig
 from megatrain.data.table import DataConfig
 from megatrain.engine.table import TrainingConfig
 from megatrain.models.table import ModelConfig

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from megatrain.config import ConfigError, LoadedConfig, RunConfig, load_config, to_toml, write_resolved
+from megatrain.config import ConfigError, LoadedConfig, load_config, to_toml, write_resolved
 from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
+from megatrain.config.schema import RunConfig
 from megatrain.resolve import resolve_batch
 
 SMALLEST = """

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import ConfigError, RunConfig, config_from_toml, load_config, to_toml, write_resolved
+from megatrain.config import ConfigError, config_from_toml, load_config, to_toml, write_resolved
 from megatrain.config.resolved import DEFAULT, compare, difference, load_run, resolved_lines
+from megatrain.config.schema import RunConfig
 
 BASE = """
 task = "sft"

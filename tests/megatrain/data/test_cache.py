@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.data import cache as cache_module
 from megatrain.data import encoding
 from megatrain.data.cache import TokenCache, cache_folder

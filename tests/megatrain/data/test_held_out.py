@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, describe, held_out_part, hold_out, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, DataReport

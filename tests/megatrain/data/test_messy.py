@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import read_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatrain.config import RunConfig
+from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, DataReport

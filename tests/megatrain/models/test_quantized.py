@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.layout import views
 from megatrain.converters import experts
-from megatrain.converters.adapters import LoraSpec
 from megatrain.converters.spec import build_graph
 from megatrain.models.folder import ModelFolder, ModelFolderError
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.load import open_loader
 from megatrain.models.quantized import decode, find_decoders
+from megatrain.models.table import LoraConfig
 from oracles.families import tiny_config
 from oracles.quantize import BLOCK, METHODS, fp8, int4, mxfp4, nf4, quantized_pair, write_quantized
 from oracles.tiered_run import TieredRun, config_text, run_config
@@ -237,7 +237,7 @@ def test_a_quantized_conv1d_is_refused_whatever_its_shape(tmp_path: Path) -> Non
     assert weight.shape[0] == weight.shape[1]
     parts, _ = nf4(weight.T.contiguous())
     write_quantized(plain, tmp_path / "quantized", METHODS["nf4"].table, {name: parts})
-    graph = build_graph(tmp_path / "quantized", lora=LoraSpec(r=2, lora_alpha=4, target_modules=("c_attn",)))
+    graph = build_graph(tmp_path / "quantized", lora=LoraConfig(r=2, lora_alpha=4, target_modules=("c_attn",)))
     with pytest.raises(ModelFolderError, match=rf"{re.escape(name)} is the weight of a Conv1D.* take the original"):
         open_loader(tmp_path / "quantized", graph)
 
@@ -255,7 +255,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
     values = load_file(plain / "model.safetensors")
     rounded = {name: tensor.to(stored).float() for name, tensor in values.items() if name in is_stored}
     save_file({**values, **rounded}, plain / "model.safetensors", metadata={"format": "pt"})
-    lora = LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",))
+    lora = LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",))
     graph = build_graph(quantized, lora=lora, cuts_experts=True)
     layouts = [each for each in graph.layouts.values() if any(entry.part_of for entry in each.entries)]
     blocks = frozen_blocks(open_loader(quantized, graph), layouts, torch.float32)
@@ -282,7 +282,7 @@ def test_blocks_of_fused_experts_are_those_of_the_plain_folder(tmp_path: Path, m
     """Packed, transposed, or each expert a tensor of its own: unpacked they are what loading makes."""
     blocks = []
     for folder in quantized_pair(tmp_path, method):
-        graph = build_graph(folder, lora=LoraSpec(r=2, lora_alpha=2, target_modules=("q_proj",)))
+        graph = build_graph(folder, lora=LoraConfig(r=2, lora_alpha=2, target_modules=("q_proj",)))
         layout = graph.layouts["model.layers.1.frozen"]
         loader = open_loader(folder, graph)
         filled = torch.zeros(layout.num_elements)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.machine import machine
 from megatrain.resolve import resolve_tiers
 from tiered import GiB, MiB

@@ -16,7 +16,8 @@ import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
-from megatrain.config import ConfigError, RunConfig, config_from_toml, load_config, to_toml
+from megatrain.config import ConfigError, config_from_toml, load_config, to_toml
+from megatrain.config.schema import RunConfig
 from megatrain.resolve import resolve_logging
 from megatrain.run import loggers
 from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.converters.spec import build_graph
 from megatrain.models.graph import ModelGraph
 from megatrain.resolve import resolve

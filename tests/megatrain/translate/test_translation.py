@@ -14,7 +14,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatrain.config import RunConfig, load_config
+from megatrain.config import load_config
+from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import TranslationError
 from megatrain.translate.translate import Translation, one_line, translate_file
 
