@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from megatrain.engine.ranked import describe_collectives
-from megatrain.ranks.collectives import Collectives
+from megatrain.engine.ranked import parts_of_program
+from megatrain.ranks.collectives import check_same
 from megatrain.ranks.record import Agreed, StepRecord
 from megatrain.start import describe_model
 
@@ -35,11 +35,11 @@ def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None
     """
     if group.world.is_single:
         return
-    group.check_same("config", config, "Give all ranks the same files and options")
+    check_same(group.gather, "config", config, "Give all ranks the same files and options")
     model = {name: str(value) for name, value in describe_model(plan).items()}
-    group.check_same("model", model, "Give all ranks the same model folder, and the same kind of machine")
+    check_same(group.gather, "model", model, "Give all ranks the same model folder, and the same kind of machine")
     # Collectives are matched by their order, which is that of the ticks. Micro-batches and homes may differ.
-    Collectives().check_alike("program of a step", describe_collectives(plan.program, plan.run.batch.num_micro_batches))
+    check_same(group.gather, "program of a step", parts_of_program(plan.program, plan.run.batch.num_micro_batches))
 
 
 class Agreement:

@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from megatrain.plan.planner import check_ranks, plan_run
     from megatrain.plan.simulate import measured_rates, simulate_step
     from megatrain.ranks.affinity import cores_of_rank
-    from megatrain.ranks.collectives import Collectives, RanksDifferError
+    from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
     from megatrain.ranks.shares import RankLanes, Shares
     from megatrain.ranks.world import World, init_by_file
     from megatrain.resolve import (
@@ -210,6 +210,7 @@ __all__ = [
     "RankLanes",
     "RanksDifferError",
     "Shares",
+    "check_same",
     "World",
     "cores_of_rank",
     "init_by_file",
@@ -395,6 +396,7 @@ _NAMES = {
     "ranks.collectives": (
         "Collectives",
         "RanksDifferError",
+        "check_same",
     ),
     "ranks.shares": (
         "RankLanes",

@@ -41,6 +41,7 @@ from megatrain.optim.lr import make_schedule
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
+from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
 from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
@@ -246,7 +247,7 @@ class Trainer:
         told = self._told_at_start
         self.loader = self.group.one_after_the_other(lambda: self.make_loader(told.append))
         fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
-        self.group.check_same("data", fingerprint, "Give all ranks the same files in [[data.train]]")
+        check_same(self.group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
         self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
         self._learning_rate = make_schedule(run.optimizer, self._num_steps)
         self._evaluation_sets: Sequence[EvaluationSet] = self.group.one_after_the_other(

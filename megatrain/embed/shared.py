@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from megatrain.api import Collectives, RankLanes, RanksDifferError, Shares
+from megatrain.api import Collectives, RankLanes, RanksDifferError, Shares, check_same
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import compute_device, compute_tier
 from megatrain.ranks.lanes import lanes_of_rank, total
@@ -75,10 +75,6 @@ class ModuleRanks:
     def all_or_none(self, action: Callable[[], None]) -> None:
         """Do something on all ranks that may be refused: then it is on all of them; see ``Collectives.all_or_none``."""
         self._collectives.all_or_none(action)
-
-    def check_alike(self, what: str, lines: Sequence[str]) -> None:
-        """Refuse a description that is not the same on all ranks; see ``Collectives.check_alike``."""
-        self._collectives.check_alike(what, lines)
 
     def announce(self, what: str) -> None:
         """Tell all ranks what this one is about to do with them.
@@ -283,13 +279,13 @@ def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[Un
     Raises:
         RanksDifferError: names the first difference.
     """
-    lines = [f"{ranks.lanes.count} gradient lanes"]
-    lines += [f"{layout.name}: {layout.entries}" for layout in layouts]
+    parts = {"gradient_lanes": str(ranks.lanes.count)}
+    parts |= {f"the layout of {layout.name}": str(layout.entries) for layout in layouts}
     for name, parameter in model.named_parameters():
         is_here = parameter.device.type != "meta"
         numbers = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data if is_here else b""
-        lines.append(f"{name}: {parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(numbers).hex()}")
-    ranks.check_alike("offloaded module", lines)
+        parts[name] = f"{parameter.dtype}, {parameter.requires_grad}, {xxh3_128_digest(numbers).hex()}"
+    check_same(ranks.gather_objects, "offloaded module", parts)
 
 
 def _said(announced: tuple[int, str]) -> str:

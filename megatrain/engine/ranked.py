@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megatrain.ranks.lanes import Subtree
     from megatrain.ranks.redistribute import DealtLayout
 
-__all__ = ["Ranks", "describe_collectives"]
+__all__ = ["Ranks", "parts_of_program"]
 
 
 class Ranks:
@@ -814,24 +814,23 @@ def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def describe_collectives(program: StepProgram, num_micro_batches: int) -> list[str]:
-    """Return what must be the same on all ranks for a step of theirs to end, and to have the bits of one process.
+def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:
+    """Return, by name, what must be the same on all ranks for a step to end, and to have the bits of one process.
 
     Where blocks have their homes may differ: it changes no order. So may how many micro-batches a rank has.
     """
-    lanes = program.sharding.lanes
-    lines = [
-        f"{lanes.size} ranks on {lanes.num_hosts} hosts, {lanes.count} lanes of {num_micro_batches} micro-batches",
-        f"graphs kept of visits {sorted(program.recompute.kept_graphs)}",
-        "updates after the norm of a whole step" if program.updates.are_deferred else "updates in the backward",
-    ]
+    lanes, updates = program.sharding.lanes, program.updates
+    parts = {
+        "sum of gradients": f"{lanes.count} lanes of {num_micro_batches} micro-batches, {lanes.num_hosts} hosts",
+        "kept graphs": str(sorted(program.recompute.kept_graphs)),
+        "updates": "after the norm of a whole step" if updates.are_deferred else "in the backward",
+    }
     for number, tick in enumerate(program.ticks):
         # Other deferred updates issue no collective, and where they stand depends on what a rank has room for.
-        dealt = program.updates.dealt.get(tick.visit) if tick.phase == "update" else None
-        if tick.phase == "update" and program.updates.are_deferred and dealt is None:
-            continue
-        blocks = [program.contents(number, key) for key, _ in tick.uses]
-        sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
-        moved = "" if dealt is None else dealt.describe()
-        lines.append(" ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes, moved]))
-    return lines
+        dealt = updates.dealt.get(tick.visit) if tick.phase == "update" else None
+        if tick.phase != "update" or not updates.are_deferred or dealt is not None:
+            blocks = [program.contents(number, key) for key, _ in tick.uses]
+            sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
+            moved = "" if dealt is None else dealt.describe()
+            parts[f"op {len(parts)}"] = " ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes, moved])
+    return parts

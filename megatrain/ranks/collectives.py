@@ -9,7 +9,7 @@ need from others comes to one of them, and what they send is added up before. Th
 their own, and so have those with the same number on all hosts; both are counted as links of their own.
 
 Collectives are matched by their order, and a rank that leaves one out makes all others wait forever. So only ticks of a
-program issue them, which are the same on all ranks (`check_alike`), whatever the data are; and, where there is no
+program issue them, which are the same on all ranks (`check_same`), whatever the data are; and, where there is no
 program, what is announced first (`megatrain.embed.shared`).
 """
 
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -34,13 +33,44 @@ if TYPE_CHECKING:
     from megatrain.ranks.redistribute import Moves
     from megatrain.ranks.world import World
 
-__all__ = ["Alone", "Collectives", "RanksDifferError", "collectives_of"]
+__all__ = ["Alone", "Collectives", "RanksDifferError", "check_same", "collectives_of"]
 
 _Result = TypeVar("_Result")
 
 
 class RanksDifferError(WorldError):
     """Ranks would not do the same: their collectives would not match. Raised on all of them."""
+
+
+def check_same(
+    gather: Callable[[Any], Sequence[Any]],
+    what: str,
+    parts: Mapping[str, str],
+    advice: str = "Start all of them with the same config, data and versions",
+) -> None:
+    """Refuse what is not the same on all ranks. A collective: one digest travels while all agree.
+
+    Args:
+        gather: Returns what every rank gave, by rank.
+        what: It is, in words: ``"config"``.
+        parts: Name -> text of each part, in the order in which they are compared.
+        advice: What to do where they differ.
+
+    Raises:
+        RanksDifferError: names the first part that differs, and what it is on two ranks. On all ranks.
+    """
+    digests = {name: xxh3_128_hexdigest(text.encode()) for name, text in parts.items()}
+    if len(set(gather(xxh3_128_hexdigest(repr(digests).encode())))) == 1:
+        return
+    of_ranks = gather(digests)
+    names = dict.fromkeys(name for each in of_ranks for name in each)
+    name = next(name for name in names if len({each.get(name) for each in of_ranks}) > 1)
+    texts = gather(parts.get(name, "nothing"))
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    raise RanksDifferError(
+        f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, and {texts[other]} on rank {other}. "
+        f"{advice}"
+    )
 
 
 class _Works:
@@ -234,28 +264,6 @@ class Collectives:
             if other is not None:
                 raise other
         return result[0]
-
-    def check_alike(self, what: str, lines: Sequence[str]) -> None:
-        """Refuse lines that are not the same on all ranks.
-
-        Args:
-            what: the lines describe.
-            lines: any number; only a digest travels while all agree.
-
-        Raises:
-            RanksDifferError: names the first two lines that differ.
-        """
-        digests = self.gather_objects(xxh3_128_hexdigest("\n".join(lines).encode()))
-        if len(set(digests)) == 1:
-            return
-        of_ranks: list[Sequence[str]] = self.gather_objects(list(lines))
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        pairs = zip_longest(of_ranks[0], of_ranks[other], fillvalue="nothing")
-        first, second = next((a, b) for a, b in pairs if a != b)
-        raise RanksDifferError(
-            f"the ranks do not have the same {what}. Rank 0: {first}. Rank {other}: {second}. Start all of them with "
-            "the same config, data and versions"
-        )
 
     def _count(self, sent: int, received: int) -> None:
         self.moved_bytes[f"{self._tier}->{self._place}"] += sent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from megatrain.ranks.affinity import cores_near, cores_of_rank
@@ -178,27 +178,6 @@ class RankGroup:
     def wait_for_all(self) -> None:
         """Wait until all ranks are here."""
         self.gather(None)
-
-    def check_same(self, what: str, values: Mapping[str, str], advice: str) -> None:
-        """Make sure that all ranks have the same. A collective.
-
-        Args:
-            what: it is, in words: ``"config"``.
-            values: name -> text.
-            advice: what to do where they differ.
-
-        Raises:
-            WorldError: on all ranks alike, naming the first value that differs.
-        """
-        found = self.gather(dict(values))
-        for name in dict.fromkeys(name for each in found for name in each):
-            texts = [each.get(name, "nothing") for each in found]
-            other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-            if other is not None:
-                raise WorldError(
-                    f"the ranks do not have the same {what}: {name} is {texts[0]} on rank 0, and {texts[other]} on "
-                    f"rank {other}. {advice}"
-                )
 
     def one_after_the_other(self, work: Callable[[], T]) -> T:
         """Do some work on the first rank of each host, and after it on the others: they find what it left."""

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.record import Agreed, StepRecord
 from megatrain.ranks.table import DistributedConfig
@@ -32,7 +33,7 @@ def main() -> None:
         group.meet()
         group.join("cpu", DistributedConfig(timeout="60s" if "patient" in ways else "2s"))
         if "differs" in "".join(sys.argv[2:]):
-            group.check_same("config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")
+            check_same(group.gather, "config", {"lr": "2" if "differs" in ways else "1"}, "Give all the same files")
         (folder / f"pid{rank}").write_text(str(os.getpid()))
         code = steps(group, folder, ways)
     except BaseException as error:

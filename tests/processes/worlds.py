@@ -21,13 +21,13 @@ from torch import Tensor
 
 from megatrain.config import load_config
 from megatrain.engine.labels import count_labels, shifted_labels
-from megatrain.engine.ranked import describe_collectives
+from megatrain.engine.ranked import parts_of_program
 from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.open_run import OpenRun
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
-from megatrain.ranks.collectives import Collectives
+from megatrain.ranks.collectives import Collectives, check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.world import World, init
 from megatrain.resolve import resolve
@@ -148,7 +148,7 @@ def plan_of_rank(config: Path, world: World) -> Plan:
         return plan_run(run)
     collectives = Collectives()
     plan = plan_together(run, collectives.gather_objects)
-    collectives.check_alike("program of a step", describe_collectives(plan.program, plan.num_micro_batches))
+    check_same(collectives.gather_objects, "program of a step", parts_of_program(plan.program, plan.num_micro_batches))
     return plan
 
 

@@ -95,7 +95,7 @@ REFUSED = {
     "forward": "RanksDifferError: the ranks of an offloaded module do different things: rank 0 comes to the weights of "
     "model/layers.0/weight as number 2, rank 1 to the weights of model/layers.1/weight",
     "backward": "rank 0 comes to the end of a backward: step() or measure_grad_norm()",
-    "seed": "RanksDifferError: the ranks do not have the same offloaded module. Rank 0: embed.weight",
+    "seed": "RanksDifferError: the ranks do not have the same offloaded module: embed.weight is torch.float32",
     "lanes": "gradient_lanes=3 for 2 ranks",
     "left": "unused.weight is trained and left out of the store",
     "parallel": "DistributedDataParallel around an offloaded module",
