@@ -46,7 +46,7 @@ class Agreement:
     """Whether a run stops or saves after its step.
 
     A run of one process asks its signals whenever it wants to know. Several ranks do what followed from the records
-    that they exchanged at the end of the last step, so that none waits for another that went another way.
+    that they gathered at the end of the last step, so that none waits for another that went another way.
 
     Args:
         group: The ranks of the run.
@@ -82,8 +82,8 @@ class Agreement:
             self._agreed = replace(self._agreed, stops=stops)
         return self.stops
 
-    def exchange(self, usage: StepUsage, *, is_due: bool, is_paused: bool) -> Sequence[StepRecord]:
-        """Exchange records at the end of a step, and return those of all ranks; of one process none. A collective.
+    def agree(self, usage: StepUsage, *, is_due: bool, is_paused: bool) -> Sequence[StepRecord]:
+        """Gather records at the end of a step, and return those of all ranks; of one process none. A collective.
 
         Args:
             usage: What the step took here.

@@ -496,7 +496,7 @@ class Trainer:
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         usage = self._meter.stop()
         is_due = self.saver.is_due(number + 1)
-        records = self.agreement.exchange(usage, is_due=is_due, is_paused=self.is_paused())
+        records = self.agreement.agree(usage, is_due=is_due, is_paused=self.is_paused())
         self.state = replace(
             self.state.with_loss(result.loss),
             step=number + 1,

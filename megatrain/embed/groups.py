@@ -35,7 +35,7 @@ from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import num_ranks, shared_state
 from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
-from megatrain.optim.average import begin_average, exchange_average
+from megatrain.optim.average import begin_average, swap_average
 from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
 from megatrain.optim.threads import elements_per_call, share_out
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
@@ -257,8 +257,8 @@ class StateGroup(ABC):
         """Whether there is an average of each weight."""
         return EMA.name in self.keys
 
-    def exchange_averages(self, names: Mapping[str, object]) -> None:
-        """Exchange masters with their averages, in place: once more, and each is what it was.
+    def swap_averages(self, names: Mapping[str, object]) -> None:
+        """Swap masters and their averages, in place: once more, and each is what it was.
 
         Args:
             names: parameters that have been updated.
@@ -268,7 +268,7 @@ class StateGroup(ABC):
         """
         requests: list[tuple[str, str, Mode]] = [(key, "ram", "rw") for key in self._keys_of_masters()]
         with torch.no_grad(), self.store.acquire_many(requests) as group:
-            self._exchange(names, {lease.key: lease.tensor for lease in group})
+            self._swap(names, {lease.key: lease.tensor for lease in group})
         self._evict_state()
 
     def _keys_of_masters(self) -> list[str]:
@@ -276,8 +276,8 @@ class StateGroup(ABC):
         return [self.keys[kind] for kind in ("weight", "low", EMA.name) if kind in self.keys]
 
     @abstractmethod
-    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
-        """Exchange masters with averages. ``tensors``: of these blocks, by key."""
+    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+        """Swap masters and averages. ``tensors``: of these blocks, by key."""
 
     def entries(self, names: Mapping[str, object]) -> Iterator[TensorEntry]:
         """Return the entries of these names, in the order of the layout."""
@@ -349,17 +349,17 @@ class OffloadedGroup(StateGroup):
             now = Update(settings.step, settings.lr, work.grad_scale)
             settings.arithmetic.update(blocks, tensors[self.gradients.key], [segment for segment, _ in parts], now)
 
-    def exchange_averages(self, names: Mapping[str, object]) -> None:
+    def swap_averages(self, names: Mapping[str, object]) -> None:
         self.weights.prepare_update()
-        super().exchange_averages(names)
+        super().swap_averages(names)
         self.weights.version += 1  # graphs of a forward before it are out of date
 
     def _keys_of_masters(self) -> list[str]:
         return [self.weights.key, *super()._keys_of_masters()]
 
-    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for entry in self.entries(names):
-            exchange_average(*self._master_and_average(entry, tensors))
+            swap_average(*self._master_and_average(entry, tensors))
 
     def _master_and_average(
         self, entry: TensorEntry, tensors: Mapping[str, Tensor]
@@ -608,12 +608,12 @@ class OrdinaryGroup(StateGroup):
             assert average is not None, entry
             begin_average(self.values(entry.name).detach().reshape(-1), low, average)
 
-    def _exchange(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
+    def _swap(self, names: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
         for device in {device for _, device in self._places.values() if device.type == "cuda"}:
             self._copies.mark(device)  # behind what still reads the parameters
         for entry in self.entries(names):
             with self._master(entry, tensors) as blocks:
-                exchange_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
+                swap_average(blocks["weight"], blocks.get("low"), blocks[EMA.name])
 
     @contextmanager
     def _master(self, entry: TensorEntry, tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

@@ -156,7 +156,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError(f"ema_decay={ema_decay}: it lies from 0, which is no average, up to below 1")
         self.max_grad_norm, self.nonfinite = max_grad_norm, nonfinite
         self.ema_decay = ema_decay
-        self._is_averaged = False  # masters and averages are exchanged now
+        self._is_averaged = False  # masters and averages are swapped now
         self.state_dtype, self.seed = state_dtype, seed
         self.grad_norm: float | None = None
         self.threads = KernelThreads(among_operations=True)
@@ -454,7 +454,7 @@ class TieredOptimizer(torch.optim.Optimizer):
     def averaged_parameters(self) -> Iterator[None]:
         """Have the averages in the place of the weights inside: for an evaluation, ``generate``, ``save_pretrained``.
 
-        Masters and averages are exchanged in the store, group by group, and back at the end: nothing is kept twice, and
+        Masters and averages are swapped in the store, group by group, and back at the end: nothing is kept twice, and
         each has its bits again. All that reads weights inside gets averages; a parameter that was never updated is its
         own. As ``averaged_parameters`` writes weights, no graph of a forward outlives it, and neither ``step`` nor
         ``state_dict`` is allowed inside. Of ranks that share parameters, or have shards, all enter and leave together.
@@ -468,27 +468,27 @@ class TieredOptimizer(torch.optim.Optimizer):
             raise ValueError("this optimizer makes no averages of the weights: construct it with ema_decay=0.999")
         self.check_not_averaged("averaged_parameters()")
         self.finish_updates()
-        exchanged: list[tuple[StateGroup, Mapping[str, object]]] = []
+        swapped: list[tuple[StateGroup, Mapping[str, object]]] = []
         self._is_averaged = True
         try:
             for group in self.groups:
                 updated = {name: None for name, parameter in group.parameters.items() if self.steps.get(parameter, 0)}
                 if updated:
                     with self._deferred.applying():
-                        group.exchange_averages(updated)
-                    exchanged.append((group, updated))
+                        group.swap_averages(updated)
+                    swapped.append((group, updated))
             yield
         finally:
-            for group, names in exchanged:
+            for group, names in swapped:
                 with self._deferred.applying():
-                    group.exchange_averages(names)
+                    group.swap_averages(names)
             self._is_averaged = False
 
     def check_not_averaged(self, what: str) -> None:
         """Refuse what would take averages for the weights.
 
         Raises:
-            RuntimeError: they are exchanged now.
+            RuntimeError: they are swapped now.
         """
         if self._is_averaged:
             raise RuntimeError(f"{what} inside of averaged_parameters(), where weights are averages: leave it before")

@@ -37,7 +37,7 @@ from megatrain.models.folder import (
     some,
     tensor_bytes,
 )
-from megatrain.models.regions import Region, gather
+from megatrain.models.regions import Region, read_regions
 from megatrain.models.skeleton import dtypes_when_loaded
 from megatrain.models.task_head import head_of
 from tiered.units import format_size
@@ -457,7 +457,7 @@ def _write_group(
             regions = step.regions(model)
             if regions is not None:
                 for target, parts in regions.items():
-                    writer.write(target, partial(_gathered, parts, weights))
+                    writer.write(target, partial(_read_parts, parts, weights))
                 continue
             # Converted in the file's dtype: the transforms only move numbers, so this is exact and takes least room.
             outputs = step.run(lambda name: weights.whole(name, inputs[name].dtype), model)
@@ -466,9 +466,9 @@ def _write_group(
                 writer.write(target, lambda start, stop, flat=flat: flat[start:stop])  # type: ignore[misc]
 
 
-def _gathered(regions: Sequence[Region], weights: _OpenWeights, start: int, stop: int) -> Tensor:
+def _read_parts(regions: Sequence[Region], weights: _OpenWeights, start: int, stop: int) -> Tensor:
     out = torch.empty(stop - start, dtype=weights.dtype_of(regions[0].source))
-    gather(regions, start, out, weights.read, max(1, PIECE_BYTES // _WIDEST_BYTES))
+    read_regions(regions, start, out, weights.read, max(1, PIECE_BYTES // _WIDEST_BYTES))
     return out
 
 

@@ -21,7 +21,7 @@ from megatrain.models.checkpoint_names import Conversion, ConversionError, LoadP
 from megatrain.models.folder import PLAIN_ADVICE, ModelFolder, ModelFolderError, read_config_json, some
 from megatrain.models.initialize import Initializer
 from megatrain.models.internals import is_conv1d
-from megatrain.models.regions import Region, gather
+from megatrain.models.regions import Region, read_regions
 from megatrain.models.task_head import head_of, ways_of_other_classes
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ class WeightLoader:
         target, regions = self._target(step, name), None if self._is_turned(step) else self._regions_of(step)
         if regions is not None:
             largest = max(self._folder.records[source].dtype.itemsize for source in step.source_names)
-            gather(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
+            read_regions(regions[target], start, out, self._folder.read_span, max(1, folder.PIECE_BYTES // largest))
             return
         if self._converted is None or self._converted[0] is not step:
             self._converted = None  # before the next one is made

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["ReadSpan", "Region", "aliasing", "gather", "region_of"]
+__all__ = ["ReadSpan", "Region", "aliasing", "read_regions", "region_of"]
 #: What may be read for each element that is asked for. A box that lies wider apart is read row by row ...
 _MAX_WASTE = 1.5
 #: ... unless its rows have fewer elements than this: then a call for each costs more than the bytes between them.
@@ -129,7 +129,7 @@ def region_of(source: str, source_view: Tensor, target_view: Tensor) -> Region:
     )
 
 
-def gather(regions: Sequence[Region], start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
+def read_regions(regions: Sequence[Region], start: int, out: Tensor, read: ReadSpan, max_elements: int) -> None:
     """Fill ``out`` with the elements from ``start`` on of the tensor that ``regions`` make.
 
     Args:

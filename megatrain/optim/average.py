@@ -25,7 +25,7 @@ from megatrain.optim.threads import KernelThreads, cut
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry
 
-__all__ = ["EMA", "MatrixWeightAverage", "WeightAverage", "begin_average", "exchange_average"]
+__all__ = ["EMA", "MatrixWeightAverage", "WeightAverage", "begin_average", "swap_average"]
 
 EMA = StateKind("ema", torch.float32, begins_as_weight=True)
 """The average of the fp32 masters, 4 bytes per parameter."""
@@ -153,8 +153,8 @@ def begin_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
         decode(weight, low, average)
 
 
-def exchange_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
-    """Exchange masters with their averages, bit for bit: once more, and each is what it was.
+def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
+    """Swap masters and their averages, bit for bit: once more, and each is what it was.
 
     Args:
         weight: As in `begin_average`; written.

@@ -32,7 +32,7 @@ def agreement_of(group: Group) -> tuple[Agreement, RunSignals]:
 
 def test_one_process_asks_its_signals() -> None:
     agreement, signals = agreement_of(Group(is_single=True))
-    assert agreement.exchange(USAGE, is_due=True, is_paused=False) == ()
+    assert agreement.agree(USAGE, is_due=True, is_paused=False) == ()
     assert not agreement.stops and not agreement.saves_at_once
     assert agreement.is_due(True) and not agreement.is_due(False)
     signals.stop_requested = signals.save_requested = signals.is_hung_up = True
@@ -44,7 +44,7 @@ def test_ranks_stop_when_all_know_of_it() -> None:
     agreement, signals = agreement_of(group)
     signals.stop_requested = True
     assert not agreement.stops  # the others do not know yet
-    records = agreement.exchange(USAGE, is_due=False, is_paused=True)
+    records = agreement.agree(USAGE, is_due=False, is_paused=True)
     assert agreement.stops and [each.is_paused for each in records] == [True] and records[0].step_s == 0.5
     other, _ = agreement_of(Group(is_single=False))
     assert not other.agree_to_stop()
@@ -56,8 +56,8 @@ def test_ranks_stop_when_all_know_of_it() -> None:
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_first_rank_says_when_a_checkpoint_is_due(is_first: bool) -> None:
     agreement, signals = agreement_of(Group(is_single=False, is_first=is_first))
-    agreement.exchange(USAGE, is_due=True, is_paused=False)
+    agreement.agree(USAGE, is_due=True, is_paused=False)
     assert agreement.is_due(not is_first) == is_first
     signals.save_requested = True
-    agreement.exchange(USAGE, is_due=False, is_paused=False)
+    agreement.agree(USAGE, is_due=False, is_paused=False)
     assert agreement.is_due(False) and not agreement.saves_at_once

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatrain.models.checkpoint_names import plan_export
 from megatrain.models.initialize import Initializer, init_weights
-from megatrain.models.regions import Region, gather
+from megatrain.models.regions import Region, read_regions
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 from tiered import MiB
 
@@ -129,7 +129,7 @@ def test_an_export_in_ranges_equals_the_conversion_of_transformers(family: str) 
         for target, value in expected.items():
             out = torch.zeros(value.numel())
             for start in range(0, out.numel(), 100):
-                gather(regions[target], start, out[start : start + 100], read_of(tensors), 70)
+                read_regions(regions[target], start, out[start : start + 100], read_of(tensors), 70)
             assert torch.equal(out, value.reshape(-1)), target
 
 
@@ -149,5 +149,5 @@ def test_any_range_of_a_turned_box(strides: tuple[int, ...], step: int) -> None:
     region = Region("source", (4, 5, 3), strides, (15, 3, 1), 5, 0)
     out = torch.full((60,), -1.0)
     for start in range(0, 60, step):
-        gather([region], start, out[start : start + step], read_of({"source": source}), 70)
+        read_regions([region], start, out[start : start + step], read_of({"source": source}), 70)
     assert torch.equal(out, box.reshape(-1))

@@ -19,7 +19,7 @@ from megatrain.models import folder as folder_module
 from megatrain.models.checkpoint_names import plan_load
 from megatrain.models.folder import ModelFolder, ModelFolderError, read_config
 from megatrain.models.load import WeightLoader
-from megatrain.models.regions import gather
+from megatrain.models.regions import read_regions
 from tests.megatrain.models.tiny import Weights, build_graph, build_model
 
 
@@ -90,7 +90,7 @@ def test_experts_read_into_place_equal_the_plain_conversion(tmp_path: Path) -> N
         assert regions is not None
         found = torch.zeros(expected.numel())
         for start in range(0, found.numel(), 100):  # ranges that no expert and no row ends with
-            gather(regions[step.first_target], start, found[start : start + 100], folder.read_span, 70)
+            read_regions(regions[step.first_target], start, found[start : start + 100], folder.read_span, 70)
         assert torch.equal(found, expected.view(-1))
 
 
