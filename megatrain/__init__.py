@@ -96,16 +96,18 @@ def __dir__() -> list[str]:
     return sorted([*(name for name in __all__ if name != "lightning" or has_lightning), "__version__"])
 
 
-def _ask_for_repeatable_cublas() -> None:
-    """Set what makes cuBLAS add in the same order at every run, while it can still be set.
+def _ask_for_repeatable_products() -> None:
+    """Set what makes the libraries of matrix products add in the same order, while it can still be set.
 
-    torch reads the variable once, at its first matrix product on a GPU, and that may come long before the engine asks
-    for deterministic kernels. Where CUDA is in use already the variable stays unset, so that
-    ``megatrain.engine.environment`` can tell.
+    Each reads its variable once, at its first product, and that may come long before the engine is made. MKL on
+    processors of Intel takes another kernel for few rows, so that a product in parts has other bits than the whole:
+    weights in pieces and ranks need its strict mode. For cuBLAS the variable stays unset where CUDA is in use already,
+    so that ``megatrain.engine.environment`` can tell.
     """
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-_ask_for_repeatable_cublas()
+_ask_for_repeatable_products()

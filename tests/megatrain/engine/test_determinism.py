@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -69,7 +71,7 @@ def multiply() -> None:
 
 
 def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
-    megatrain._ask_for_repeatable_cublas()
+    megatrain._ask_for_repeatable_products()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     with virtual_gpu():
         multiply()
@@ -79,7 +81,7 @@ def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
 
 @pytest.mark.usefixtures("in_use")
 def test_where_it_comes_too_late_one_sentence_says_so() -> None:
-    megatrain._ask_for_repeatable_cublas()
+    megatrain._ask_for_repeatable_products()
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
     with pytest.raises(
         DeterminismError, match=r"not set before .* import megatrain before .* full_determinism = false"
@@ -104,3 +106,28 @@ def test_a_setting_that_does_not_help_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(DeterminismError, match=r"is ':0:0' .* set it to :4096:8"):
         deterministic_kernels(CUDA, "Model").__enter__()
+
+
+_PRODUCTS_IN_PARTS = """
+import torch, megatrain
+torch.manual_seed(0)
+for rows, inner, columns in ((64, 64, 64), (512, 256, 512), (1344, 512, 512)):
+    left, right = torch.randn(inner, rows).t(), torch.randn(inner, columns)
+    whole = left @ right
+    for first in (1, 2, 5, 16, 21, 43):
+        assert torch.equal(torch.cat([left[:first] @ right, left[first:] @ right]), whole), (rows, columns, first)
+"""
+
+
+@pytest.mark.parametrize("num_threads", ["1", "2"])
+def test_a_product_in_parts_has_the_bits_of_the_whole(num_threads: str) -> None:
+    """Ranks and weights in pieces take products in parts of rows. MKL's kernel for one row is another by default."""
+    environment = {name: value for name, value in os.environ.items() if name != "MKL_CBWR"}
+    environment["OMP_NUM_THREADS"] = num_threads
+    subprocess.run([sys.executable, "-c", _PRODUCTS_IN_PARTS], check=True, env=environment)
+
+
+def test_a_users_setting_of_mkl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    megatrain._ask_for_repeatable_products()
+    assert os.environ["MKL_CBWR"] == "COMPATIBLE"
