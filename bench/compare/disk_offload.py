@@ -41,7 +41,7 @@ from typing import Any
 sys.path.remove(str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import torch
+from safetensors.torch import save_file
 
 from bench.common import QUICKSTART, Report, step_shape
 from bench.compare.forward_worker import ForwardJob, Turn, generator, scoring_config
@@ -125,7 +125,7 @@ def write_rows(job: ForwardJob, text: str, num_passes: int) -> int:
         size = int(size * (wanted - 0.5) / loader.num_rows)
     batch = loader.micro_batch(loader.rows(0, loader.num_rows))
     names = {"input_ids", "attention_mask", "labels"} & set(batch)
-    torch.save({name: batch[name] for name in names}, job.rows)
+    save_file({name: batch[name].contiguous() for name in names}, job.rows)
     return loader.num_rows
 
 
@@ -190,7 +190,7 @@ class Comparison:
             num_threads=default_num_threads(),
             shape=arguments.tokens,
             text=str(scratch / "rows.txt"),
-            rows=str(scratch / "rows.pt"),
+            rows=str(scratch / "rows.safetensors"),
             prompts=prompts,
             max_new_tokens=arguments.new_tokens,
         )

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 
 from bench.common import forget_high_water, high_water_bytes
 from bench.compare.worker import RESULT_FD, drive_bytes
@@ -32,7 +33,7 @@ class ForwardJob:
         side: "ours" or "accelerate". model: Hugging Face folder with weights. folder: the side may write there.
         ram_bytes: size of our RAM tier, or accelerate's ``max_memory`` of the CPU. num_threads: of torch.
         shape: micro-batches of a pass of ours, rows of each, tokens of a row. text: file that ours scores.
-        rows: the same rows as token ids and labels, as ``torch.save`` wrote them, which accelerate scores.
+        rows: the same rows as token ids and labels, in safetensors, which accelerate scores.
         prompts, max_new_tokens: texts that are continued together, with the likeliest tokens.
     """
 
@@ -256,7 +257,7 @@ class AccelerateSide:
             hook.remove()
 
     def _score(self, rows_per_forward: int) -> Outcome:
-        batch = torch.load(self._job.rows)
+        batch = load_file(self._job.rows)
         total, count = 0.0, 0
         start_s = time.perf_counter()
         for first in range(0, len(batch["input_ids"]), rows_per_forward):

@@ -48,7 +48,7 @@ class LayerShape:
         hidden: Width.
         inner: Width inside of the MLP.
         num_layers: Layers.
-        vocabulary: Words.
+        vocabulary: Entries of the vocabulary.
         num_rows: Rows of the micro-batch.
         row_tokens: Tokens of a row.
     """
@@ -96,6 +96,10 @@ def measure_layers(*, seconds: float, shapes: Sequence[LayerShape] = SHAPES) -> 
 
     Args:
         seconds: about how long steps of one model are repeated, at least as often as ``measure_ticks`` does.
+        shapes: Models to time; with fewer than one for each kind of work some rates are left undetermined.
+
+    Raises:
+        NotMeasurableError: there is too little RAM.
     """
     found = {
         dtype: explain([phase for shape in shapes for phase in _timed_phases(shape, dtype, seconds)])

@@ -129,5 +129,14 @@ def test_a_product_in_parts_has_the_bits_of_the_whole(num_threads: str) -> None:
 
 def test_a_users_setting_of_mkl_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    monkeypatch.setattr(megatrain, "_is_of_intel", lambda: True)
     megatrain._ask_for_repeatable_products()
     assert os.environ["MKL_CBWR"] == "COMPATIBLE"
+
+
+@pytest.mark.parametrize("is_of_intel", [True, False])
+def test_mkl_is_set_on_processors_of_intel_alone(is_of_intel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR", raising=False)
+    monkeypatch.setattr(megatrain, "_is_of_intel", lambda: is_of_intel)
+    megatrain._ask_for_repeatable_products()
+    assert os.environ.get("MKL_CBWR") == ("AUTO,STRICT" if is_of_intel else None)
