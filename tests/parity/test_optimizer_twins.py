@@ -72,7 +72,7 @@ def worst_difference(name: str, tiny_model: Path, tmp_path: Path, num_steps: int
         assert by_name.keys() == ours.averages.keys()
         for key, mean in by_name.items():
             assert not torch.equal(ours.averages[key], ours.weights[key])
-            torch.testing.assert_close(ours.averages[key], mean.detach(), rtol=1e-4, atol=1e-6 * num_steps)
+            torch.testing.assert_close(ours.averages[key], mean.detach(), rtol=1e-4, atol=2e-6 * num_steps)
     differences = [abs(a - b) / abs(b) for a, b in zip(ours.losses, plain.losses, strict=True)]
     return max(differences), ours.losses
 

@@ -17,10 +17,12 @@ NUM_STEPS = 20
 
 
 def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> None:
-    """Losses within 2e-6, norms within 1e-4, weights within 2e-4 of the largest weight of the tensor.
+    """Losses within 2e-6, norms within 1e-4, weights within 4e-4 of the largest weight of the tensor.
 
     The arithmetic is the same; only the order of a few sums differs (the loss in pieces, the norm in fp64), which
-    the steps carry on: Adam's first steps divide by gradients near zero. Measured: 8e-8, 8e-6 and 7e-6.
+    the steps carry on: Adam's first steps divide by gradients near zero. Measured on an AMD EPYC: 8e-8, 8e-6 and 7e-6;
+    weights on an Intel Xeon 1.1e-4 to 2.7e-4, by the mode of MKL, where the plain loop with one mode is up to 1.9e-4
+    from itself with another.
     """
     text = config_text(tmp_path, tiny_model, ram="5500KiB")
     ours = run_config(text, tmp_path, num_steps=NUM_STEPS)
@@ -43,7 +45,7 @@ def test_twenty_steps_equal_plain_pytorch(tiny_model: Path, tmp_path: Path) -> N
         assert abs(mine - theirs) <= 1e-4 * theirs
     for name, weight in plain.weights.items():
         worst = (ours.weights[name] - weight).abs().max()
-        assert worst <= 2e-4 * weight.abs().max(), (name, worst)
+        assert worst <= 4e-4 * weight.abs().max(), (name, worst)
     assert torch.isfinite(torch.tensor(ours.losses)).all()
 
 
@@ -66,4 +68,4 @@ def test_nothing_excluded_everything_decays(tiny_model: Path, tmp_path: Path) ->
     )
     assert any(weight.dim() == 1 for weight in plain.weights.values())
     for name, weight in plain.weights.items():
-        assert (ours.weights[name] - weight).abs().max() <= 2e-4 * weight.abs().max(), name
+        assert (ours.weights[name] - weight).abs().max() <= 4e-4 * weight.abs().max(), name
