@@ -135,7 +135,9 @@ class Bench:
             self._tell_differences(rounds, {name: side.digests() for name, side in ours.items()})
             for name, side in ours.items():
                 moved, planned = side.moved_bytes(), side.planned_bytes()
-                self._report.row(f"{name}.moved", sum(moved.values()), "bytes", target=None, ok=moved == planned)
+                self._report.row(
+                    f"{name}.moved", sum(moved.values()), "bytes", target=sum(planned.values()), ok=moved == planned
+                )
 
     def _config(self, name: str) -> RunConfig:
         training = {"recompute": {WHOLE: FULL, NVME: SELECTIVE}.get(name, name)}
