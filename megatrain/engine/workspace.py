@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from megatrain.engine.encoding import decoding_bytes
+from megatrain.engine.program import decoded_bytes
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
@@ -74,30 +76,38 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
     return most
 
 
-def step_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+def step_workspace_bytes(
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
+) -> int:
     """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs.
-
-    All micro-batches' streams are there between two units, each with the input of one and the output of the other, and
-    once what stays until the backward; one micro-batch at a time is computed.
 
     Args:
         graph: The model.
         trace: Its visits.
         program: Its step, or pass.
         num_micro_batches: Micro-batches that are there together.
+        device: that computes.
     """
-    moves = max((visit.held_nbytes - visit.stays_nbytes for visit in trace.visits), default=0)
-    stays = max((visit.stays_nbytes for visit in trace.visits), default=0)
-    streams = num_micro_batches * (stays + 2 * moves)
-    in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches))
+    in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
     # Collectives may have a stream of their own on a device: neither takes the memory that the other one has freed.
-    return round_up(streams + in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
+    return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
 
 
 def visit_transients(
-    graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int
+    graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> Iterator[Transient]:
-    """Yield what visits compute in: their own workspace, sums of gradients that are no blocks, rows that wait."""
+    """Yield what visits compute in: their own workspace, sums of gradients that are no blocks, rows that wait.
+
+    All micro-batches' streams are there between two units, each with the input of one and the output of the other, and
+    once what stays until the backward; one micro-batch at a time is computed. Weights are decoded into one room, which
+    stays from visit to visit.
+    """
+    step = (0, 0), (len(program.ticks), 0)
+    moves = max((visit.held_nbytes - visit.stays_nbytes for visit in trace.visits), default=0)
+    stays = max((visit.stays_nbytes for visit in trace.visits), default=0)
+    yield Transient("streams", num_micro_batches * (stays + 2 * moves), *step)
+    decoding = decoding_bytes(program.encodings.values(), device)
+    yield Transient("decoded weights", decoded_bytes(graph, trace, program) + decoding, *step)
     for number, tick in enumerate(program.ticks):
         nbytes = _computing_bytes(trace, program, tick)
         if nbytes:
@@ -107,10 +117,19 @@ def visit_transients(
     yield from waiting_rows(graph, trace, program, num_micro_batches)
 
 
-def kept_graphs(trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> Iterator[Transient]:
-    """Yield the graphs that wait for their backward; one of them is in what its own visit computes in, too."""
+def kept_graphs(
+    trace: VisitTrace, program: StepProgram, visits: Collection[int], num_micro_batches: int
+) -> Iterator[Transient]:
+    """Yield the graphs of visits that wait for their backward; one of them is in what its own visit computes in, too.
+
+    Args:
+        trace: All visits.
+        program: A step; its ticks are the same, whatever it keeps.
+        visits: Those whose graphs are kept.
+        num_micro_batches: Micro-batches that are there together.
+    """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
-    for visit in program.recompute.kept_graphs:
+    for visit in visits:
         first, last = ticks["forward", visit], ticks["backward", visit]
         nbytes = num_micro_batches * trace.visits[visit].graph_nbytes
         for number in (first, last):

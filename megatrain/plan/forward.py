@@ -33,7 +33,6 @@ from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import (
     STAY_SHARE,
-    decoding_workspace_bytes,
     fastest,
     find_frozen,
     make_graph,
@@ -133,9 +132,8 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
         frozen=FrozenWeights(not run.model.table.train_from_scratch, in_place, encodings),
     ).build()
     program = evaluation_program(program)
-    decoding = decoding_workspace_bytes(graph, trace, program, run.traced_on)
-    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches)
-    known = tier_budgets(run, workspace + decoding)
+    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
+    known = tier_budgets(run, workspace)
     known = with_workspace(known, score_bytes(run, top_k, width), "ram")
     profile = profile_of(run.tiers)
     known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
@@ -245,9 +243,9 @@ def _generation_workspace_bytes(run: RunSpec, graph: ModelGraph, trace: VisitTra
     """Return what a pass holds on the compute device outside of blocks."""
     vocab_size: int = graph.config.get_text_config().vocab_size
     logits = _COPIES_OF_LOGITS * 4 * run.batch.micro_batch_rows * vocab_size
-    decoding = decoding_workspace_bytes(graph, trace, program, run.traced_on)
     whole = round_up(made_whole_bytes(program, graph), PAGE_BYTES)
-    return step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches) + logits + decoding + whole
+    workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
+    return workspace + logits + whole
 
 
 def with_prompts(run: RunSpec, rows: int, num_prompts: int, max_length: int) -> RunSpec:

@@ -19,11 +19,14 @@ from megatrain.engine.program import (
     saving_results,
     uses_of_layouts,
 )
+from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
 from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+    import torch
 
     from megatrain.engine.program import StepProgram, VisitTrace
     from megatrain.engine.saved_results import Savable
@@ -39,7 +42,7 @@ class KeptGraphs:
 
     Attributes:
         budgets: with the kept graphs in the workspace of the compute tier.
-        nbytes: what these take at their fullest.
+        nbytes: what the workspace is larger by for these: at its fullest moment some are not made yet, or gone.
     """
 
     program: StepProgram
@@ -56,6 +59,7 @@ class GraphKeeper:
         budgets: The tiers of such a step, with its workspace.
         allowed: as for the solver.
         num_together: micro-batches whose graphs are there at once.
+        device: that computes.
     """
 
     def __init__(
@@ -66,9 +70,12 @@ class GraphKeeper:
         budgets: Mapping[str, TierBudget],
         allowed: Homes,
         num_together: int,
+        device: torch.device,
     ) -> None:
         self._graph, self.trace, self._program = graph, trace, program
         self._budgets, self._allowed, self._num_together = budgets, allowed, num_together
+        self._in_visits = list(visit_transients(graph, trace, program, num_together, device))
+        self._without_graphs = peak_bytes(self._in_visits)
 
     def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs:
         """Return what is kept, and where everything else lives then.
@@ -177,9 +184,9 @@ class GraphKeeper:
         return visits_with_results(self.trace).intersection(self._last_visits(num_layers, self._all_run_again()))
 
     def nbytes(self, visits: Collection[int]) -> int:
-        """Return what the graphs of these visits take together."""
-        each = sum(self.trace.visits[visit].graph_nbytes for visit in visits)
-        return round_up(self._num_together * each, PAGE_BYTES)
+        """Return what the workspace is larger by where the graphs of these visits are kept."""
+        graphs = kept_graphs(self.trace, self._program, visits, self._num_together)
+        return round_up(peak_bytes([*self._in_visits, *graphs]) - self._without_graphs, PAGE_BYTES)
 
     def _is_at_home(self, placement: Placement, visit: int) -> bool:
         return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)

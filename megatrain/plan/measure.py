@@ -24,7 +24,6 @@ from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import MeasuredTicks
-from megatrain.plan.planner import decoding_workspace_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
@@ -220,8 +219,8 @@ def measure_ticks(
     if flops_per_s and flops / flops_per_s > MOST_MICRO_BATCH_S:
         seconds = format_duration(flops / flops_per_s)
         raise NotMeasurableError(f"a single micro-batch would compute for about {seconds}")
-    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.num_micro_batches)
-    workspace += plan.kept_bytes + decoding_workspace_bytes(plan.graph, trace, plan.program, plan.device)
+    workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.num_micro_batches, plan.device)
+    workspace += plan.kept_bytes
     blocks = plan.program.blocks
     give_back_freed_memory()  # else what steps leave in the heap counts as memory of libraries afterwards
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))

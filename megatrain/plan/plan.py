@@ -377,7 +377,7 @@ class Plan:
         budgets_by_tier: capacities, fast to slow.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
-        kept_bytes: What graphs that wait for their backward take of the compute tier's workspace.
+        kept_bytes: What the compute tier's workspace is larger by for graphs that wait for their backward.
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.

@@ -19,7 +19,6 @@ from megatrain.converters.liger import check_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
-from megatrain.engine.encoding import decoding_bytes
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     FrozenWeights,
@@ -29,7 +28,6 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
-    decoded_bytes,
     saving_results,
     state_key,
     stored_keys,
@@ -502,8 +500,8 @@ def _place(
     is_cuda = run.device.type == "cuda"
 
     def budgets_with(program: StepProgram) -> dict[str, TierBudget]:
-        workspace = step_workspace_bytes(graph, trace, program, run.num_together)
-        budgets = tier_budgets(run, workspace + decoding_workspace_bytes(graph, trace, program, run.traced_on))
+        workspace = step_workspace_bytes(graph, trace, program, run.num_together, run.traced_on)
+        budgets = tier_budgets(run, workspace)
         budgets = with_workspace(budgets, teacher_bytes(run), subject.compute_tier)
         for tier, nbytes in _update_workspace_bytes(subject, program).items():
             budgets[tier] = replace(budgets[tier], workspace_bytes=budgets[tier].workspace_bytes + nbytes)
@@ -515,7 +513,7 @@ def _place(
         readers = buffer_bytes(subject.in_place.values(), graph.dtype)
         known = with_folder(budgets_with(program), program, readers)
         known = with_residents(known, run, program, profile.machine if is_cuda else None)
-        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together)
+        keeper = GraphKeeper(graph, trace, program, known, run.placement.homes, run.num_together, run.traced_on)
         return keeper.solve(*_layers_kept(run))
 
     def placed(*, updates_beside_device: bool) -> KeptGraphs:
@@ -658,12 +656,6 @@ def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]
         return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
     except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
         return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
-
-
-def decoding_workspace_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, device: torch.device) -> int:
-    """Return what weights take in the compute tier that are decoded there, and decoding them."""
-    decoding = decoding_bytes(program.encodings.values(), device)
-    return round_up(decoded_bytes(graph, trace, program) + decoding, PAGE_BYTES)
 
 
 def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
 from tiered.units import MiB
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class ProcessMemory:
 
     Attributes:
         tier_bytes: the RAM tier, and a GPU tier that is emulated in RAM, with the copies that the room between what a
-            step needs at once and the capacity comes to hold; of the workspace only what is there at once.
+            step needs at once and the capacity comes to hold.
         libraries_bytes: Python and libraries now, with the model's skeleton and the plan.
         kernels_bytes: what the kernels of updates will take, and their compiler; 0 where they are loaded already.
         data_bytes: the tokenizer and rows.
@@ -88,23 +87,7 @@ def resident_bytes(plan: Plan, tier: str) -> int:
     copies = [key for key, tiers in ends.items() if placement.homes[key] != tier and _passes(plan, tiers, tier)]
     room = sum(budget.slot_bytes(plan.program.blocks[key].nbytes) for key in copies)
     least = placement.peak_bytes(tier)
-    full = max(least, min(budget.capacity_bytes, least - placement.working_bytes[tier] + room))
-    return full - (_never_at_once(plan) if tier == plan.program.compute_tier else 0)
-
-
-def _never_at_once(plan: Plan) -> int:
-    """Return what the workspace has beyond the fullest moment of a step.
-
-    The plan adds all kept graphs to the largest visit. But the backward of a visit counts its own graph already, and by
-    then those of the visits behind it are gone.
-    """
-    if not plan.kept_bytes:
-        return 0
-    trace, program, together = plan.trace, plan.program, plan.run.num_together
-    visits = list(visit_transients(plan.graph, trace, program, together))
-    graphs = list(kept_graphs(trace, program, together))
-    kept_bytes = together * sum(trace.visits[visit].graph_nbytes for visit in program.recompute.kept_graphs)
-    return kept_bytes + peak_bytes(visits) - peak_bytes(visits + graphs)
+    return max(least, min(budget.capacity_bytes, least - placement.working_bytes[tier] + room))
 
 
 def _passes(plan: Plan, ends: Collection[str], tier: str) -> bool:

@@ -51,7 +51,7 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
         note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
         rows.append(("checkpoints", plan.placement.generation_bytes, note))
     workspace = dict(plan.placement.workspace_bytes)
-    if plan.kept_bytes:
+    if plan.program.recompute.kept_graphs:
         tier = plan.program.compute_tier
         workspace[tier] -= plan.kept_bytes
         kept, layers = num_layers_kept(plan.graph, plan.trace, plan.program)

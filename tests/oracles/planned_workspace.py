@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatrain.engine.program import ProgramBuilder, VisitTrace
-from megatrain.engine.workspace import step_workspace_bytes
+import torch
+
+from megatrain.engine.program import ProgramBuilder, StepProgram, VisitTrace
+from megatrain.engine.workspace import kept_graphs, peak_bytes, step_workspace_bytes, visit_transients
 from megatrain.models.graph import ModelGraph
 from megatrain.optim.elementwise import AdamW
 
@@ -29,4 +31,18 @@ def planned_workspace(graph: ModelGraph, trace: VisitTrace, num_micro_batches: i
     )
     program = builder.build()
     program = replace(program, recompute=replace(program.recompute, kept_parts=kept_parts))
-    return step_workspace_bytes(graph, trace, program, num_micro_batches)
+    return step_workspace_bytes(graph, trace, program, num_micro_batches, torch.device("cpu"))
+
+
+def fullest_bytes(graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int) -> int:
+    """Return what a step of one process that keeps the graphs of all visits before the head holds outside of blocks.
+
+    Args:
+        graph: The model.
+        trace: Its visits.
+        program: A step; whether it keeps graphs makes no difference here.
+        num_micro_batches: Micro-batches that are there together.
+    """
+    trunk = [number for number, visit in enumerate(trace.visits) if not visit.is_head]
+    in_visits = visit_transients(graph, trace, program, num_micro_batches, torch.device("cpu"))
+    return peak_bytes([*in_visits, *kept_graphs(trace, program, trunk, num_micro_batches)])

@@ -26,6 +26,8 @@ from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
 from tiered.units import PAGE_BYTES
 
+CPU = torch.device("cpu")
+
 
 def test_the_peak_is_what_is_there_at_once() -> None:
     whole = Transient.of_tick("whole tick", 10, 3)
@@ -54,7 +56,7 @@ def program_of(num_lanes: int, dtype: torch.dtype = torch.float32) -> tuple[Step
         sharding=Sharding(own_lanes=lanes),
     ).build()
     largest = max(layout.num_elements for layout in graph.layouts.values())
-    return program, largest, step_workspace_bytes(graph, trace, program, 8)
+    return program, largest, step_workspace_bytes(graph, trace, program, 8, CPU)
 
 
 @pytest.mark.parametrize(("num_lanes", "dtype", "num_sums"), [(1, torch.bfloat16, 1), (8, torch.float32, 3)])
@@ -93,9 +95,9 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
         graph, trace, num_micro_batches=3, order="layer", compute_tier="ram", optimizer=AdamW()
     ).build()
     program = keeping_graphs(plain, frozenset({2, 3}))
-    waiting = list(kept_graphs(trace, program, 3))
+    waiting = list(kept_graphs(trace, program, {2, 3}, 3))
     assert peak_bytes(waiting) == 3 * (trace.visits[2].graph_nbytes + trace.visits[3].graph_nbytes)
-    visits = list(visit_transients(graph, trace, program, 3))
+    visits = list(visit_transients(graph, trace, program, 3, CPU))
     assert peak_bytes(visits) < peak_bytes([*visits, *waiting]) <= peak_bytes(visits) + peak_bytes(waiting)
 
 

@@ -23,7 +23,7 @@ from megatrain.plan.show import table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
-from tiered.units import round_up
+from tiered.units import PAGE_BYTES, round_up
 
 MODEL = EXAMPLES / "quickstart" / "model"
 TOKENS = 2 * 3 * 64
@@ -47,12 +47,14 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         everything.graph, everything.trace, everything.program
     ) == (4, 4)
     most = everything.totals["ram"]
-    plans = [make_plan(tmp_path, ram=f"{size}B") for size in (least, least + (most - least) // 2, most - 1, most)]
+    some = least + 3 * (most - least) // 4
+    plans = [make_plan(tmp_path, ram=f"{size}B") for size in (least, some, most - 1, most)]
     for plan in plans:
         kept = sorted(plan.program.recompute.kept_graphs)
         assert kept == list(range(6))[6 - len(kept) :]
         assert plan.totals["ram"] <= plan.budgets["ram"]
-        assert 0 <= plan.kept_bytes - kept_bytes(plan, kept) < 4096
+        # At the fullest moment some graphs are not made yet, or gone, and one is in what its visit computes in.
+        assert plan.kept_bytes < kept_bytes(plan, kept) + PAGE_BYTES
         assert plan.placement.workspace_bytes["ram"] == none.placement.workspace_bytes["ram"] + plan.kept_bytes
         activations = [block for block in plan.program.blocks.values() if block.kind == "activations"]
         num_saving = len(plan.program.recompute.saving)
@@ -67,7 +69,7 @@ def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:
         < plans[3].program.recompute.kept_graphs
         == set(range(6))
     )
-    again = make_plan(tmp_path, ram=f"{least + (most - least) // 2}B")
+    again = make_plan(tmp_path, ram=f"{some}B")
     assert again.program == plans[1].program and again.placement == plans[1].placement
     with pytest.raises(DoesNotFitError) as refused:
         make_plan(tmp_path, ram=f"{least - 16384}B")
