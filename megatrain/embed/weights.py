@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from megatrain.base.layout import views
+from megatrain.embed.modes import past_modes
 from megatrain.embed.shared import ModuleRanks, UnshardedBlock, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
 from megatrain.engine.visit import METADATA_QUERIES, placeholder
@@ -405,6 +406,7 @@ class WeightBlock:
         """Whether the parameters are present now."""
         return self._lease is not None
 
+    @past_modes
     def hold(self, mode: Literal["r", "rw"] = "r", *, is_watched: bool = False) -> None:
         """Make the parameters present until ``release`` was called as often.
 
@@ -432,6 +434,7 @@ class WeightBlock:
             raise WeightInUseError(f"{self.layout.name} is read by its forward now; change its weights before or after")
         self._num_holders += 1
 
+    @past_modes
     def release(self, *, is_failing: bool = False) -> None:
         """Undo one ``hold``; after the last one the parameters are absent again.
 

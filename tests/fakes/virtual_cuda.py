@@ -466,6 +466,11 @@ class _Dispatch(TorchDispatchMode):
         super().__init__()
         self._virtual = device
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """It is a device, not something that looks at operations."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(leaf, VirtualTensor) for leaf in leaves((args, kwargs))):

@@ -1,0 +1,48 @@
+"""What the store does for a module is no operation of that module: modes around it do not see it."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def past_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function run past the dispatch modes that are on, but those that stand for a device.
+
+    Fetching weights takes other operations in the second run of a layer than in the first, as a copy may still be
+    there. PyTorch's selective checkpointing (``create_selective_checkpoint_contexts``) compares the two and refuses
+    them; a counter of operations would count them.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        if not torch._C._len_torch_dispatch_stack():
+            return function(*args, **kwargs)
+        modes = _get_current_dispatch_mode_stack()
+        kept = [mode for mode in modes if mode.is_infra_mode()]
+        _exchange(modes, kept)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _exchange(kept, modes)
+
+    return wrapped
+
+
+def _exchange(modes: Sequence[TorchDispatchMode], others: Sequence[TorchDispatchMode]) -> None:
+    """Take the modes that are on off, and put others on, the last of them first to see an operation."""
+    for _ in modes:
+        _pop_mode()
+    for mode in others:
+        _push_mode(mode)
