@@ -112,11 +112,6 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     return replace(result, step_s=step_s, bound_by=bound_by, crossing_tokens=costs.crossing_tokens(seconds))
 
 
-def computing_seconds(plan: Plan, machine: MachineProfile) -> float | None:
-    """Return how long the processor that has the layers computes in a step, wherever blocks live; None: not known."""
-    return _Costs(plan, plan.shape, machine).computing_s()
-
-
 def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> Iterator[Occasion]:
     """Yield what a run moves at its start, at its first checkpoint and at its end."""
     run, homes = plan.run, plan.placement.homes

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph
     from megatrain.plan.placement import Homes, Placement, TierBudget
 
-_What = Literal["graphs", "results", "attention"]
+What = Literal["graphs", "results", "attention"]
 
 
 @dataclass(frozen=True)
@@ -123,24 +123,11 @@ class GraphKeeper:
         graphs &= is_known
         results &= is_known and not any(placement.traffic_bytes.values()) and tier in self._allowed["activations"]
         left = _FreeMemory(self, found, tier)
-        worth = self._operations_per_byte()
+        worth = operations_per_byte(self.trace)
         for what in sorted(worth, key=worth.__getitem__, reverse=True):
             if graphs if what == "graphs" else results:
                 left.spend(what)
         return left.kept()
-
-    def _operations_per_byte(self) -> dict[_What, float]:
-        """Return the operations that each byte saves, of graphs and of results."""
-        visits = [visit for visit in self.trace.visits if visit.is_run_again]
-        found: dict[_What, tuple[int, int]] = {
-            "graphs": (
-                sum(visit.recompute.computed_flops for visit in visits),
-                sum(visit.graph_nbytes for visit in visits),
-            ),
-            "results": _value(visit.results for visit in visits),
-            "attention": _value(visit.attention for visit in visits),
-        }
-        return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
 
     def with_graphs(self, nbytes: int) -> dict[str, TierBudget]:
         """Return the budgets with so many bytes of graphs in the compute tier's workspace."""
@@ -206,13 +193,13 @@ class _FreeMemory:
     def __init__(self, keeper: GraphKeeper, found: KeptGraphs, tier: str) -> None:
         self._keeper, self._found, self._tier = keeper, found, tier
         self._inputs = activations_of(found.program)
-        self._kept: Mapping[_What, frozenset[int]] = {
+        self._kept: Mapping[What, frozenset[int]] = {
             "graphs": found.program.recompute.kept_graphs,
             "results": frozenset(),  # besides those of the program that was found
             "attention": frozenset(),
         }
 
-    def spend(self, what: _What) -> None:
+    def spend(self, what: What) -> None:
         """Keep this of the last visits, of as many as fit, in place of what saves less of their recompute."""
         if what == "graphs":
             visits = frozenset(self._keeper.candidates())
@@ -225,7 +212,7 @@ class _FreeMemory:
             if not self._try({**others, what: self._kept[what] | {visit}}):
                 return
 
-    def _try(self, kept: Mapping[_What, frozenset[int]]) -> bool:
+    def _try(self, kept: Mapping[What, frozenset[int]]) -> bool:
         budget = self._found.budgets[self._tier]
         grown = self._keeper.nbytes(kept["graphs"]) - self._found.nbytes
         used = self._found.placement.peak_bytes(self._tier) + grown + self._grown(kept)
@@ -234,7 +221,7 @@ class _FreeMemory:
         self._kept = kept
         return True
 
-    def _grown(self, kept: Mapping[_What, frozenset[int]]) -> int:
+    def _grown(self, kept: Mapping[What, frozenset[int]]) -> int:
         """Return how much more the blocks of activations take."""
         slot_bytes, blocks, visits = (
             self._found.budgets[self._tier].slot_bytes,
@@ -279,6 +266,20 @@ def visits_with_results(trace: VisitTrace, *, attention_alone: bool = False) -> 
         for number, visit in enumerate(trace.visits)
         if (visit.attention if attention_alone else visit.results).nbytes and visit.is_run_again
     )
+
+
+def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
+    """Return the operations that each byte saves, of graphs and of results; not of those that nothing has."""
+    visits = [visit for visit in trace.visits if visit.is_run_again]
+    found: dict[What, tuple[int, int]] = {
+        "graphs": (
+            sum(visit.recompute.computed_flops for visit in visits),
+            sum(visit.graph_nbytes for visit in visits),
+        ),
+        "results": _value(visit.results for visit in visits),
+        "attention": _value(visit.attention for visit in visits),
+    }
+    return {what: operations / nbytes for what, (operations, nbytes) in found.items() if nbytes}
 
 
 def _value(results: Iterable[Savable]) -> tuple[int, int]:

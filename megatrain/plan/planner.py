@@ -28,7 +28,6 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
-    saving_results,
     state_key,
     stored_keys,
 )
@@ -45,8 +44,9 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
-from megatrain.plan.estimate import computing_seconds, estimate_step, flops_per_token
-from megatrain.plan.kept import GraphKeeper, visits_with_results, weights_stay
+from megatrain.plan.estimate import estimate_step, flops_per_token
+from megatrain.plan.fill import with_results
+from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import Objection, find_objections
 from megatrain.plan.placement import (
     FOLDER,
@@ -163,8 +163,8 @@ def plan_run(
     if not any(plan.traffic.values()):
         plan = estimated(plan)
     else:
-        plan = fastest(map(estimated, chain(with_open_room(plan), _saving_everywhere(plan, estimated, profile))))
-        plan = _saving_elsewhere(plan, estimated)
+        plan = fastest(map(estimated, with_open_room(plan)))
+        plan = _with_results(plan, estimated)
         if run.advanced.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
     if _may_run_one_at_a_time(plan):
@@ -321,44 +321,26 @@ def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
     return graphs, of_results[choice.mode] if run.model.table.compiler is None else 0
 
 
-def _saving_results(plan: Plan) -> Iterator[Plan]:
-    """Yield programs in which layers save results, of attention alone and of products, not placed yet."""
-    if plan.run.recompute.mode != "auto" or plan.run.model.table.compiler is not None:
-        return
-    recompute = plan.program.recompute
-    for with_products in (False, True):
-        visits = visits_with_results(plan.trace, attention_alone=not with_products)
-        visits -= recompute.kept_graphs | recompute.saving
-        if visits:
-            program = saving_results(plan.program, plan.trace, visits, with_products=with_products)
-            yield replace(plan, program=program)
+def _with_results(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
+    """Return the plan in which layers save results, if that makes a step shorter that moves blocks.
 
-
-def _saving_everywhere(plan: Plan, estimated: Callable[[Plan], Plan], profile: LoadedProfile) -> Iterator[Plan]:
-    """Yield plans in which all layers save results, if that may make a step shorter that moves blocks.
-
-    The results move as well then, so only measured rates can tell.
+    The results move as well then, so only rates can tell: those of this machine by the replay, those of another by
+    the estimate.
     """
-    machine = profile.machine
-    if plan.run.tiers.machine is not None or machine is None or measured_rates(estimated(plan)) is None:
-        return
-    before_s = computing_seconds(plan, machine)
-    for other in _saving_results(plan):
-        after_s = computing_seconds(other, machine)
-        if before_s is not None and after_s is not None and after_s < WORTHWHILE * before_s:
-            yield from (placed for placed in _placed_anew(other) if _spares_drives(placed, plan))
+    run, is_elsewhere = plan.run, plan.run.tiers.machine is not None
+    is_open = run.recompute.mode == "auto" and run.model.table.compiler is None
+    if not is_open or measured_rates(plan) is None:
+        return plan
 
+    def placed(other: Plan) -> Plan | None:
+        found = next(_placed_anew(other), None)
+        return estimated(found) if found is not None and _spares_drives(found, plan) else None
 
-def _saving_elsewhere(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
-    """Return the plan for another machine with results saved if it is estimated to be shorter with them."""
-    best = plan
-    for other in _saving_results(plan) if plan.run.tiers.machine is not None else ():
-        placed = next(_placed_anew(other), None)
-        if placed is None or not _spares_drives(placed, plan):
-            continue
-        if _step_s(estimated(placed)) < WORTHWHILE * _step_s(best):
-            best = estimated(placed)
-    return best
+    found = with_results(plan, placed, _step_s if is_elsewhere else _replayed_s)
+    if is_elsewhere:
+        return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
+    others = (other for other in _placed_anew(found) if _spares_drives(other, plan))
+    return plan if found is plan else fastest(chain((plan,), map(estimated, others)))
 
 
 def _spares_drives(plan: Plan, other: Plan) -> bool:
@@ -377,6 +359,14 @@ def _step_s(plan: Plan) -> float:
     """Return the estimate of a step; infinite where a rate is unknown."""
     step_s = plan.estimate.step_s if plan.estimate is not None else None
     return math.inf if step_s is None else step_s
+
+
+def _replayed_s(plan: Plan) -> float:
+    """Return how long a step takes where it is replayed; infinite where a rate is unknown."""
+    rates = measured_rates(plan)
+    if rates is None or plan.estimate is None:
+        return math.inf
+    return simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
 
 
 def _streaming(plan: Plan, count: int) -> StepProgram:
@@ -780,14 +770,13 @@ def fastest(plans: Iterable[Plan]) -> Plan:
     best, best_s = None, math.inf
     seen: list[tuple[Mapping[str, str], frozenset[int], Recompute]] = []
     for plan in plans:
-        rates = measured_rates(plan)
-        if rates is None or plan.estimate is None or plan.run.tiers.machine is not None:
+        if measured_rates(plan) is None or plan.run.tiers.machine is not None:
             return plan
         what = plan.placement.homes, plan.program.updates.streamed, plan.program.recompute
         if what in seen:
             continue
         seen.append(what)
-        step_s = simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
+        step_s = _replayed_s(plan)
         if step_s < WORTHWHILE * best_s:
             best, best_s = plan, step_s
     assert best is not None

@@ -81,7 +81,7 @@ def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
     assert make_plan(tmp_path, f"{need}B").totals["ram"] <= need
 
 
-@pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e8, 1e13, False)])
+@pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e7, 1e13, False)])
 def test_results_are_saved_where_blocks_move_if_that_is_faster(
     drive: float, flops: float, saves: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,3 +97,26 @@ def test_results_are_saved_where_blocks_move_if_that_is_faster(
     beside = make_plan(tmp_path, "20MiB", placement='optimizer = ["nvme"]', training='recompute = "none:1"')
     assert beside.program.recompute.kept_graphs == {4, 5} and any(beside.traffic.values())
     assert not beside.program.recompute.saving, "other layers are run again whole where a number is written"
+
+
+@pytest.mark.parametrize(("ram", "num_layers"), [("12MiB", 0), ("14MiB", 1), ("18MiB", 3)])
+def test_as_many_layers_save_results_as_have_room(
+    ram: str, num_layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside all numbers that can be written: the shortest step of those that write no more to the drive."""
+    monkeypatch.setattr(planner, "profile_of", lambda tiers: profile(tmp_path, drive=1e10, flops=1e9))
+
+    def written(recompute: str) -> Plan:
+        return make_plan(tmp_path, ram, training=f'recompute = "{recompute}"', placement='optimizer = ["nvme"]')
+
+    def step_s(plan: Plan) -> float:
+        rates = measured_rates(plan)
+        assert rates is not None
+        return simulate_step(plan, 2 * 3 * 64, rates).step_s
+
+    found, none = written("auto"), written("full")
+    each = [none, *(written(f"selective:{count}") for count in (1, 2, 3, 4))]
+    allowed = [plan for plan in each if plan.traffic["ram->nvme"] <= 1.1 * none.traffic["ram->nvme"]]
+    assert step_s(found) == min(map(step_s, allowed))
+    assert len(found.program.recompute.saved_results) == num_layers == len(allowed) - 1
+    assert found.totals["ram"] <= found.budgets["ram"]

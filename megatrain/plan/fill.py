@@ -1,0 +1,71 @@
+"""How many layers save results where blocks move: as many as make a step shorter.
+
+Where nothing moves, results take memory that nobody else wants (kept.py). Elsewhere a byte of them takes the room of
+a block that then moves, or it moves itself. So they are admitted from the last layer on, first those that save more
+operations for a byte, up to where a step gets no shorter by it (docs/decisions/0082-searches-for-room-stay-apart.md).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatrain.engine.program import saving_results
+from megatrain.plan.kept import operations_per_byte, visits_with_results
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from megatrain.plan.plan import Plan
+
+#: Parts of all results that are told apart: one is worth about a hundredth of a step, as layers compute for a quarter
+#: of it only to have their results again.
+_PARTS = 24
+
+_Saving = tuple[frozenset[int], frozenset[int]]
+
+
+def with_results(plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float]) -> Plan:
+    """Return the plan in which as many layers save results as make a step shorter; itself where none do.
+
+    The search halves what is open, and takes it that each result is worth as much as the one before it, up to where
+    the room ends or a link binds. All of them are tried first.
+
+    Args:
+        plan: a step that moves blocks.
+        placed: places a program, with its estimate; None: it has no place, or costs what nobody asked for.
+        seconds: How long a step takes.
+    """
+    order = _admitted_in_order(plan)
+    best, best_s = plan, seconds(plan)
+    low, high, count = 0, len(order) + 1, len(order)  # so many are the best so far; so many are too many
+    while low < count < high:
+        other = placed(_saving(plan, order[count - 1]))
+        other_s = math.inf if other is None else seconds(other)
+        if other is not None and other_s < best_s:
+            best, best_s, low = other, other_s, count
+        else:
+            high = count
+        count = (low + high) // 2 if high - low > len(order) // _PARTS else low
+    return best
+
+
+def _admitted_in_order(plan: Plan) -> Sequence[_Saving]:
+    """Return the visits that save attention's results, and those that save all of theirs, with one more each time."""
+    recompute = plan.program.recompute
+    taken = recompute.kept_graphs | recompute.saving
+    worth = operations_per_byte(plan.trace)
+    order: list[_Saving] = [(frozenset(), frozenset())]
+    if worth.get("attention", 0.0) > worth.get("results", 0.0):
+        for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - taken, reverse=True):
+            order.append((order[-1][0] | {visit}, frozenset()))
+    for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True):
+        order.append((order[-1][0] - {visit}, order[-1][1] | {visit}))
+    return order[1:]
+
+
+def _saving(plan: Plan, what: _Saving) -> Plan:
+    attention, results = what
+    program = saving_results(plan.program, plan.trace, attention)
+    return replace(plan, program=saving_results(program, plan.trace, results, with_products=True))
