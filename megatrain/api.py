@@ -78,7 +78,7 @@ if TYPE_CHECKING:
     from megatrain.plan.simulate import measured_rates, simulate_step
     from megatrain.ranks.affinity import cores_of_rank
     from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
-    from megatrain.ranks.shares import RankLanes, Shares
+    from megatrain.ranks.shards import RankLanes, RankShards
     from megatrain.ranks.world import World, init_by_file
     from megatrain.resolve import (
         resolve,
@@ -209,7 +209,7 @@ __all__ = [
     "Collectives",
     "RankLanes",
     "RanksDifferError",
-    "Shares",
+    "RankShards",
     "check_same",
     "World",
     "cores_of_rank",
@@ -398,9 +398,9 @@ _NAMES = {
         "RanksDifferError",
         "check_same",
     ),
-    "ranks.shares": (
+    "ranks.shards": (
         "RankLanes",
-        "Shares",
+        "RankShards",
     ),
     "ranks.world": (
         "World",

@@ -190,7 +190,7 @@ class Weights:
         store: has the durable blocks of the plan.
         source: Where weights come from in a run that starts anew.
         on_notice: called with why a checkpoint cannot be used.
-        group: ranks that load the same checkpoint, each its own shares of it.
+        group: ranks that load the same checkpoint, each its own shards of it.
 
     Attributes:
         carried: record of the tensors that stay in the model's folder, for ``RunState.model``; known after ``load``.
@@ -265,9 +265,9 @@ class Weights:
         saved = {key: block for key, block in program.blocks.items() if block.is_saved}
         reader = CheckpointReader(checkpoint)
         self._check_formats(checkpoint, reader)
-        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shares.size)
+        is_here = checkpoint.is_in_stores(self._plan.run.output_dir, program.sharding.shards.size)
         if is_here and saved.keys() == reader.blocks.keys():
-            own = checkpoint.ranks[program.sharding.shares.rank]
+            own = checkpoint.ranks[program.sharding.shards.rank]
             self._store.load(own.generation, on_bytes=self._activity.moved)
             return
         places = saved_places(self._plan)
@@ -386,7 +386,7 @@ class Weights:
             buffer = torch.empty(min(longest, MASTER_ELEMENTS) if self._is_split else 0)
             for number, (part, weight) in enumerate(weights):
                 with self._store.acquire(weight, "ram", "w") as lease:
-                    lease.tensor[len(part) :].zero_()  # of a share, what lies past the end of the part
+                    lease.tensor[len(part) :].zero_()  # of a shard, what lies past the end of the part
                     if not self._is_split:
                         for inside in _cut(part):
                             place = lease.tensor[inside.start - part.start : inside.stop - part.start]
@@ -550,7 +550,7 @@ class ExportStopped(KeyboardInterrupt):
 
 
 class GatheredWeights:
-    """The weights of a run of several ranks, each of which has a share of them: rank 0 reads, the others serve.
+    """The weights of a run of several ranks, each of which has a shard of them: rank 0 reads, the others serve.
 
     Args:
         weights: What this rank holds.
@@ -569,7 +569,7 @@ class GatheredWeights:
         self._group.broadcast(_NOTHING)
 
     def serve(self) -> bool:
-        """On the other ranks: send rank 0 what it reads of this rank's shares, until it has read all.
+        """On the other ranks: send rank 0 what it reads of this rank's shards, until it has read all.
 
         Returns:
             Whether it has; else a stop was requested.
@@ -614,7 +614,7 @@ class GatheredWeights:
         """Yield the ranges of elements within one that a rank owns."""
         program, layout = self._plan.program, self._plan.graph.layouts[name]
         for part in program.weight_parts_of(layout):
-            owned = program.sharding.shares.owned(part, rank)
+            owned = program.sharding.shards.owned(part, rank)
             first, last = max(start, owned.start), min(stop, owned.stop)
             if first < last:
                 yield first, last
@@ -652,7 +652,7 @@ class _OneLease:
 
 @dataclass(frozen=True, slots=True)
 class SavedPlace:
-    """What of a block that one process would have lies here: all of it, or this rank's share.
+    """What of a block that one process would have lies here: all of it, or this rank's shard.
 
     Attributes:
         first: element of the layout that the whole block begins with.
@@ -669,8 +669,8 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
     """Return what saved blocks hold, by key; those left out belong to parameters, and are whole."""
     program, found = plan.program, dict[str, SavedPlace]()
 
-    def add(keys: Sequence[str], parts: Sequence[range], shares: Sequence[range], kind: StateKind | None) -> None:
-        for key, part, owned in zip(keys, parts, shares, strict=True):
+    def add(keys: Sequence[str], parts: Sequence[range], shards: Sequence[range], kind: StateKind | None) -> None:
+        for key, part, owned in zip(keys, parts, shards, strict=True):
             if key in program.blocks and program.blocks[key].is_saved:
                 size = 1 if kind is None else kind.granularity
                 inside = range((owned.start - part.start) // size, -(-(owned.stop - part.start) // size))
@@ -684,10 +684,10 @@ def saved_places(plan: Plan) -> dict[str, SavedPlace]:
                 continue
             parts, owned = program.parts_of(layout), program.owned_parts_of(layout)
             if kind.elements_of is not None and not kind.is_like_weight(layout):
-                if program.sharding.shares.are_whole:
+                if program.sharding.shards.are_whole:
                     continue
                 parts = [range(kind.num_elements(layout))]  # packed, and shared as a block of its own
-                owned = [program.sharding.shares.owned(parts[0])]
+                owned = [program.sharding.shards.owned(parts[0])]
             add(program.state_keys(layout, kind.name), parts, owned, kind)
     return found
 

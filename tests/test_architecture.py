@@ -301,7 +301,7 @@ def test_one_list_of_files_to_read() -> None:
 KEY_WORDS = (
     *("block", "slot", "copy", "home", "lease", "tick", "program", "tape", "op", "held", "passing", "turn"),
     *("unit", "layout", "part", "piece", "range", "region", "packed", "encoding", "visit", "use site"),
-    *("rank", "share", "full copy", "gather", "exchange", "lane", "open sum"),
+    *("rank", "shard", "full copy", "gather", "exchange", "lane", "open sum"),
     *("kept graph", "saved results", "carried tensor", "generation", "reference", "average", "workspace"),
 )
 

@@ -82,7 +82,7 @@ class Checkpoint:
         ranks: what each rank has of it.
         meta: ``RunState`` as JSON; empty where it cannot be read.
         lanes: in which gradients were added (``ranks/lanes.py``).
-        elements: Block -> elements, without what shares have past its end; empty: blocks are as long as they say.
+        elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
         is_future: newer than the current generation of its store: a crash came before it was the current one.
         nbytes: Bytes of all blocks.
         lost: what of it is gone, for each drive.
@@ -335,13 +335,13 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
 
 
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
-    """Return the blocks of a checkpoint by key: the shares of all ranks together, without what is past the end.
+    """Return the blocks of a checkpoint by key: the shards of all ranks together, without what is past the end.
 
     Args:
         manifests: What ``read_manifests`` returned.
 
     Returns:
-        Records with the shape of the whole block, and the checksums of the shares.
+        Records with the shape of the whole block, and the checksums of the shards.
 
     Raises:
         GenerationError: a block cannot have the length that the document says.
@@ -349,16 +349,16 @@ def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[
     if not checkpoint.is_listed:
         return {block.key: block for block in manifests[0].blocks}
     found: dict[str, BlockRecord] = {}
-    for shares in zip(*(manifest.blocks for manifest in manifests), strict=True):
-        key, length, world = shares[0].key, shares[0].shape[0], len(shares)
+    for shards in zip(*(manifest.blocks for manifest in manifests), strict=True):
+        key, length, world = shards[0].key, shards[0].shape[0], len(shards)
         elements = checkpoint.elements.get(key, length * world)
         if not 0 < elements <= length * world:
-            raise GenerationError(f"block '{key}' has {elements} elements, {world} shares of {length} cannot hold them")
+            raise GenerationError(f"block '{key}' has {elements} elements, {world} shards of {length} cannot hold them")
         found[key] = replace(
-            shares[0],
+            shards[0],
             shape=(elements,),
-            nbytes=elements * (shares[0].nbytes // length),
-            xxh3_64=tuple(each for share in shares for each in share.xxh3_64),
+            nbytes=elements * (shards[0].nbytes // length),
+            xxh3_64=tuple(each for shard in shards for each in shard.xxh3_64),
         )
     return found
 

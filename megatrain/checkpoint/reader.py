@@ -1,7 +1,7 @@
 """Reads the blocks of a checkpoint as if one process had written them, whoever did.
 
-A block lies on the ranks in shares of equal length, one after the other; what is past its end is zeros
-(`megatrain/ranks/shares.py`). It is read as one, in ranges, so another number of ranks, an export and a single process
+A block lies on the ranks in shards of equal length, one after the other; what is past its end is zeros
+(`megatrain/ranks/shards.py`). It is read as one, in ranges, so another number of ranks, an export and a single process
 read the same bytes.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["CheckpointReader"]
 class CheckpointReader:
     """The blocks of a checkpoint.
 
-    Takes no lock. Reads whole pieces of each rank's share, all of them verified.
+    Takes no lock. Reads whole pieces of each rank's shard, all of them verified.
 
     Args:
         checkpoint: whose blocks these are.
@@ -33,7 +33,7 @@ class CheckpointReader:
             config of its run names.
 
     Attributes:
-        blocks: records by key, with the shape of the whole block; its checksums are those of the shares.
+        blocks: records by key, with the shape of the whole block; its checksums are those of the shards.
         piece_bytes: as of ``GenerationReader``.
 
     Raises:
@@ -66,7 +66,7 @@ class CheckpointReader:
         spec = self.spec(key)
         if out.dtype != spec.dtype or out.numel() != spec.num_elements or not out.is_contiguous():
             raise ValueError(f"block '{key}' is {spec.shape} of {spec.dtype}, not {tuple(out.shape)} of {out.dtype}")
-        if len(self._readers) == 1 and self._share_bytes(key) == spec.nbytes:
+        if len(self._readers) == 1 and self._shard_bytes(key) == spec.nbytes:
             self._readers[0].read(key, out)  # straight into place
             return
         memory = out.reshape(-1).view(torch.uint8)
@@ -88,7 +88,7 @@ class CheckpointReader:
         spec = self.spec(key)
         if not 0 <= start <= stop <= spec.nbytes:
             raise ValueError(f"block '{key}' has {spec.nbytes} bytes, not {start} to {stop}")
-        length = self._share_bytes(key)
+        length = self._shard_bytes(key)
         parts: list[torch.Tensor] = []
         for rank, reader in enumerate(self._readers):
             first, last = max(start, rank * length), min(stop, (rank + 1) * length)
@@ -97,7 +97,7 @@ class CheckpointReader:
                     parts.append(reader.read_range(key, first - rank * length, last - rank * length))
         return parts[0] if len(parts) == 1 else torch.cat(parts or [torch.empty(0, dtype=torch.uint8)])
 
-    def _share_bytes(self, key: str) -> int:
+    def _shard_bytes(self, key: str) -> int:
         return self._readers[0].blocks[key].nbytes
 
     def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:

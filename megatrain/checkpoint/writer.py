@@ -148,7 +148,7 @@ class CheckpointWriter:
         folder: Where the checkpoints are.
         store: That of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
         lanes: Lanes in which gradients are added up.
-        elements: Block -> elements, without what shares have past its end.
+        elements: Block -> elements, without what shards have past its end.
         is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
             loaded: the first save drops them, and not the one that could.
     """

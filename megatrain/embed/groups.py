@@ -384,7 +384,7 @@ class OffloadedGroup(StateGroup):
 
 
 class SharedGroup(OffloadedGroup):
-    """The parameters of a block that several ranks share: this rank updates its share, which needs no other rank."""
+    """The parameters of a block that several ranks share: this rank updates its shard, which needs no other rank."""
 
     def __init__(
         self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
@@ -406,9 +406,9 @@ class SharedGroup(OffloadedGroup):
 
     def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
         """Return what a block of a kind holds of one parameter, flat: nothing, where other ranks have all of it."""
-        share, granularity = self._owned, self.kinds[kind].granularity
-        start = min(max(entry.offset, share.start), share.stop) - share.start
-        stop = max(start, min(entry.offset + entry.numel, share.stop) - share.start)
+        shard, granularity = self._owned, self.kinds[kind].granularity
+        start = min(max(entry.offset, shard.start), shard.stop) - shard.start
+        stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
         return flat[start // granularity : -(-stop // granularity)]
 
     def _num_elements(self, kind: StateKind) -> int:

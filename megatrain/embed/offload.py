@@ -69,7 +69,7 @@ def offload(
     ``state_dict``, ``load_state_dict``, ``save_pretrained`` work as before; moving it to another device is ignored,
     converting its dtype is refused. It computes on the device of the store's fastest tier.
 
-    With ``group`` each rank has a share of the weights, gradients and state in its own store. Weights are gathered for
+    With ``group`` each rank has a shard of the weights, gradients and state in its own store. Weights are gathered for
     each forward and backward of a layer. ``step`` averages the gradients of all ranks, as DistributedDataParallel does,
     but in an order of its own: each rank's are a lane, and lanes are added in a fixed tree. Forward, backward,
     ``step``, ``state_dict``, ``load_state_dict`` and ``gathered`` are then collectives, and all ranks use the same
@@ -801,7 +801,7 @@ def _room_of_ranks(units: Sequence[UnitPart], ranks: ModuleRanks) -> dict[str, i
 
 
 def _shared_working_bytes(parts: Sequence[Part], ranks: ModuleRanks) -> int:
-    """Return what the update of the largest share takes, or the sums that are exchanged together."""
+    """Return what the update of the largest shard takes, or the sums that are exchanged together."""
     most = 0
     for part in parts:
         sums = len(ranks.own_lanes) * ranks.gathered_bytes(part.layout, torch.float32)

@@ -271,14 +271,14 @@ class SavedState:
 
 
 def _check_not_shared(group: StateGroup) -> None:
-    """Refuse to read or write the state of a parameter as a whole where this rank has a share of it.
+    """Refuse to read or write the state of a parameter as a whole where this rank has a shard of it.
 
     Raises:
         TypeError: it is so.
     """
     if isinstance(group, SharedGroup):
         raise TypeError(
-            f"this rank has a share of the state of {group.layout.name}: state_dict() saves it on each rank, and "
+            f"this rank has a shard of the state of {group.layout.name}: state_dict() saves it on each rank, and "
             "load_state_dict() loads that"
         )
 

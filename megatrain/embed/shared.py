@@ -1,6 +1,6 @@
-"""Offloaded modules of several ranks: each has a share of every block, and they move weights and gradients by turns.
+"""Offloaded modules of several ranks: each has a shard of every block, and they move weights and gradients by turns.
 
-The law of shares, the order of additions and the collectives are those of a run of several processes
+The law of shards, the order of additions and the collectives are those of a run of several processes
 (``megatrain.ranks``). There a program says which collective comes next; here the user's code decides, so every
 collective is announced to all ranks first: where they are not about to do the same, all of them raise the same error,
 and none waits for another.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from megatrain.api import Collectives, RankLanes, RanksDifferError, Shares, check_same
+from megatrain.api import Collectives, RankLanes, RanksDifferError, RankShards, check_same
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import compute_device, compute_tier
 from megatrain.ranks.lanes import lanes_of_rank, total
@@ -44,7 +44,7 @@ class ModuleRanks:
     Attributes:
         tier: that modules compute in.
         device: that tier's.
-        shares: which elements of a block this rank has.
+        shards: which elements of a block this rank has.
         lanes: which lanes each rank has.
         lane: the one of this rank's that gradients are added to now.
 
@@ -66,7 +66,7 @@ class ModuleRanks:
             raise ValueError(
                 f"gradient_lanes={count} for {self.size} ranks: all have as many lanes, so give a multiple of that"
             )
-        self.shares, self.lanes = Shares(self.rank, self.size), RankLanes(count, self.size)
+        self.shards, self.lanes = RankShards(self.rank, self.size), RankLanes(count, self.size)
         self.own_lanes = lanes_of_rank(self.rank, self.size, count)
         self.lane = self.own_lanes[0]
         self._in_use_bytes, self._reserved_bytes = Counter[str](), Counter[str]()  # by tier
@@ -105,25 +105,25 @@ class ModuleRanks:
     # -- what is where -----------------------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
-        """Return the length of a share of a layout: the same on all ranks."""
-        return self.shares.num_elements(range(layout.num_elements))
+        """Return the length of a shard of a layout: the same on all ranks."""
+        return self.shards.num_elements(range(layout.num_elements))
 
     def num_gathered(self, layout: UnitLayout) -> int:
-        """Return the length of all shares of a layout, one after the other."""
+        """Return the length of all shards of a layout, one after the other."""
         return self.size * self.num_elements(layout)
 
     def owned(self, layout: UnitLayout) -> range:
         """Return the elements of a layout that this rank has."""
-        return self.shares.owned(range(layout.num_elements))
+        return self.shards.owned(range(layout.num_elements))
 
-    def put_share(self, share: Tensor, layout: UnitLayout, full: Tensor) -> None:
+    def put_shard(self, shard: Tensor, layout: UnitLayout, full: Tensor) -> None:
         """Copy what this rank has of a layout's elements; zeros lie past its end."""
         owned = self.owned(layout)
-        share[: len(owned)].copy_(full[owned.start : owned.stop])
-        share[len(owned) :].zero_()
+        shard[: len(owned)].copy_(full[owned.start : owned.stop])
+        shard[len(owned) :].zero_()
 
     def stored_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the size of a share."""
+        """Return the size of a shard."""
         return self.num_elements(layout) * dtype.itemsize
 
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
@@ -185,15 +185,15 @@ class ModuleRanks:
 
     # -- collectives -------------------------------------------------------------------------------------------
 
-    def gather(self, full: Tensor, share: Tensor) -> None:
-        """Write the shares of all ranks into ``full``, one after the other."""
-        self._collectives.gather(full, share)
+    def gather(self, full: Tensor, shard: Tensor) -> None:
+        """Write the shards of all ranks into ``full``, one after the other."""
+        self._collectives.gather(full, shard)
 
     def add_up(self, sums: Mapping[int, Tensor]) -> Tensor:
-        """Return this rank's share of the sum over all lanes of all ranks: the same bits for any number of ranks.
+        """Return this rank's shard of the sum over all lanes of all ranks: the same bits for any number of ranks.
 
         Args:
-            sums: by own lane: all shares of its sum, one after the other. Written.
+            sums: by own lane: all shards of its sum, one after the other. Written.
         """
         own = {(lane, lane + 1): tensor for lane, tensor in sums.items()}
         of_ranks = [self.lanes.sums_of_rank(rank) for rank in range(self.size)]
@@ -215,7 +215,7 @@ class ModuleRanks:
 
 
 class UnshardedBlock:
-    """A full copy of a weight block, made from the shares of all ranks; stands where a lease of a whole block does.
+    """A full copy of a weight block, made from the shards of all ranks; stands where a lease of a whole block does.
 
     Attributes:
         tensor: [elements of the layout].
@@ -246,10 +246,10 @@ class UnshardedBlock:
             return full.to(ranks.device)  # not page-locked: the copy has ended when the call returns
 
     def release(self) -> None:
-        """Drop the copy; this rank's share of what was changed goes to the store."""
+        """Drop the copy; this rank's shard of what was changed goes to the store."""
         if self.mode != "r":
             with torch.no_grad(), self._store.acquire(self._key, "ram", "w") as lease:
-                self._ranks.put_share(lease.tensor, self._layout, self.tensor)
+                self._ranks.put_shard(lease.tensor, self._layout, self.tensor)
         self.abandon()
 
     def abandon(self) -> None:
@@ -261,7 +261,7 @@ class UnshardedBlock:
 def filled_in(
     store: TieredStore, key: str, layout: UnitLayout, dtype: torch.dtype, ranks: ModuleRanks | None
 ) -> Iterator[Tensor]:
-    """Yield zeros, as long as a layout; what is written there becomes the block, or this rank's share of it."""
+    """Yield zeros, as long as a layout; what is written there becomes the block, or this rank's shard of it."""
     with torch.no_grad(), store.acquire(key, "ram", "w") as lease:
         if ranks is None:
             lease.tensor.zero_()
@@ -270,11 +270,11 @@ def filled_in(
         with ranks.room("ram", layout.num_elements * dtype.itemsize):
             full = torch.zeros(layout.num_elements, dtype=dtype)
             yield full
-            ranks.put_share(lease.tensor, layout, full)
+            ranks.put_shard(lease.tensor, layout, full)
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:
-    """Refuse a module that is not the same on all ranks: shares of different ones would be mixed.
+    """Refuse a module that is not the same on all ranks: shards of different ones would be mixed.
 
     Raises:
         RanksDifferError: names the first difference.

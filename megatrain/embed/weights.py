@@ -347,7 +347,7 @@ class WeightBlock:
         self.owner: WeightOwner | None = None
         self.updater: BlockUpdater | None = None
         self.version = 0
-        # Shares are gathered in RAM, wherever the module computes.
+        # Shards are gathered in RAM, wherever the module computes.
         self.tier = compute_tier(store) if ranks is None else "ram"
         self._device = compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -772,7 +772,7 @@ class GradientBlock:
 class SharedGradients(GradientBlock):
     """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
 
-    ``key`` is the block of this rank's share of the sum over all lanes of all ranks.
+    ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
 
     Args:
         ranks: that share the parameters.
@@ -800,7 +800,7 @@ class SharedGradients(GradientBlock):
             shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
 
     def exchange(self) -> None:
-        """Add up the lanes of all ranks; afterwards the block has this rank's share. A collective."""
+        """Add up the lanes of all ranks; afterwards the block has this rank's shard. A collective."""
         self.ranks.announce(f"the gradients of {self.key}")
         if self.updater is not None:
             self.updater.finish_update()  # of the step before, which reads the block
@@ -829,7 +829,7 @@ class SharedGradients(GradientBlock):
         self._filled = set(names)
 
     def partial_squares(self, threads: KernelThreads) -> list[float]:
-        """Return the sums of squares of each 65,536 elements of this rank's share, in order."""
+        """Return the sums of squares of each 65,536 elements of this rank's shard, in order."""
         owned = len(self.ranks.owned(self.layout))
         with self._store.acquire(self.key, "ram") as lease:
             found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()

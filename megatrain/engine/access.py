@@ -2,7 +2,7 @@
 
 `StoreAccess` goes through the tape with the model (`execution.py`). What comes between a leased block and what a visit
 sees is said by ``ShardingHooks``: nothing in a process that has everything (`leased.py`), the other ranks in one that
-has shares (`ranked.py`).
+has shards (`ranked.py`).
 """
 
 from __future__ import annotations

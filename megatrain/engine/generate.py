@@ -397,7 +397,7 @@ def generation_program(
 ) -> StepProgram:
     """Return the program of one pass: a token of every prompt, or in the first one all tokens of the prompts.
 
-    Of several ranks each has some of the prompts, and a share of each weight, which all gather before each visit.
+    Of several ranks each has some of the prompts, and a shard of each weight, which all gather before each visit.
 
     Args:
         program: With the weights; of a training step, of which only what outlives it is there.
@@ -413,7 +413,7 @@ def generation_program(
     for visit, traced in enumerate(trace.visits):
         layouts = [graph.layouts[name] for name in layouts_of_unit(graph, traced.unit)]
         cut = [
-            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shares.are_whole
+            layout for layout in layouts if layout.name in program.cuts.weights and program.sharding.shards.are_whole
         ]
         by_part.update((visit, layout.name) for layout in cut)
         held = tuple((key, "r") for layout in layouts if layout not in cut for key in program.weight_keys(layout))
@@ -423,7 +423,7 @@ def generation_program(
             blocks[key] = BlockPlan(key, "activations", cache_nbytes[visit], torch.uint8)
             passing.append(((key, "w" if is_first else "rw"),))
         ticks.append(Tick("forward", visit, held, tuple(passing)))  # type: ignore[arg-type]
-    if not program.sharding.shares.are_whole:
+    if not program.sharding.shards.are_whole:
         gathers = gathers_before(ticks, [tick.held for tick in ticks], program.sharding.gathers_ahead)
         ticks = [each for due, tick in zip(gathers, ticks, strict=True) for each in (*due, replace(tick, held=()))]
     return replace(
@@ -442,7 +442,7 @@ def made_whole_bytes(program: StepProgram, graph: ModelGraph) -> int:
 
     Of several ranks it is gathered whole.
     """
-    if not program.sharding.shares.are_whole:
+    if not program.sharding.shards.are_whole:
         return 0
     head = graph.model.get_output_embeddings()
     names = {name for unit in graph.units if unit.module is head for _, _, name in unit.params}

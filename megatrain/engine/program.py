@@ -5,7 +5,7 @@ backward, and one per group of weights to update:
 
     update 0, forward 0, update 1, forward 1, ..., head, ..., backward 1, backward 0
 
-Where several ranks train together, blocks are shares (`ranks/shares.py`), and ticks of a visit have others beside them:
+Where several ranks train together, blocks are shards (`ranks/shards.py`), and ticks of a visit have others beside them:
 
     update 0, gather 0, forward 0, ..., gather 0, backward 0, exchange 0
 
@@ -33,7 +33,7 @@ from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
 from megatrain.ranks.redistribute import DealtLayout, plan_redistribution
-from megatrain.ranks.shares import NETWORK, PEER, Sharding, peer_links
+from megatrain.ranks.shards import NETWORK, PEER, Sharding, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
 
@@ -337,7 +337,7 @@ class GroupUpdates:
             layer's gradients where updates are not deferred.
         streamed: Layouts that are updated in the compute tier wherever their blocks live: these are fetched for it,
             part by part, and written back.
-        dealt: Layout -> what ranks move for an update that needs more than their shares.
+        dealt: Layout -> what ranks move for an update that needs more than their shards.
         sent_elements: Layout -> elements of this rank's matrices, which an update in RAM sends to the compute device
             and back, in bf16.
     """
@@ -398,12 +398,12 @@ class StepProgram:
     occupants: Mapping[tuple[int, str], BlockPlan] = field(default_factory=dict)
 
     def parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's state and gradients are blocks of, or shares of them."""
+        """Return the ranges of elements that a layout's state and gradients are blocks of, or shards of them."""
         return self.cuts.parts.get(layout.name) or (range(layout.num_elements),)
 
     def owned_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's state, and of its gradients, holds."""
-        return [self.sharding.shares.owned(part) for part in self.parts_of(layout)]
+        return [self.sharding.shards.owned(part) for part in self.parts_of(layout)]
 
     def weight_keys(self, layout: UnitLayout) -> list[str]:
         """Return the keys of a weight, of its parts if it is cut; or of what is read in its place."""
@@ -413,7 +413,7 @@ class StepProgram:
         return part_keys(weight_key(layout.name), len(self.weight_parts_of(layout)))
 
     def weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
-        """Return the ranges of elements that a layout's weight is blocks of, or shares of them."""
+        """Return the ranges of elements that a layout's weight is blocks of, or shards of them."""
         encoding = self.encodings.get(layout.name)
         is_cut = layout.name in self.cuts.weights or (encoding is not None and bool(encoding.keys))
         return self.parts_of(layout) if is_cut else (range(layout.num_elements),)
@@ -421,7 +421,7 @@ class StepProgram:
     def decoded_bytes(self, visit: int, layout: UnitLayout) -> int:
         """Return the room that a visit decodes a weight into; 0: its blocks hold the weight itself."""
         encoding = self.encodings.get(layout.name)
-        if encoding is None or not self.sharding.shares.are_whole:  # shares are decoded on the way into full copies
+        if encoding is None or not self.sharding.shards.are_whole:  # shards are decoded on the way into full copies
             return 0
         keys, is_cut = self.weight_keys(layout), layout.name in self.cuts.weights
         if encoding.dtype == self.blocks[keys[0]].dtype and (len(keys) == 1 or is_cut):
@@ -441,11 +441,11 @@ class StepProgram:
 
     def owned_weight_parts_of(self, layout: UnitLayout) -> Sequence[range]:
         """Return the elements that each block of a layout's weight holds."""
-        return [self.sharding.shares.owned(part) for part in self.weight_parts_of(layout)]
+        return [self.sharding.shards.owned(part) for part in self.weight_parts_of(layout)]
 
     def full_elements(self, layout: UnitLayout) -> int:
-        """Return the length of a full copy of a layout's weight, or gradient: what its last shares add included."""
-        return max(self.sharding.shares.gathered(part).stop for part in self.parts_of(layout))
+        """Return the length of a full copy of a layout's weight, or gradient: what its last shards add included."""
+        return max(self.sharding.shards.gathered(part).stop for part in self.parts_of(layout))
 
     def links_between_ranks(self) -> list[str]:
         """Return the links that bytes move on to other ranks, and from them."""
@@ -462,7 +462,7 @@ class StepProgram:
         tick, moved = self.ticks[number], dict[str, int]()
         if tick.phase == "update" and (sent := self.updates.sent_elements.get(tick.visit)):
             moved = dict.fromkeys((f"ram->{self.compute_tier}", f"{self.compute_tier}->ram"), DIRECTION_BYTES * sent)
-        return moved if self.sharding.shares.are_whole else moved | self._collective_bytes(number)
+        return moved if self.sharding.shards.are_whole else moved | self._collective_bytes(number)
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
@@ -483,14 +483,14 @@ class StepProgram:
         """Return whether ticks other than updates read a block as a weight: ranks gather it."""
         return self.blocks[key].kind in DURABLE_KINDS
 
-    def _count_collectives(self, moved: dict[str, int], share: int, *, is_gather: bool) -> None:
-        """Add what gathers, or exchanges, of shares of so many bytes send and receive."""
-        lanes, rank = self.sharding.lanes, self.sharding.shares.rank
+    def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
+        """Add what gathers, or exchanges, of shards of so many bytes send and receive."""
+        lanes, rank = self.sharding.lanes, self.sharding.shards.rank
         num_hosts, per_host = lanes.num_hosts, lanes.per_host
 
         def move(place: str, sent: int, received: int) -> None:
-            moved[f"{self.compute_tier}->{place}"] += sent * share
-            moved[f"{place}->{self.compute_tier}"] += received * share
+            moved[f"{self.compute_tier}->{place}"] += sent * shard
+            moved[f"{place}->{self.compute_tier}"] += received * shard
 
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
         if not lanes.has_two_levels:
@@ -843,8 +843,8 @@ class ProgramBuilder:
         sharding: Sharding | None = None,
     ) -> None:
         self._sharding, self._frozen = sharding or Sharding(), frozen or FrozenWeights()
-        self._shares, own_lanes = self._sharding.shares, self._sharding.own_lanes
-        assert self._shares.are_whole or (order == "layer" and not self._frozen.in_place), self._shares
+        self._shards, own_lanes = self._sharding.shards, self._sharding.own_lanes
+        assert self._shards.are_whole or (order == "layer" and not self._frozen.in_place), self._shards
         assert order == "layer" or own_lanes.num_lanes == 1, "a lane's sum is open for one visit"
         self._graph, self._trace = graph, trace
         self._num_micro_batches, self._order = num_micro_batches, order
@@ -863,11 +863,11 @@ class ProgramBuilder:
             if is_elementwise(layout) and len(layout.parts) > 1 and self._is_trained(layout)
         }
         self._updates = self._with_moves(updates or GroupUpdates(), optimizer, is_elementwise)
-        # A share of each part: then a rank's blocks of weight, state and gradient have the same elements.
+        # A shard of each part: then a rank's blocks of weight, state and gradient have the same elements.
         self._cut_weights = frozenset(
             name
             for name in self._parts
-            if not self._shares.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
+            if not self._shards.are_whole or all(self._takes_parts(visit, name) for visit in self._uses[name])
         )
         # Where a device computes meanwhile, the host updates beside it: the weights of the next forward, or, during
         # the backward, those of the visit before the one that the device is at.
@@ -906,7 +906,7 @@ class ProgramBuilder:
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
         if not isinstance(optimizer, MatrixOptimizer):
-            assert self._shares.are_whole or all(map(is_elementwise, trained.values())), "shares are not enough"
+            assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards are not enough"
             return updates
         on_host = self._compute_tier == "ram"
         state_kinds = optimizer.state_kinds(self._graph.dtype.itemsize == 2)
@@ -915,12 +915,12 @@ class ProgramBuilder:
                 layout,
                 optimizer.is_matrix_of,
                 state_kinds,
-                self._shares,
+                self._shards,
                 optimizer.orthogonalize_bytes if on_host else lambda rows, columns: 0,
                 optimizer.orthogonalize_flops,
             )
             for index, layout in trained.items()
-            if not self._shares.are_whole and not is_elementwise(layout)
+            if not self._shards.are_whole and not is_elementwise(layout)
         }
         # Matrices of this rank that go to the compute device and come back in an update.
         sent = {
@@ -940,7 +940,7 @@ class ProgramBuilder:
             else:
                 yield weight_block(
                     layout,
-                    self._shares.num_elements(range(layout.num_elements)),
+                    self._shards.num_elements(range(layout.num_elements)),
                     self._graph.dtype,
                     self._frozen.encodings.get(layout.name),
                     in_folder=in_folder,
@@ -961,7 +961,7 @@ class ProgramBuilder:
         self, layout: UnitLayout, key: str, kind: Kind, num_elements: int, dtype: torch.dtype
     ) -> Iterator[BlockPlan]:
         parts = self._parts.get(layout.name) or (range(num_elements),)
-        sizes = [self._shares.num_elements(part) for part in parts]
+        sizes = [self._shards.num_elements(part) for part in parts]
         for part, size in zip(part_keys(key, len(sizes)), sizes, strict=True):
             yield BlockPlan(part, kind, size, dtype, key if len(sizes) > 1 else "")
 
@@ -993,7 +993,7 @@ class ProgramBuilder:
         for number, group in enumerate(groups):
             is_first, is_last = number == 0, number == len(groups) - 1
             ticks: Iterable[Tick] = self._pass(group, is_first=is_first, is_last=is_last)
-            if not self._shares.are_whole:
+            if not self._shards.are_whole:
                 ticks = self._with_collectives(list(ticks))
             if is_first and self._updates.are_deferred:
                 ticks = self._with_deferred_updates(list(ticks))
@@ -1258,7 +1258,7 @@ def weight_block(
 
     Args:
         layout: Where the parameters lie in it.
-        num_elements: How many of them the block holds: all, or a rank's share.
+        num_elements: How many of them the block holds: all, or a rank's shard.
         dtype: that layers compute in.
         encoding: How the block holds the weights; None: as they are.
         in_folder: as in ``BlockPlan``.

@@ -1,9 +1,9 @@
-"""A step of which every rank owns a share of each block, and computes some of the micro-batches.
+"""A step of which every rank owns a shard of each block, and computes some of the micro-batches.
 
-`Ranks` has the hooks of the executor (`leased.ShardingHooks`) of a process that has shares of blocks. The weights that
-the running model gets are full copies, gathered from the shares of all ranks; its gradients are summed in memory of
-their own, which an exchange cuts into shares and adds up in the order of lanes (`ranks/lanes.py`). Leases, updates and
-traffic of shares are those of any run. Copies and sums are no blocks: they are workspace, and
+`Ranks` has the hooks of the executor (`leased.ShardingHooks`) of a process that has shards of blocks. The weights that
+the running model gets are full copies, gathered from the shards of all ranks; its gradients are summed in memory of
+their own, which an exchange cuts into shards and adds up in the order of lanes (`ranks/lanes.py`). Leases, updates and
+traffic of shards are those of any run. Copies and sums are no blocks: they are workspace, and
 `workspace.collective_transients` plans it.
 
 All collectives are issued by ticks of the program, never by what the model asks for: that depends on the data. Parts
@@ -34,7 +34,7 @@ from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulat
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.ranks.lanes import total
-from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS
+from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
@@ -52,13 +52,13 @@ __all__ = ["Ranks", "parts_of_program"]
 
 
 class Ranks:
-    """The hooks of a process that has shares of blocks, and computes with full copies; a ``ShardingHooks``.
+    """The hooks of a process that has shards of blocks, and computes with full copies; a ``ShardingHooks``.
 
     Used by one thread, the one that runs the step.
 
     Args:
         collectives: The ranks of the program.
-        execution: Leases shares.
+        execution: Leases shards.
         gradients: What is known of the running step's gradients.
         updater: Makes the updates of the program; None: it has none.
     """
@@ -67,8 +67,8 @@ class Ranks:
         self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients, updater: Updater | None
     ) -> None:
         program = execution.model.program
-        shares, lanes = program.sharding.shares, program.sharding.lanes
-        assert (collectives.rank, collectives.size) == (shares.rank, shares.size), shares
+        shards, lanes = program.sharding.shards, program.sharding.lanes
+        assert (collectives.rank, collectives.size) == (shards.rank, shards.size), shards
         assert (collectives.on_host is not None) == lanes.has_two_levels, lanes
         self._collectives, self._program = collectives, program
         self._execution, self._step_gradients = execution, gradients
@@ -152,7 +152,7 @@ class Ranks:
             The terms and figures of all ranks, in the order of their micro-batches.
         """
         self.window.wait_for_collectives()
-        known, shares = self._step_gradients.squared_norms, self._program.sharding.shares
+        known, shards = self._step_gradients.squared_norms, self._program.sharding.shards
         layouts = [layout for layout in layouts if layout.name not in known]
         partials = [each for layout in layouts for each in self.gradients.take_partials(layout)]
         numbers = _on_host([*terms, *(torch.as_tensor(sum_) for _, sum_, _ in figures), *partials])
@@ -166,7 +166,7 @@ class Ranks:
             # Part by part and rank by rank: in the order of elements, so that the sum has the bits of one process.
             for part in self._program.parts_of(layout):
                 for rank, of_rank in enumerate(found):
-                    count = -(-len(shares.owned(part, rank)) // SHARE_BLOCK_ELEMENTS)
+                    count = -(-len(shards.owned(part, rank)) // SHARD_BLOCK_ELEMENTS)
                     squares.append(of_rank[positions[rank] : positions[rank] + count])
                     positions[rank] += count
             of_all = set[str]().union(*(names[layout.name] for *_, names in records))
@@ -195,13 +195,13 @@ class Ranks:
 
 
 class RankWindow:
-    """Memory and stream of what lies between shares and the running model.
+    """Memory and stream of what lies between shards and the running model.
 
     Args:
         program: Says whether collectives go on beside the layers.
 
     Attributes:
-        device: Where shares are leased, once one was gathered.
+        device: Where shards are leased, once one was gathered.
         side: On a GPU, the stream of collectives, if they go on beside the layers; else None.
         held_bytes: What full copies, sums and what was received take now.
         most_bytes: The most that they took together.
@@ -221,7 +221,7 @@ class RankWindow:
             torch.cuda.current_stream().wait_stream(self.side)
 
     def find_device(self, device: torch.device) -> None:
-        """Note where shares are leased."""
+        """Note where shards are leased."""
         self.device = device
         if device.type == "cuda" and self._gathers_ahead and self.side is None:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -349,11 +349,11 @@ class _Leaving:
 
 
 class FullCopies:
-    """Weights as full copies, gathered from the shares of all ranks; a ``WeightPlace``.
+    """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``.
 
     Args:
         collectives: The ranks.
-        execution: Leases shares.
+        execution: Leases shards.
         window: Memory of the copies.
         turns: Order of parts that pass within a tick.
     """
@@ -384,10 +384,10 @@ class FullCopies:
         names = dict.fromkeys(self._places[key][0] for key in keys)
         full = _CopiesOfTick()
         with self._window.beside():
-            with self._execution.lease(keys) as shares:
-                self._window.find_device(shares[keys[0]].device)
+            with self._execution.lease(keys) as shards:
+                self._window.find_device(shards[keys[0]].device)
                 for layout in (self._graph.layouts[name] for name in names):
-                    own = [shares[key] for key in program.weight_keys(layout)]
+                    own = [shards[key] for key in program.weight_keys(layout)]
                     dtype = program.gathered_dtype(program.weight_keys(layout)[0])
                     copy = torch.empty(program.full_elements(layout), dtype=dtype, device=self._window.device)
                     self._window.note(_nbytes(copy))
@@ -400,21 +400,21 @@ class FullCopies:
     def _gather_parts(self, copy: Tensor, parts: Sequence[range], own: Sequence[Tensor]) -> Any:
         """Gather the parts of a layout; return the work that goes on for the last of them, if any does.
 
-        One after the other: where the shares of a part end in the next one, that is gathered over it. A share is copied
+        One after the other: where the shards of a part end in the next one, that is gathered over it. A shard is copied
         first, an average rounded by it, and gathered in place, so that its lease need not wait for the others.
         """
         work: Any = None
         goes_on = self._program.sharding.gathers_ahead > 0 and self._window.side is None
-        for number, (part, share) in enumerate(zip(parts, own, strict=True)):
-            place = _within(copy, self._program.sharding.shares.gathered(part))
-            work = self._gather_part(place, share, is_async=goes_on and number == len(parts) - 1)
+        for number, (part, shard) in enumerate(zip(parts, own, strict=True)):
+            place = _within(copy, self._program.sharding.shards.gathered(part))
+            work = self._gather_part(place, shard, is_async=goes_on and number == len(parts) - 1)
         return work
 
-    def _gather_part(self, place: Tensor, share: Tensor, *, is_async: bool = False) -> Any:
+    def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
         """Gather a part into its place; return the work that goes on, if any does."""
-        shares, num_beside = self._program.sharding.shares, self._program.sharding.lanes.shares_gathered_beside()
-        mine = place.view(shares.size, -1)[shares.rank]
-        mine.copy_(share)
+        shards, num_beside = self._program.sharding.shards, self._program.sharding.lanes.shards_gathered_beside()
+        mine = place.view(shards.size, -1)[shards.rank]
+        mine.copy_(shard)
         beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
         self._window.note(_nbytes(beside))
         work = self._collectives.gather(place, mine, beside=beside, is_async=is_async)
@@ -468,12 +468,12 @@ class FullCopies:
         """Gather a part of a weight, whose turn it is."""
         name, number = self._places[key]
         part = self._program.weight_parts_of(self._graph.layouts[name])[number]
-        with self._window.within_tick(), self._execution.lease([key]) as shares:
-            self._window.find_device(shares[key].device)
-            length = len(self._program.sharding.shares.gathered(part))
+        with self._window.within_tick(), self._execution.lease([key]) as shards:
+            self._window.find_device(shards[key].device)
+            length = len(self._program.sharding.shards.gathered(part))
             copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._window.device)
             self._window.note(_nbytes(copy))
-            self._gather_part(copy, shares[key])
+            self._gather_part(copy, shards[key])
         yield copy
         self._window.wait_for_model()  # the next gather goes into the same memory
         self._window.note(-_nbytes(copy))
@@ -486,7 +486,7 @@ class ExchangedGradients:
 
     Args:
         collectives: The ranks.
-        execution: Leases shares.
+        execution: Leases shards.
         gradients: What is known of the running step's gradients.
         window: Memory of the sums.
         turns: Order of parts that pass within a tick.
@@ -577,7 +577,7 @@ class ExchangedGradients:
                 keys = self._execution.own_keys(op, group)
                 name, use, part = self._places[keys[0]]
                 parts = self._program.parts_of(self._graph.layouts[name])
-                elements = self._program.sharding.shares.gathered(parts[part])
+                elements = self._program.sharding.shards.gathered(parts[part])
                 with self._execution.lease(keys) as tensors:
                     self._exchange_part(keys, tensors, [_within(each, elements) for each in self._sums[name, use]])
                 if part == len(parts) - 1:
@@ -594,14 +594,14 @@ class ExchangedGradients:
         Args:
             keys: The gradient's, and those of other use sites that are added to it.
             tensors: Leased blocks, by key.
-            sums: This rank's ranges of lanes: the shares of all ranks, one after the other.
+            sums: This rank's ranges of lanes: the shards of all ranks, one after the other.
         """
         name, use, part = self._places[keys[0]]
         elements = self._program.parts_of(self._graph.layouts[name])[part]
         block, *others = (tensors[key] for key in keys)
-        owned = len(self._program.sharding.shares.owned(elements))
+        owned = len(self._program.sharding.shards.owned(elements))
         block.copy_(self._added(sums))
-        block[owned:].zero_()  # the shares of a part end where others begin
+        block[owned:].zero_()  # the shards of a part end where others begin
         if use > 0:
             return
         # The backward reaches the first use site last: now those of all of them are complete.
@@ -612,7 +612,7 @@ class ExchangedGradients:
         """Return the sum over all lanes of what this rank owns of a part.
 
         Args:
-            sums: One [ranks * N] for each range of lanes of this rank: the shares of all ranks, one after the other.
+            sums: One [ranks * N] for each range of lanes of this rank: the shards of all ranks, one after the other.
         """
         lanes = self._program.sharding.lanes
         on_host, across_hosts = self._collectives.on_host, self._collectives.across_hosts
@@ -626,7 +626,7 @@ class ExchangedGradients:
         nodes = of_hosts[across_hosts.rank]
         between = torch.empty((len(nodes), num_hosts, length), dtype=torch.float32, device=sums[0].device)
         self._window.note(_nbytes(between))
-        for host in range(num_hosts):  # whose shares are added up, each by this host's rank with the owner's number
+        for host in range(num_hosts):  # whose shards are added up, each by this host's rank with the owner's number
             parts = [each.view(num_hosts, -1)[host] for each in sums]
             found = self._received(on_host, parts, of_ranks)
             for number, node in enumerate(nodes):
@@ -682,7 +682,7 @@ class ExchangedGradients:
         name, use, number = self._places[key]
         layout = self._graph.layouts[name]
         part = self._program.parts_of(layout)[number]
-        shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shares.gathered(part))
+        shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._window.device)
         self._window.note(_nbytes(memory))
         yield [each[: len(part)] for each in memory]
@@ -714,7 +714,7 @@ class DealtUpdates:
 
     Args:
         collectives: The ranks.
-        execution: Leases shares.
+        execution: Leases shards.
         updater: Has the optimizer, and what is updated.
 
     Attributes:

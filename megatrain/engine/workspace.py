@@ -112,7 +112,7 @@ def visit_transients(
         nbytes = _computing_bytes(trace, program, tick)
         if nbytes:
             yield Transient.of_tick("computing", nbytes, number)
-        if program.sharding.shares.are_whole and tick.phase in ("head", "backward"):
+        if program.sharding.shards.are_whole and tick.phase in ("head", "backward"):
             yield from _sums(program, number)
     yield from waiting_rows(graph, trace, program, num_micro_batches)
 
@@ -190,7 +190,7 @@ def collective_transients(graph: ModelGraph, program: StepProgram) -> Iterator[T
     A full copy is there from its gather to the end of the tick that it serves, a sum from there to the exchange of its
     last part. Those of a part that passes are there within its tick.
     """
-    if not program.sharding.shares.are_whole:
+    if not program.sharding.shards.are_whole:
         yield from _CollectiveMemory(graph, program).transients()
 
 
@@ -199,12 +199,12 @@ class _CollectiveMemory:
 
     def __init__(self, graph: ModelGraph, program: StepProgram) -> None:
         self._graph, self._program = graph, program
-        self._lanes, self._shares, self._own_lanes = (
+        self._lanes, self._shards, self._own_lanes = (
             program.sharding.lanes,
-            program.sharding.shares,
+            program.sharding.shards,
             program.sharding.own_lanes,
         )
-        self._num_sums = len(self._lanes.sums_of_rank(self._shares.rank))
+        self._num_sums = len(self._lanes.sums_of_rank(self._shards.rank))
         # On a GPU sums are sent while the next visit runs.
         self._sends_beside = program.sharding.gathers_ahead > 0 and program.compute_tier != "ram"
         self._gathered: dict[tuple[Phase, int], deque[int]] = {}  # by the tick that they are for: gathers, in order
@@ -222,9 +222,9 @@ class _CollectiveMemory:
                 yield from self._of_a_visit(number)
 
     def _beside_a_gather(self, number: int) -> Iterator[Transient]:
-        """Yield what a gather receives from other hosts, for one share at a time."""
-        shares = [self._program.gathered_bytes(key) for key, _ in self._program.ticks[number].held]
-        yield Transient.of_tick("received weights", self._lanes.shares_gathered_beside() * max(shares), number)
+        """Yield what a gather receives from other hosts, for one shard at a time."""
+        shards = [self._program.gathered_bytes(key) for key, _ in self._program.ticks[number].held]
+        yield Transient.of_tick("received weights", self._lanes.shards_gathered_beside() * max(shards), number)
 
     def _of_a_visit(self, number: int) -> Iterator[Transient]:
         tick = self._program.ticks[number]
@@ -245,7 +245,7 @@ class _CollectiveMemory:
         sums = self._full_bytes(number)
         open_sums = self._own_lanes.most_open_sums - self._num_sums
         yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
-        at_once = self._lanes.shares_exchanged_at_once(self._shares.rank)
+        at_once = self._lanes.shards_exchanged_at_once(self._shards.rank)
         last: dict[str, int] = {}  # the turn of a layout's last part
         for turn, block in enumerate(self._exchanged(number)):
             last[block.whole] = turn
@@ -269,14 +269,14 @@ class _CollectiveMemory:
             block = self._program.contents(number, key)
             if self._program.is_gathered(key):
                 nbytes = self._program.gathered_bytes(key)
-                yield Transient("full copy of a part", self._shares.size * nbytes, using, using)
-                beside = self._lanes.shares_gathered_beside() * nbytes
+                yield Transient("full copy of a part", self._shards.size * nbytes, using, using)
+                beside = self._lanes.shards_gathered_beside() * nbytes
             elif block.kind == "gradients" and mode != "r":
                 num_sums = len(self._own_lanes.subtrees)
-                nbytes = _FP32_BYTES * self._shares.size * block.num_elements
+                nbytes = _FP32_BYTES * self._shards.size * block.num_elements
                 yield Transient("sums of a part", num_sums * nbytes, using, exchanging)
                 open_sums += (self._own_lanes.most_open_sums - num_sums) * nbytes
-                received = self._lanes.shares_exchanged_at_once(self._shares.rank) * _FP32_BYTES * block.num_elements
+                received = self._lanes.shards_exchanged_at_once(self._shards.rank) * _FP32_BYTES * block.num_elements
                 yield Transient("received sums", received, exchanging, exchanging)
         # The weight is gathered before anything is added up.
         yield Transient("received weights, or open sums", max(beside, open_sums), using, using)

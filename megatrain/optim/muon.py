@@ -84,7 +84,7 @@ class Muon:
     A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
     alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the device
     that computes the model, wherever the blocks have their home (`megatrain.optim.matrices`): then their bits are the
-    same. All else is element by element, so several ranks make it where their shares are
+    same. All else is element by element, so several ranks make it where their shards are
     (`megatrain.optim.base.MatrixOptimizer`).
 
     Args:

@@ -33,7 +33,7 @@ from megatrain.plan.facts import weight_file_bytes
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
-from megatrain.ranks.shares import NETWORK, PEER
+from megatrain.ranks.shards import NETWORK, PEER
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Phase, Tick

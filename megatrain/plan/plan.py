@@ -31,7 +31,7 @@ from megatrain.plan.placement import (
 )
 from megatrain.ranks.collectives import Alone, Collectives, collectives_of
 from megatrain.ranks.lanes import Lanes
-from megatrain.ranks.shares import RankLanes, Sharding, Shares
+from megatrain.ranks.shards import RankLanes, RankShards, Sharding
 from megatrain.ranks.world import World
 from tiered.units import format_size
 
@@ -188,7 +188,7 @@ class RunSpec:
         """Return what this rank has of a step that gathers weights so many visits ahead."""
         rank, size = self.world.rank, self.world.size
         own_lanes = Lanes.of_rank(rank, size, self.num_lanes, self.batch.num_micro_batches)
-        return Sharding(Shares(rank, size), self.lanes, own_lanes, gathers_ahead)
+        return Sharding(RankShards(rank, size), self.lanes, own_lanes, gathers_ahead)
 
     @property
     def own_micro_batches(self) -> range:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, matrix_flops, tick_flops
 from megatrain.plan.placement import FOLDER
-from megatrain.ranks.shares import NETWORK, PEER
+from megatrain.ranks.shards import NETWORK, PEER
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
 from tiered.units import format_duration

@@ -24,7 +24,7 @@ from torch import Tensor
 from xxhash import xxh3_128_hexdigest
 
 from megatrain.ranks.messages import gather_messages
-from megatrain.ranks.shares import NETWORK, PEER, peer_links
+from megatrain.ranks.shards import NETWORK, PEER, peer_links
 from megatrain.ranks.world import WorldError, groups_of_hosts
 
 if TYPE_CHECKING:
@@ -128,28 +128,28 @@ class Collectives:
         return f"{device_type}:" in self._dist.get_backend_config(self._group)
 
     def gather(
-        self, full: Tensor, share: Tensor, *, beside: Tensor | None = None, is_async: bool = False
+        self, full: Tensor, shard: Tensor, *, beside: Tensor | None = None, is_async: bool = False
     ) -> Work | _Works | None:
-        """Write the shares of all ranks into ``full``, one after the other.
+        """Write the shards of all ranks into ``full``, one after the other.
 
         Args:
             full: [ranks * N]; written.
-            share: [N], the same length on all ranks.
+            shard: [N], the same length on all ranks.
             beside: with two levels, [hosts * N] for what comes from other hosts; written, and free when the call
                 returns, or, on a GPU, behind what it has queued.
             is_async: on the host, what is passed on within it may go on after the call.
         """
-        assert full.numel() == self.size * share.numel() and full.dtype == share.dtype, (full.shape, share.shape)
+        assert full.numel() == self.size * shard.numel() and full.dtype == shard.dtype, (full.shape, shard.shape)
         if self.on_host is not None and self.across_hosts is not None:
-            assert beside is not None and beside.numel() == self.across_hosts.size * share.numel(), full.shape
-            self.across_hosts.gather(beside, share)
+            assert beside is not None and beside.numel() == self.across_hosts.size * shard.numel(), full.shape
+            self.across_hosts.gather(beside, shard)
             of_hosts = full.view(self.across_hosts.size, self.on_host.size, -1)
             of_hosts[:, self.on_host.rank].copy_(beside.view(self.across_hosts.size, -1))
             return _Works(
                 [self.on_host.gather(each.view(-1), each[self.on_host.rank], is_async=is_async) for each in of_hosts]  # type: ignore[misc]
             )
-        self._count((self.size - 1) * _nbytes(share), (self.size - 1) * _nbytes(share))
-        work: Work | None = self._all_gather(_bytes(full), _bytes(share), group=self._group, async_op=is_async)
+        self._count((self.size - 1) * _nbytes(shard), (self.size - 1) * _nbytes(shard))
+        work: Work | None = self._all_gather(_bytes(full), _bytes(shard), group=self._group, async_op=is_async)
         return work
 
     def exchange(
@@ -216,28 +216,28 @@ class Collectives:
             begin += move.length
         return _nbytes(sent) + _nbytes(received)
 
-    def scatter(self, share: Tensor, shares: Sequence[Tensor] | None, source: int) -> None:
-        """Write the n-th of ``shares``, which rank ``source`` gives, into ``share`` on rank n.
+    def scatter(self, shard: Tensor, shards: Sequence[Tensor] | None, source: int) -> None:
+        """Write the n-th of ``shards``, which rank ``source`` gives, into ``shard`` on rank n.
 
         Args:
-            share: [N], the same length on all ranks; written.
-            shares: one for each rank, on the source alone.
+            shard: [N], the same length on all ranks; written.
+            shards: one for each rank, on the source alone.
             source: rank.
         """
         self._dist.scatter(
-            _bytes(share), None if shares is None else [_bytes(each) for each in shares], source, group=self._group
+            _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
         )
 
-    def collect(self, share: Tensor, shares: Sequence[Tensor] | None, target: int) -> None:
-        """Write ``share`` of rank n into the n-th of ``shares`` on rank ``target``.
+    def collect(self, shard: Tensor, shards: Sequence[Tensor] | None, target: int) -> None:
+        """Write ``shard`` of rank n into the n-th of ``shards`` on rank ``target``.
 
         Args:
-            share: [N], the same length on all ranks.
-            shares: one for each rank, on the target alone; written.
+            shard: [N], the same length on all ranks.
+            shards: one for each rank, on the target alone; written.
             target: rank.
         """
         self._dist.gather(
-            _bytes(share), None if shares is None else [_bytes(each) for each in shares], target, group=self._group
+            _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
         )
 
     def gather_objects(self, item: object) -> list[Any]:

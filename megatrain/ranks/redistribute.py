@@ -1,4 +1,4 @@
-"""Which rank computes on a whole matrix of which every rank has a share, and what moves for it.
+"""Which rank computes on a whole matrix of which every rank has a shard, and what moves for it.
 
 Some updates are made of all of a matrix at once. What is done element by element before and after is done where the
 elements are; in between each matrix is brought to one rank, and what is made of it is brought back. Which rank that is
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatrain.ranks.shares import NETWORK, PEER, Shares, peer_links
+from megatrain.ranks.shards import NETWORK, PEER, RankShards, peer_links
 
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
@@ -147,15 +147,15 @@ class DealtLayout:
 
     Args:
         matrices: Matrices that the layout has.
-        length: Elements of the rank's share of the weight.
-        directions: from shares to whole matrices, which lie one after the other on their rank.
+        length: Elements of the rank's shard of the weight.
+        directions: from shards to whole matrices, which lie one after the other on their rank.
         loans: by kind of state.
         rank: whose view this is.
         scratch_bytes: Bytes that making a matrix orthogonal takes beside it.
 
     Attributes:
         own: matrices of the rank, in order.
-        length: Elements of its share.
+        length: Elements of its shard.
         num_own: elements of its matrices.
         scratch_bytes: what making one of them orthogonal takes beside it, at most.
     """
@@ -203,7 +203,7 @@ class DealtLayout:
         lending = max((_travelling(loan.moves, _STATE_BYTES) for loan in self.loans.values()), default=0)
         ends = _DIRECTION_BYTES * (self.length + self.num_own)
         dealing = ends + _travelling(self.directions, _DIRECTION_BYTES)
-        # The share's directions are gone while matrices are made orthogonal.
+        # The shard's directions are gone while matrices are made orthogonal.
         computing = _DIRECTION_BYTES * self.num_own + self.scratch_bytes
         return lent + max(lending, dealing, computing)
 
@@ -225,7 +225,7 @@ def plan_redistribution(
     layout: UnitLayout,
     is_matrix: Callable[[TensorEntry], bool],
     kinds: Sequence[StateKind],
-    shares: Shares,
+    shards: RankShards,
     scratch_bytes: Callable[[int, int], int],
     flops: Callable[[int, int], int],
 ) -> DealtLayout:
@@ -235,7 +235,7 @@ def plan_redistribution(
         layout: Layout of the weight.
         is_matrix: tells parameters whose last two dimensions are matrices that have to be whole.
         kinds: Kinds of state; those with `elements_of` are lent.
-        shares: What this rank owns.
+        shards: What this rank owns.
         scratch_bytes: Rows and columns -> bytes that work on a matrix takes beside it.
         flops: likewise: its operations, by which matrices are dealt.
     """
@@ -246,49 +246,49 @@ def plan_redistribution(
             rows, columns = entry.shape[-2:]
             starts = range(entry.offset, entry.offset + entry.numel, rows * columns)
             places += [(entry.name, start, rows, columns) for start in starts]
-    owners = assign_by_cost([flops(rows, columns) for _, _, rows, columns in places], shares.size)
+    owners = assign_by_cost([flops(rows, columns) for _, _, rows, columns in places], shards.size)
     matrices = [DealtMatrix(*place, owner) for place, owner in zip(places, owners, strict=True)]
 
     def directions() -> Iterator[Move]:
-        ends = [0] * shares.size
+        ends = [0] * shards.size
         for matrix in matrices:
-            for rank in range(shares.size):
-                share = shares.owned(whole, rank)
-                first, last = max(share.start, matrix.first), min(share.stop, matrix.first + matrix.numel)
+            for rank in range(shards.size):
+                shard = shards.owned(whole, rank)
+                first, last = max(shard.start, matrix.first), min(shard.stop, matrix.first + matrix.numel)
                 if first < last:
                     at = ends[matrix.owner] + first - matrix.first
-                    yield Move(rank, matrix.owner, first - share.start, at, last - first)
+                    yield Move(rank, matrix.owner, first - shard.start, at, last - first)
             ends[matrix.owner] += matrix.numel
 
-    loans = {kind.name: _lend(layout, kind, shares) for kind in kinds if kind.elements_of is not None}
-    moves = Moves(directions(), shares.rank, shares.size)
-    return DealtLayout(matrices, shares.num_elements(whole), moves, loans, shares.rank, scratch_bytes)
+    loans = {kind.name: _lend(layout, kind, shards) for kind in kinds if kind.elements_of is not None}
+    moves = Moves(directions(), shards.rank, shards.size)
+    return DealtLayout(matrices, shards.num_elements(whole), moves, loans, shards.rank, scratch_bytes)
 
 
-def _lend(layout: UnitLayout, kind: StateKind, shares: Shares) -> Loan:
+def _lend(layout: UnitLayout, kind: StateKind, shards: RankShards) -> Loan:
     """Return how state of one element for each of some parameters reaches the weights' ranks."""
     assert kind.dtype.itemsize == _STATE_BYTES, kind
     block, whole = range(kind.num_elements(layout)), range(layout.num_elements)
     packed = kind.starts(layout)
     moves: list[Move] = []
-    ends = [0] * shares.size
+    ends = [0] * shards.size
     own_starts: dict[str, int] = {}
     for entry in layout.entries:
         if not kind.length_of(entry):
             continue
         assert kind.length_of(entry) == entry.numel, (kind, entry)
-        for target in range(shares.size):
-            share = shares.owned(whole, target)
-            first, last = max(share.start, entry.offset), min(share.stop, entry.offset + entry.numel)
+        for target in range(shards.size):
+            shard = shards.owned(whole, target)
+            first, last = max(shard.start, entry.offset), min(shard.stop, entry.offset + entry.numel)
             if first >= last:
                 continue
-            if target == shares.rank:
+            if target == shards.rank:
                 own_starts[entry.name] = ends[target]
             begin = packed[entry.name] + first - entry.offset
-            for source in range(shares.size):
-                held = shares.owned(block, source)
+            for source in range(shards.size):
+                held = shards.owned(block, source)
                 start, stop = max(held.start, begin), min(held.stop, begin + last - first)
                 if start < stop:
                     moves.append(Move(source, target, start - held.start, ends[target] + start - begin, stop - start))
             ends[target] += last - first
-    return Loan(Moves(moves, shares.rank, shares.size), ends[shares.rank], own_starts)
+    return Loan(Moves(moves, shards.rank, shards.size), ends[shards.rank], own_starts)

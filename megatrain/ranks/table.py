@@ -15,7 +15,7 @@ ThreadCount = Annotated[
 
 
 class DistributedConfig(Table, json_schema_extra=all_alter("no")):
-    """Several processes on one run, each with its share of every block."""
+    """Several processes on one run, each with its shard of every block."""
 
     processes: int = key(
         "Processes (ranks) of the run on this machine, one for each GPU. torchrun and srun start them themselves.",

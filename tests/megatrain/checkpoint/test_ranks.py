@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: shares of real stores that one document makes a checkpoint, or does not."""
+"""Checkpoints of several ranks: shards of real stores that one document makes a checkpoint, or does not."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from megatrain.checkpoint.document import (
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
-from megatrain.ranks.shares import Shares
+from megatrain.ranks.shards import RankShards
 from tiered import GenerationReader, NvmeTier, RamTier, TieredStore, list_generations
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
 
-#: Elements of whole blocks: less than a share of one rank, several shares, and one that no number of ranks divides.
+#: Elements of whole blocks: less than a shard of one rank, several shards, and one that no number of ranks divides.
 SIZES = {"norm/weight": 1024, "layer/weight": 5 * 65_536 + 3072, "layer/m": 65_536, "layer/v": 2 * 65_536}
 PATIENCE_S = 20.0
 
@@ -60,21 +60,21 @@ def contents(key: str, step: int) -> torch.Tensor:
 
 @contextmanager
 def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
-    """A rank's store with its shares: every other block on its drive, the others in RAM."""
+    """A rank's store with its shards: every other block on its drive, the others in RAM."""
     name = store_paths(size)[rank]
     tiers = [RamTier(32 << 20), NvmeTier([str(folder / "drive" / name)], 64 << 20)]
     with TieredStore(tiers, path=str(folder / "checkpoints" / name)) as store:
-        shares = Shares(rank, size)
+        shards = RankShards(rank, size)
         for number, (key, length) in enumerate(SIZES.items()):
             home = "nvme" if number % 2 else "ram"
-            store.register(key, (shares.num_elements(range(length)),), torch.float32, home=home)
+            store.register(key, (shards.num_elements(range(length)),), torch.float32, home=home)
         yield store
 
 
 def fill(store: TieredStore, rank: int, size: int, step: int) -> None:
-    shares = Shares(rank, size)
+    shards = RankShards(rank, size)
     for key, length in SIZES.items():
-        owned = shares.owned(range(length))
+        owned = shards.owned(range(length))
         with store.acquire(key, "ram", "w") as lease:
             lease.tensor.zero_()
             lease.tensor[: len(owned)] = contents(key, step)[owned.start : owned.stop]
@@ -133,13 +133,13 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_another_world_reads_the_ranges_of_its_shares(written: dict[int, Path], data: st.DataObject) -> None:
-    """What each rank of a new world owns, read from the shares of the old one, is what the whole block has there."""
+    """What each rank of a new world owns, read from the shards of the old one, is what the whole block has there."""
     folder = written[data.draw(st.sampled_from([1, 2, 3]))]
     (checkpoint,) = read_checkpoints(folder / "checkpoints")
     reader, key = CheckpointReader(checkpoint), data.draw(st.sampled_from(list(SIZES)))
     world = data.draw(st.integers(1, 6))
-    shares = Shares(data.draw(st.integers(0, world - 1)), world)
-    owned = shares.owned(range(SIZES[key]))
+    shards = RankShards(data.draw(st.integers(0, world - 1)), world)
+    owned = shards.owned(range(SIZES[key]))
     found = reader.read_range(key, 4 * owned.start, 4 * owned.stop).view(torch.float32)
     assert torch.equal(found, contents(key, 7)[owned.start : owned.stop])
     assert list(reader.problems()) == []

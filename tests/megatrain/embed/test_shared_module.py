@@ -48,7 +48,7 @@ def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) ->
             assert list(found[kind]) == list(wanted)
             assert all(torch.equal(numbers, found[kind][name]) for name, numbers in wanted.items()), kind
         assert found["is_kept"] and found["state_bytes"] < expected["state_bytes"]
-        assert "this rank has a share of the state" in found["state"]
+        assert "this rank has a shard of the state" in found["state"]
     assert lanes == expected["losses"].keys() and len(lanes) == STEPS * LANES
 
 

@@ -21,7 +21,7 @@ from megatrain.engine.workspace import (
 )
 from megatrain.optim.elementwise import AdamW
 from megatrain.ranks.lanes import Lanes
-from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Sharding, Shares
+from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS, RankLanes, RankShards, Sharding
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
 from tiered.units import PAGE_BYTES
@@ -102,10 +102,10 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
 
 
 def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> None:
-    """Two ranks with one share each of a layout: two gathers ahead hold two full copies."""
+    """Two ranks with one shard each of a layout: two gathers ahead hold two full copies."""
     graph = build_graph(tiny_config("llama"))
     layout = next(iter(graph.layouts.values()))
-    length = SHARE_BLOCK_ELEMENTS  # of the share of each rank
+    length = SHARD_BLOCK_ELEMENTS  # of the shard of each rank
     weight, gradient = f"{layout.name}/weight", f"{layout.name}/grad.0"
     blocks = {
         weight: BlockPlan(weight, "weights", length, torch.float32),
@@ -119,7 +119,7 @@ def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> Non
         Tick("backward", 0, ()),
         Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
     )
-    sharding = Sharding(Shares(0, 2), RankLanes(2, 2), Lanes.of_rank(0, 2, 2, 2))
+    sharding = Sharding(RankShards(0, 2), RankLanes(2, 2), Lanes.of_rank(0, 2, 2, 2))
     program = StepProgram(blocks, ticks, "ram", cuts=Cuts(), sharding=sharding)
     found = list(collective_transients(graph, program))
     full = 4 * 2 * length
@@ -128,7 +128,7 @@ def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> Non
     (sums,) = (each for each in found if each.name == "sums")
     assert (sums.nbytes, sums.first[0], sums.last[0]) == (full, 3, 4)
     (received,) = (each for each in found if each.name == "received sums")
-    assert received.nbytes == 2 * 4 * length  # both ranks' sums of the share
+    assert received.nbytes == 2 * 4 * length  # both ranks' sums of the shard
     assert peak_bytes(found) == 2 * full
     alone = replace(program, sharding=Sharding())
     assert not list(collective_transients(graph, alone))

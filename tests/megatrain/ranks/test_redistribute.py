@@ -1,4 +1,4 @@
-"""Matrices of which every rank has a share come whole to one rank and go back; nothing is moved twice, or left out."""
+"""Matrices of which every rank has a shard come whole to one rank and go back; nothing is moved twice, or left out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatrain.optim.elementwise import AdamW
 from megatrain.optim.muon import Muon
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.redistribute import DealtLayout, Moves, assign_by_cost, plan_redistribution
-from megatrain.ranks.shares import Shares
+from megatrain.ranks.shards import RankShards
 
 SHAPES = {"q": (256, 200), "norm": (3000,), "experts": (5, 128, 96), "out": (300, 256), "table": (700, 256), "b": (7,)}
 LAYOUT = build_layout("layer", SHAPES.items(), True)
@@ -29,7 +29,7 @@ def dealt(size: int) -> list[DealtLayout]:
             LAYOUT,
             OPTIMIZER.is_matrix_of,
             KINDS,
-            Shares(rank, size),
+            RankShards(rank, size),
             OPTIMIZER.orthogonalize_bytes,
             OPTIMIZER.orthogonalize_flops,
         )
@@ -55,11 +55,11 @@ def redistributed(sources: list[Tensor], lengths: list[int], moves: list[Moves])
 def test_matrices_are_whole_on_one_rank_and_go_back(size: int) -> None:
     views, whole = dealt(size), range(LAYOUT.num_elements)
     values = torch.arange(LAYOUT.num_elements, dtype=torch.float32)
-    shares = [torch.full((view.length,), -2.0) for view in views]
-    for rank, share in enumerate(shares):
-        owned = Shares(rank, size).owned(whole)
-        share[: len(owned)] = values[owned.start : owned.stop]
-    found = redistributed(shares, [view.num_own for view in views], [view.directions for view in views])
+    shards = [torch.full((view.length,), -2.0) for view in views]
+    for rank, shard in enumerate(shards):
+        owned = RankShards(rank, size).owned(whole)
+        shard[: len(owned)] = values[owned.start : owned.stop]
+    found = redistributed(shards, [view.num_own for view in views], [view.directions for view in views])
     seen = 0
     for view, tensor in zip(views, found, strict=True):
         start = 0
@@ -69,25 +69,25 @@ def test_matrices_are_whole_on_one_rank_and_go_back(size: int) -> None:
         seen += start
     assert seen == sum(torch.Size(SHAPES[name]).numel() for name in ("q", "experts", "out"))
     back = redistributed(found, [view.length for view in views], [view.directions.back for view in views])
-    for share, tensor in zip(shares, back, strict=True):
-        assert torch.equal(tensor[tensor >= 0], share[tensor >= 0])
+    for shard, tensor in zip(shards, back, strict=True):
+        assert torch.equal(tensor[tensor >= 0], shard[tensor >= 0])
     assert sum(int((tensor >= 0).sum()) for tensor in back) == seen
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_packed_state_is_lent_to_the_ranks_of_the_weights(size: int) -> None:
     views, block = dealt(size), range(SECOND.num_elements(LAYOUT))
-    shares = [Shares(rank, size) for rank in range(size)]
+    shards = [RankShards(rank, size) for rank in range(size)]
     values = torch.arange(len(block), dtype=torch.float32)
-    held = [torch.full((each.num_elements(block),), -2.0) for each in shares]
-    for each, tensor in zip(shares, held, strict=True):
+    held = [torch.full((each.num_elements(block),), -2.0) for each in shards]
+    for each, tensor in zip(shards, held, strict=True):
         tensor[: len(each.owned(block))] = values[each.owned(block).start : each.owned(block).stop]
     loans = [view.loans["v"] for view in views]
     lent = redistributed(held, [loan.num_elements for loan in loans], [loan.moves for loan in loans])
     for entry in LAYOUT.entries:
         numel, first = SECOND.length_of(entry), SECOND.starts(LAYOUT)[entry.name]
         pieces: list[Tensor] = []
-        for each, loan, tensor in zip(shares, loans, lent, strict=True):
+        for each, loan, tensor in zip(shards, loans, lent, strict=True):
             owned = each.owned(range(LAYOUT.num_elements))
             here = max(0, min(owned.stop, entry.offset + numel) - max(owned.start, entry.offset))
             if here:

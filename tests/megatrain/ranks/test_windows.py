@@ -53,5 +53,5 @@ def test_an_exchange_holds_what_was_planned(
         monkeypatch.setattr(sharding.gradients, "_added", measured)
         engine.step(next(make_loader(config, plan)).micro_batches, number=0, lr=1e-3)
         engine.finish_updates()
-        assert held_at_once == {lanes.shares_exchanged_at_once(world.rank)}
+        assert held_at_once == {lanes.shards_exchanged_at_once(world.rank)}
         assert engine.window_bytes == peak_bytes(collective_transients(plan.graph, plan.program)) > 0

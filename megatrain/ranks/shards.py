@@ -1,8 +1,8 @@
 """Which elements of a block belong to which rank.
 
-Every rank owns one contiguous range of each part of a layout: its *share*. The weight's share, the state's and the
-gradient's have the same range, so an update needs no other rank. All shares of a part are equally long, and begin at
-multiples of `SHARE_BLOCK_ELEMENTS`: no partial sum of a norm lies on two ranks. What lies past the end of the part is
+Every rank owns one contiguous range of each part of a layout: its *shard*. The weight's shard, the state's and the
+gradient's have the same range, so an update needs no other rank. All shards of a part are equally long, and begin at
+multiples of `SHARD_BLOCK_ELEMENTS`: no partial sum of a norm lies on two ranks. What lies past the end of the part is
 zeros.
 """
 
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 
 from megatrain.ranks.lanes import Lanes, lanes_of_rank, micro_batches_of_rank, subtrees
 
-__all__ = ["NETWORK", "PEER", "SHARE_BLOCK_ELEMENTS", "RankLanes", "Sharding", "Shares", "peer_links"]
+__all__ = ["NETWORK", "PEER", "SHARD_BLOCK_ELEMENTS", "RankLanes", "Sharding", "RankShards", "peer_links"]
 
 #: Stand for the other ranks of a host, and for those of other hosts, in the names of links: ``"ranks->ram"``,
 #: ``"gpu->hosts"``.
 PEER, NETWORK = "ranks", "hosts"
 
-SHARE_BLOCK_ELEMENTS = 65_536
-"""Shares are multiples of this: the elements of one partial sum of a norm, and what parts begin at multiples of."""
+SHARD_BLOCK_ELEMENTS = 65_536
+"""Shards are multiples of this: the elements of one partial sum of a norm, and what parts begin at multiples of."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
-    """The shares of a rank. A run of one process owns everything, and its blocks are as long as the parts.
+class RankShards:
+    """The shards of a rank. A run of one process owns everything, and its blocks are as long as the parts.
 
     Attributes:
         rank: whose blocks these are, from 0.
@@ -43,21 +43,21 @@ class Shares:
         return self.size == 1
 
     def num_elements(self, part: range) -> int:
-        """Return the length of a block that holds a share of a part: the same on all ranks."""
+        """Return the length of a block that holds a shard of a part: the same on all ranks."""
         if self.are_whole:
             return len(part)
-        blocks = -(-len(part) // SHARE_BLOCK_ELEMENTS)
-        return -(-blocks // self.size) * SHARE_BLOCK_ELEMENTS
+        blocks = -(-len(part) // SHARD_BLOCK_ELEMENTS)
+        return -(-blocks // self.size) * SHARD_BLOCK_ELEMENTS
 
     def gathered(self, part: range) -> range:
-        """Return where in a full copy of a layout all shares of a part are, one after the other.
+        """Return where in a full copy of a layout all shards of a part are, one after the other.
 
-        It may end in the next part, or past the layout: the last shares hold what lies past the part.
+        It may end in the next part, or past the layout: the last shards hold what lies past the part.
         """
         return range(part.start, part.start + self.size * self.num_elements(part))
 
     def owned(self, part: range, rank: int | None = None) -> range:
-        """Return the elements of a part that a rank owns, counted as the part is; none where its share lies past it.
+        """Return the elements of a part that a rank owns, counted as the part is; none where its shard lies past it.
 
         Args:
             part: range of elements of a layout.
@@ -127,12 +127,12 @@ class RankLanes:
         lanes = [lanes_of_rank(rank, self.size, self.count) for rank in (ranks[0], ranks[-1])]
         return subtrees(0, self.count, lanes[0].start, lanes[1].stop)
 
-    def shares_gathered_beside(self) -> int:
-        """Return how many shares a gather holds beside the full copy: those that come from other hosts."""
+    def shards_gathered_beside(self) -> int:
+        """Return how many shards a gather holds beside the full copy: those that come from other hosts."""
         return self.num_hosts if self.has_two_levels else 0
 
-    def shares_exchanged_at_once(self, rank: int) -> int:
-        """Return how many shares in fp32 an exchange holds at once: what is received, and what a host sends on."""
+    def shards_exchanged_at_once(self, rank: int) -> int:
+        """Return how many shards in fp32 an exchange holds at once: what is received, and what a host sends on."""
         if not self.has_two_levels:
             return self.num_sums
         host = rank // self.per_host
@@ -150,13 +150,13 @@ class Sharding:
     """What one rank has, and does, of a step that all ranks of a run make together. One process does all of it.
 
     Attributes:
-        shares: The elements of each part that this rank's blocks hold.
+        shards: The elements of each part that this rank's blocks hold.
         lanes: Which sums of gradients come from which rank.
         own_lanes: In which this rank adds the gradients of its micro-batches.
         gathers_ahead: How many visits before it is needed a weight is gathered.
     """
 
-    shares: Shares = field(default_factory=Shares)
+    shards: RankShards = field(default_factory=RankShards)
     lanes: RankLanes = field(default_factory=RankLanes)
     own_lanes: Lanes = field(default_factory=Lanes.single)
     gathers_ahead: int = 0

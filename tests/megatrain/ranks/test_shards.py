@@ -1,4 +1,4 @@
-"""The law of shares: which rank owns which elements, for any length and number of ranks."""
+"""The law of shards: which rank owns which elements, for any length and number of ranks."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from hypothesis import strategies as st
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.ranks.lanes import total
-from megatrain.ranks.shares import SHARE_BLOCK_ELEMENTS, RankLanes, Shares
+from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS, RankLanes, RankShards
 
 
-@given(blocks=st.integers(0, 300), length=st.integers(1, 30 * SHARE_BLOCK_ELEMENTS), size=st.integers(2, 40))
+@given(blocks=st.integers(0, 300), length=st.integers(1, 30 * SHARD_BLOCK_ELEMENTS), size=st.integers(2, 40))
 def test_every_element_has_one_owner(blocks: int, length: int, size: int) -> None:
-    part = range(blocks * SHARE_BLOCK_ELEMENTS, blocks * SHARE_BLOCK_ELEMENTS + length)
-    shares = [Shares(rank, size) for rank in range(size)]
-    owned = [each.owned(part) for each in shares]
+    part = range(blocks * SHARD_BLOCK_ELEMENTS, blocks * SHARD_BLOCK_ELEMENTS + length)
+    shards = [RankShards(rank, size) for rank in range(size)]
+    owned = [each.owned(part) for each in shards]
     assert all(before.stop == after.start for before, after in pairwise(owned))
     assert owned[0].start == part.start and owned[-1].stop == part.stop
-    assert owned == [shares[0].owned(part, rank) for rank in range(size)]
+    assert owned == [shards[0].owned(part, rank) for rank in range(size)]
     # All blocks are equally long, no longer than they have to be, and no partial sum of a norm lies on two ranks.
-    assert len({each.num_elements(part) for each in shares}) == 1
-    share = shares[0].num_elements(part)
-    assert share % SHARE_BLOCK_ELEMENTS == 0 and size * (share - SHARE_BLOCK_ELEMENTS) < length <= size * share
-    assert all(len(each) <= share and (each.start - part.start) % SHARE_BLOCK_ELEMENTS == 0 for each in owned if each)
-    gathered = shares[0].gathered(part)
-    assert gathered.start == part.start and len(gathered) == size * share >= length
+    assert len({each.num_elements(part) for each in shards}) == 1
+    shard = shards[0].num_elements(part)
+    assert shard % SHARD_BLOCK_ELEMENTS == 0 and size * (shard - SHARD_BLOCK_ELEMENTS) < length <= size * shard
+    assert all(len(each) <= shard and (each.start - part.start) % SHARD_BLOCK_ELEMENTS == 0 for each in owned if each)
+    gathered = shards[0].gathered(part)
+    assert gathered.start == part.start and len(gathered) == size * shard >= length
 
 
-def test_shares_fit_parts_and_norms() -> None:
-    assert SHARE_BLOCK_ELEMENTS == NORM_BLOCK_ELEMENTS == PART_ALIGNMENT_ELEMENTS
+def test_shards_fit_parts_and_norms() -> None:
+    assert SHARD_BLOCK_ELEMENTS == NORM_BLOCK_ELEMENTS == PART_ALIGNMENT_ELEMENTS
 
 
 @given(length=st.integers(1, 1 << 20))
 def test_one_rank_owns_everything_without_padding(length: int) -> None:
     part = range(7, 7 + length)
-    assert Shares().are_whole and Shares().owned(part) == part and Shares().num_elements(part) == length
+    assert RankShards().are_whole and RankShards().owned(part) == part and RankShards().num_elements(part) == length
 
 
 @given(num_hosts=st.integers(1, 5), per_host=st.integers(1, 5), more=st.integers(0, 9))
