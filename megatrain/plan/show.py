@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatrain.engine.program import KINDS, Kind
-from megatrain.plan.kept import num_layers_kept, num_layers_of
+from megatrain.engine.program import KINDS, Kind, Recompute
+from megatrain.engine.trace import is_counted
+from megatrain.plan.estimate import flops_per_token
+from megatrain.plan.kept import num_layers_kept, num_layers_of, visits_with_results
 from tiered.units import format_decimal_size, format_duration, format_size
 
 if TYPE_CHECKING:
@@ -74,6 +77,7 @@ def messages(plan: Plan) -> Sequence[str]:
         estimates.append(f"planned for {machine.name}, with the workspace of a CPU's kernels: a GPU's may differ")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
     beside = [plan.room_beside_tier] if plan.room_beside_tier else []
+    beside += _computed_again(plan)
     world = plan.run.world
     if not world.is_single:
         on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}
@@ -93,6 +97,36 @@ def process_line(memory: ProcessMemory) -> str:
         f"process         about {format_size(memory.total_bytes)} of RAM: {tier} in the tier + {beside} of Python and "
         "libraries, kernels, tokenizer and rows"
     )
+
+
+def _computed_again(plan: Plan) -> Sequence[str]:
+    """Say what the backward computes again, what that costs, and what it would take to save it."""
+    trace, recompute = plan.trace, plan.program.recompute
+    kept, layers = num_layers_kept(plan.graph, trace, plan.program)
+    if kept == layers or not is_counted(trace):
+        return []
+
+    def with_flops(other: Recompute) -> float:
+        return flops_per_token(replace(plan, program=replace(plan.program, recompute=other)))
+
+    again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_run_again)
+    least = with_flops(Recompute(again, kept_parts=recompute.kept_parts))
+    text = f"the backward computes {layers - kept} of {layers} layers again"
+    text += ", but for what is saved of them" if recompute.saving else ""
+    text += f": {1 - least / with_flops(recompute):.0%} of the operations of a step"
+    more = visits_with_results(trace) - recompute.kept_graphs - recompute.saved_results
+    if more and plan.run.model.table.compiler is None:
+        saved = replace(
+            recompute,
+            saved_attention=recompute.saved_attention - more,
+            saved_results=recompute.saved_results | more,
+        )
+        slot_bytes = plan.budgets_by_tier[plan.program.compute_tier].slot_bytes
+        taken = ((trace.visits[number].results, recompute.savable(number, trace.visits[number])) for number in more)
+        each = [slot_bytes(wanted.nbytes) - slot_bytes(present.nbytes) for wanted, present in taken]
+        size = format_size(plan.run.num_together * sum(each))
+        text += f'; training.recompute = "selective" would leave {1 - least / with_flops(saved):.0%}, for {size} more'
+    return [text]
 
 
 def _experts(plan: Plan) -> tuple[str, ...]:

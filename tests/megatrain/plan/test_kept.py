@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import platform
+import re
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.engine.program import Recompute
@@ -19,11 +23,11 @@ from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weight
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run
-from megatrain.plan.show import table_rows
+from megatrain.plan.show import messages, table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
-from tiered.units import PAGE_BYTES, round_up
+from tiered.units import PAGE_BYTES, format_size, round_up
 
 MODEL = EXAMPLES / "quickstart" / "model"
 TOKENS = 2 * 3 * 64
@@ -250,3 +254,25 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
     assert estimates[0] - estimates[1] == pytest.approx((flops + attention + moved) * TOKENS / trace.num_tokens)
     replays = [simulate_step(plan, TOKENS, rates).step_s for plan in (again, kept)]
     assert replays[0] - replays[1] == pytest.approx(less * TOKENS / 1e10, rel=0.02)  # blocks are padded
+
+
+def test_the_plan_says_what_is_computed_again_and_what_saving_it_takes(tmp_path: Path) -> None:
+    """Beside PyTorch's count of a model that keeps its graphs, and beside the plan that saves everything."""
+    full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
+    none = make_plan(tmp_path, training='recompute = "none"')
+    (line,) = (text for text in messages(full) if "again" in text)
+    size = format_size(selective.totals["ram"] - full.totals["ram"])
+    assert line.endswith(f'; training.recompute = "selective" would leave 0%, for {size} more')
+    found = re.match(r"the backward computes 4 of 4 layers again: (\d+)% of the operations of a step;", line)
+    assert found is not None
+    model = AutoModelForCausalLM.from_config(full.graph.config)
+    ids = torch.randint(0, 64, (2, 64))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    counts = counter.get_flop_counts()
+    forward = sum(sum(counts[f"{type(model).__name__}.model.layers.{layer}"].values()) for layer in range(4)) / 3
+    last = sum(2 * ids.numel() * model.config.hidden_size * model.config.intermediate_size for _ in range(4))
+    expected = (forward - last) / (counter.get_total_flops() + forward - last)
+    assert float(found[1]) / 100 == pytest.approx(expected, abs=0.02)
+    assert any("0% of the operations" in text for text in messages(selective))
+    assert not any("again" in text for text in messages(none))
