@@ -32,6 +32,7 @@ from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
 from megatrain.models.folder import read_config_json
 from megatrain.models.hub import locate
+from megatrain.plan.budgets import tier_names
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
@@ -93,7 +94,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         num_epochs=training.num_train_epochs,
         max_steps=training.max_steps if training.max_steps > 0 else None,
         tiers=tiers,
-        placement=_placement(config, _tier_names(tiers, device)),
+        placement=_placement(config, tier_names(tiers, device)),
         recompute=RecomputeChoice.of(config.training.recompute),
         advanced=config.advanced,
         trace_steps=config.profile.trace_steps,
@@ -311,12 +312,6 @@ def _tiers(
         file_bytes=file_bytes,
         machine=planned,
     )
-
-
-def _tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
-    """Return the tiers of a run, fast to slow."""
-    first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
-    return [*first, "ram", *(["nvme"] if tiers.table.nvme else [])]
 
 
 def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:

@@ -40,9 +40,7 @@ class RunConfig(Table):
 
     config_version: Literal[1] = key("Version of this file format.", 1, alters="no")
     task: TaskName = key(
-        "sft: chats and prompts; pretrain: plain text; distill: rows as with sft, on a teacher's scores ([distill]); "
-        "dpo: preferences, with the loss of preference.loss_type; reward: preferences, a number for each text; "
-        "classify: labels of texts or words ([classify]).",
+        f"{'; '.join(f'{name}: {facts.what}' for name, facts in TASK_FACTS.items())}.",
         alters="yes",
     )
     output_dir: ConfigPath = key(

@@ -28,6 +28,7 @@ from megatrain.machine.machine import profile_of
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
+from megatrain.plan.budgets import tier_budgets
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
 from megatrain.plan.plan import Plan
@@ -38,7 +39,6 @@ from megatrain.plan.planner import (
     make_graph,
     objections_to,
     settle_rows,
-    tier_budgets,
     trace_run,
     with_folder,
     with_open_room,

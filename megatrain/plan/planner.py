@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from functools import partial
@@ -44,6 +43,7 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
+from megatrain.plan.budgets import tier_budgets
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.fill import with_results
 from megatrain.plan.kept import GraphKeeper, weights_stay
@@ -60,8 +60,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
 from megatrain.ranks.lanes import micro_batches_of_rank
-from tiered.ext import check_rates, plan_chunks
-from tiered.units import PAGE_BYTES, GiB, round_up
+from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -783,11 +782,6 @@ def fastest(plans: Iterable[Plan]) -> Plan:
     return best
 
 
-GPU_ALIGNMENT_BYTES = 512
-#: RAM that each process of a host is left for Python, torch and libraries, where the tier takes what is free.
-RANK_BYTES = GiB
-
-
 def parts_without_room(trace: VisitTrace) -> int:
     """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
     if trace.head_parts == 1:
@@ -826,41 +820,6 @@ def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
         return nbytes * (layout.num_elements - max(map(len, layout.parts)))
 
     return max((spared(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)
-
-
-def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
-    """Return the tiers of the run, fast to slow, with their capacities and roundings."""
-    tiers, device = run.tiers, run.device
-    on_gpu = machine.compute_tier(tiers, device) == "gpu"
-    is_direct = machine.moves_past_ram(tiers, device)
-    budgets: dict[str, TierBudget] = {}
-    if on_gpu:
-        capacity = machine.gpu_capacity_bytes(tiers, device)
-        alignment = PAGE_BYTES if is_direct else GPU_ALIGNMENT_BYTES
-        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
-    capacity = machine.ram_capacity_bytes(tiers)
-    if tiers.table.ram.size.is_auto and not run.world.is_single:
-        capacity -= run.world.local_size * RANK_BYTES
-    capacity = max(0, capacity) // run.world.local_size  # RAM and drives are what a host gives the run
-    budgets["ram"] = TierBudget(
-        "ram",
-        capacity,
-        lambda n: round_up(n, PAGE_BYTES),
-        0 if on_gpu else workspace,
-        num_processes=run.world.local_size,
-    )
-    if tiers.table.nvme:
-        shares = check_rates(tiers.rates, len(tiers.table.nvme))
-        capacity = machine.nvme_capacity_bytes(tiers, run.output_dir) // run.world.local_size
-        budgets["nvme"] = TierBudget(
-            "nvme",
-            capacity,
-            functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
-            generations=run.checkpoint.table.num_generations,
-            direct_to=frozenset({"gpu"} if is_direct else ()),
-            num_processes=run.world.local_size,
-        )
-    return budgets
 
 
 def with_residents(

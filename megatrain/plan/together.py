@@ -21,7 +21,8 @@ from megatrain.machine.machine import (
     file_system_of,
     profile_of,
 )
-from megatrain.plan.planner import plan_run, tier_budgets
+from megatrain.plan.budgets import tier_budgets
+from megatrain.plan.planner import plan_run
 from megatrain.ranks.collectives import RanksDifferError
 
 if TYPE_CHECKING:
