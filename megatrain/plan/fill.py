@@ -7,12 +7,14 @@ operations for a byte, up to where a step gets no shorter by it (docs/decisions/
 
 from __future__ import annotations
 
+import bisect
 import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import saving_results
 from megatrain.plan.kept import operations_per_byte, visits_with_results
+from megatrain.plan.placement import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -26,20 +28,27 @@ _PARTS = 24
 _Saving = tuple[frozenset[int], frozenset[int]]
 
 
-def with_results(plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float]) -> Plan:
+def with_results(
+    plan: Plan, placed: Callable[[Plan], Plan | None], seconds: Callable[[Plan], float], *, on_drives_bytes: int
+) -> Plan:
     """Return the plan in which as many layers save results as make a step shorter; itself where none do.
 
     The search halves what is open, and takes it that each result is worth as much as the one before it, up to where
-    the room ends or a link binds. All of them are tried first.
+    the room ends or a link binds. As many as there is room for are tried first.
 
     Args:
         plan: a step that moves blocks.
         placed: places a program, with its estimate; None: it has no place, or costs what nobody asked for.
         seconds: How long a step takes.
+        on_drives_bytes: Results that may go to drives, or what they displace.
     """
     order = _admitted_in_order(plan)
+    room = _room_bytes(plan) + on_drives_bytes
+    most = bisect.bisect_right(order, room, key=lambda what: _results_bytes(plan, what))
+    if not most:
+        return plan
     best, best_s = plan, seconds(plan)
-    low, high, count = 0, len(order) + 1, len(order)  # so many are the best so far; so many are too many
+    low, high, count = 0, most + 1, most  # so many are the best so far; so many are too many
     while low < count < high:
         other = placed(_saving(plan, order[count - 1]))
         other_s = math.inf if other is None else seconds(other)
@@ -63,6 +72,22 @@ def _admitted_in_order(plan: Plan) -> Sequence[_Saving]:
     for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True):
         order.append((order[-1][0] - {visit}, order[-1][1] | {visit}))
     return order[1:]
+
+
+def _room_bytes(plan: Plan) -> float:
+    """Return what may come to live beside the homes of a plan; blocks that nobody writes may make way for more."""
+    placement, budgets = plan.placement, plan.budgets_by_tier
+    if FOLDER in budgets:
+        return math.inf
+    taken = {tier: sum(each.values()) + placement.workspace_bytes[tier] for tier, each in placement.home_bytes.items()}
+    return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if tier != "nvme")
+
+
+def _results_bytes(plan: Plan, what: _Saving) -> int:
+    attention, results = what
+    visits = plan.trace.visits
+    nbytes = sum(visits[visit].attention.nbytes for visit in attention)
+    return plan.run.num_together * (nbytes + sum(visits[visit].results.nbytes for visit in results))
 
 
 def _saving(plan: Plan, what: _Saving) -> Plan:

@@ -335,7 +335,8 @@ def _with_results(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
         found = next(_placed_anew(other), None)
         return estimated(found) if found is not None and _spares_drives(found, plan) else None
 
-    found = with_results(plan, placed, _step_s if is_elsewhere else _replayed_s)
+    seconds = _step_s if is_elsewhere else _replayed_s
+    found = with_results(plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * _written_bytes(plan)))
     if is_elsewhere:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     others = (other for other in _placed_anew(found) if _spares_drives(other, plan))
@@ -347,11 +348,12 @@ def _spares_drives(plan: Plan, other: Plan) -> bool:
 
     Results of a step are many times its gradients and state. Where they may go to a drive is for the config to say.
     """
+    return _written_bytes(plan) <= _MOST_WEAR * _written_bytes(other)
 
-    def written_bytes(of: Plan) -> int:
-        return sum(nbytes for link, nbytes in of.traffic.items() if link.endswith("->nvme"))
 
-    return written_bytes(plan) <= _MOST_WEAR * written_bytes(other)
+def _written_bytes(plan: Plan) -> int:
+    """Return what a step writes to drives."""
+    return sum(nbytes for link, nbytes in plan.traffic.items() if link.endswith("->nvme"))
 
 
 def _step_s(plan: Plan) -> float:

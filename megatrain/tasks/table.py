@@ -49,9 +49,7 @@ class TaskFacts:
 TASK_FACTS: Mapping[str, TaskFacts] = {
     "sft": TaskFacts("chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4),
     "pretrain": TaskFacts("plain text, loss on every token", "data/*.txt", 1e-4, 2e-4),
-    "distill": TaskFacts(
-        "chats and prompts, loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4
-    ),
+    "distill": TaskFacts("chats and prompts, loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4),
     "dpo": TaskFacts(
         "preferences, which of two answers is better",
         "data/preferences.jsonl",
