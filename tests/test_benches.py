@@ -100,8 +100,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours.
-SLOW = ("compare/ranks",)
+#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours. The other has a test below.
+SLOW = ("compare/ranks", "compare/disk_offload")
 
 
 @pytest.mark.parametrize(
