@@ -100,7 +100,8 @@ def test_every_bench_is_run_here() -> None:
     assert programs == set(ARGUMENTS)
 
 
-#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours. The other has a test below.
+#: Three processes of their own, each with a new interpreter: `ranks` shows the same of ours. The other has a test of
+#: its own.
 SLOW = ("compare/ranks", "compare/disk_offload")
 
 

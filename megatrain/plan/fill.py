@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from megatrain.engine.program import saving_results
@@ -25,7 +26,20 @@ if TYPE_CHECKING:
 #: of it only to have their results again.
 _PARTS = 24
 
-_Saving = tuple[frozenset[int], frozenset[int]]
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """Results of a visit that may be saved.
+
+    Attributes:
+        visit: Its number.
+        more_nbytes: What they take of a micro-batch, beyond those of the visit that come before them in the order.
+        with_products: Results of products as well as attention's.
+    """
+
+    visit: int
+    more_nbytes: int
+    with_products: bool
 
 
 def with_results(
@@ -37,20 +51,20 @@ def with_results(
     the room ends or a link binds. As many as there is room for are tried first.
 
     Args:
-        plan: a step that moves blocks.
-        placed: places a program, with its estimate; None: it has no place, or costs what nobody asked for.
+        plan: A step that moves blocks.
+        placed: Places a program, with its estimate; None: it has no place, or costs what nobody asked for.
         seconds: How long a step takes.
-        on_drives_bytes: Results that may go to drives, or what they displace.
+        on_drives_bytes: Bytes of results that may go to drives, or of what they displace.
     """
     order = _admitted_in_order(plan)
     room = _room_bytes(plan) + on_drives_bytes
-    most = bisect.bisect_right(order, room, key=lambda what: _results_bytes(plan, what))
+    most = bisect.bisect_right(list(accumulate(plan.run.num_together * each.more_nbytes for each in order)), room)
     if not most:
         return plan
     best, best_s = plan, seconds(plan)
     low, high, count = 0, most + 1, most  # so many are the best so far; so many are too many
     while low < count < high:
-        other = placed(_saving(plan, order[count - 1]))
+        other = placed(_saving(plan, order[:count]))
         other_s = math.inf if other is None else seconds(other)
         if other is not None and other_s < best_s:
             best, best_s, low = other, other_s, count
@@ -60,18 +74,20 @@ def with_results(
     return best
 
 
-def _admitted_in_order(plan: Plan) -> Sequence[_Saving]:
-    """Return the visits that save attention's results, and those that save all of theirs, with one more each time."""
-    recompute = plan.program.recompute
+def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
+    """Return the results of visits that save none yet: of attention alone first, if a byte of these saves more."""
+    recompute, visits = plan.program.recompute, plan.trace.visits
     taken = recompute.kept_graphs | recompute.saving
     worth = operations_per_byte(plan.trace)
-    order: list[_Saving] = [(frozenset(), frozenset())]
+    order: list[_Results] = []
+    of_attention: dict[int, int] = {}
     if worth.get("attention", 0.0) > worth.get("results", 0.0):
         for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - taken, reverse=True):
-            order.append((order[-1][0] | {visit}, frozenset()))
+            of_attention[visit] = visits[visit].attention.nbytes
+            order.append(_Results(visit, of_attention[visit], with_products=False))
     for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True):
-        order.append((order[-1][0] - {visit}, order[-1][1] | {visit}))
-    return order[1:]
+        order.append(_Results(visit, visits[visit].results.nbytes - of_attention.get(visit, 0), with_products=True))
+    return order
 
 
 def _room_bytes(plan: Plan) -> float:
@@ -83,14 +99,8 @@ def _room_bytes(plan: Plan) -> float:
     return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if tier != "nvme")
 
 
-def _results_bytes(plan: Plan, what: _Saving) -> int:
-    attention, results = what
-    visits = plan.trace.visits
-    nbytes = sum(visits[visit].attention.nbytes for visit in attention)
-    return plan.run.num_together * (nbytes + sum(visits[visit].results.nbytes for visit in results))
-
-
-def _saving(plan: Plan, what: _Saving) -> Plan:
-    attention, results = what
+def _saving(plan: Plan, admitted: Sequence[_Results]) -> Plan:
+    results = frozenset(each.visit for each in admitted if each.with_products)
+    attention = frozenset(each.visit for each in admitted) - results
     program = saving_results(plan.program, plan.trace, attention)
     return replace(plan, program=saving_results(program, plan.trace, results, with_products=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -339,8 +339,11 @@ def _with_results(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
     found = with_results(plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * _written_bytes(plan)))
     if is_elsewhere:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
-    others = (other for other in _placed_anew(found) if _spares_drives(other, plan))
-    return plan if found is plan else fastest(chain((plan,), map(estimated, others)))
+    if found is plan:
+        return plan
+    # Of the shares of open room that `found` is tried with, it has the first itself.
+    others = (other for other in islice(_placed_anew(found), 1, None) if _spares_drives(other, plan))
+    return fastest(chain((plan, found), map(estimated, others)))
 
 
 def _spares_drives(plan: Plan, other: Plan) -> bool:
