@@ -12,6 +12,9 @@ Sides, each with every block in RAM unless it says otherwise:
 * ``selective``: results of products and attention are saved;
 * ``nvme``: as ``selective``, with inputs and results on a drive, and a quarter more RAM than the least;
 * ``none``: graphs are kept;
+* ``streamed``: as ``full``, with the optimizer's state on a drive, and RAM for half of the results beside;
+* ``filled``: the same in the same RAM, but the plan decides which layers save results. It does so by the rates that
+  `doctor` measured of this machine: without any, it is as ``streamed``;
 * ``checkpointed``, ``plain``: PyTorch with its own checkpointing of layers, and without.
 
 They take turns step by step in one process, on the same micro-batches. Claims: losses, norms, final weights and final
@@ -52,10 +55,17 @@ from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
 
 WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none"
-OURS = (WHOLE, FULL, SELECTIVE, NVME, NONE)
+STREAMED, FILLED = "streamed", "filled"
+OURS = (WHOLE, FULL, SELECTIVE, NVME, NONE, STREAMED, FILLED)
 PLAIN, CHECKPOINTED = "plain", "checkpointed"
 #: Ratio of step seconds -> its target (design of decisions 0080 and 0081).
-TARGETS = {(FULL, WHOLE): 0.96, (SELECTIVE, WHOLE): 0.90, (NVME, WHOLE): None, (NONE, WHOLE): None}
+TARGETS = {
+    (FULL, WHOLE): 0.96,
+    (SELECTIVE, WHOLE): 0.90,
+    (NVME, WHOLE): None,
+    (NONE, WHOLE): None,
+    (FILLED, STREAMED): None,
+}
 MOST_EXTRA = 0.4  # of the memory that kept graphs take beyond a full recompute
 LR = 1e-4
 TEXT = QUICKSTART / "loomings.txt"
@@ -140,17 +150,27 @@ class Bench:
                 )
 
     def _config(self, name: str) -> RunConfig:
-        training = {"recompute": {WHOLE: FULL, NVME: SELECTIVE}.get(name, name)}
+        training = {"recompute": {WHOLE: FULL, NVME: SELECTIVE, STREAMED: FULL, FILLED: "auto"}.get(name, name)}
 
         def config(**tables: Any) -> RunConfig:
             return run_config(
                 self._model, TEXT, self._arguments.tokens, self._folder / name, training=training, **tables
             )
 
+        drives = [{"path": str(self._folder / f"drive_{name}")}]
+        if name in (STREAMED, FILLED):
+            tiers = {"ram": {"size": f"{self._ram_for_half_bytes()}B"}, "nvme": drives}
+            return config(placement={"optimizer": ["nvme"]}, tiers=tiers)
         if name != NVME:
             return config()
-        drives, placement = [{"path": str(self._folder / "drive")}], {"activations": ["nvme"]}
+        placement = {"activations": ["nvme"]}
         return with_tight_ram(lambda ram: config(placement=placement, tiers={"ram": {"size": ram}, "nvme": drives}))
+
+    def _ram_for_half_bytes(self) -> int:
+        """Return the RAM that everything but the optimizer's state needs, with half of the results of all layers."""
+        full, selective = (plan_run(resolve(self._config(name))) for name in (FULL, SELECTIVE))
+        state = full.placement.home_bytes["ram"]["optimizer"]
+        return (full.totals["ram"] + selective.totals["ram"]) // 2 - state
 
     def _side(self, name: str) -> Ours:
         config = self._config(name)
@@ -177,7 +197,7 @@ class Bench:
         recompute = plan.program.recompute
         row(f"{name}.layers_kept", num_layers_kept(plan.graph, plan.trace, plan.program)[0], "layers")
         row(f"{name}.layers_saving", num_layers_of(plan.graph, plan.trace, recompute.saving), "layers")
-        total = plan.budgets["ram"] if name == NVME else plan.totals["ram"]
+        total = plan.budgets["ram"] if any(plan.traffic.values()) else plan.totals["ram"]
         most = max(window.tiers["ram"].high_water_bytes for window in side.windows)
         row(f"{name}.ram", most, "bytes", target=total, ok=most <= total)
 

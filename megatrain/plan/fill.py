@@ -85,8 +85,10 @@ def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
         for visit in sorted(visits_with_results(plan.trace, attention_alone=True) - taken, reverse=True):
             of_attention[visit] = visits[visit].attention.nbytes
             order.append(_Results(visit, of_attention[visit], with_products=False))
-    for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True):
-        order.append(_Results(visit, visits[visit].results.nbytes - of_attention.get(visit, 0), with_products=True))
+    order.extend(
+        _Results(visit, visits[visit].results.nbytes - of_attention.get(visit, 0), with_products=True)
+        for visit in sorted(visits_with_results(plan.trace) - taken, reverse=True)
+    )
     return order
 
 
