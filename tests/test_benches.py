@@ -166,6 +166,7 @@ def test_what_is_computed_again_is_compared() -> None:
     flops = [rows[f"{name}.hardware_flops"] for name in ("whole", "full", "selective", "none")]
     assert flops[0] > flops[1] > flops[2] == flops[3] and rows["selective.hardware_per_model"] == 1.0
     assert rows["nvme.moved"] > rows["full.moved"] == 0
+    assert rows["filled.moved"] == rows["streamed.moved"] > 0 == rows["filled.layers_saving"]  # no rates in tests
     assert rows["ratio.step.none/whole"] > 0 and rows["none/full.blocks_that_differ"] == 0
 
 
