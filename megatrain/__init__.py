@@ -99,25 +99,15 @@ def __dir__() -> list[str]:
 def _ask_for_repeatable_products() -> None:
     """Set what makes the libraries of matrix products add in the same order, while it can still be set.
 
-    Each reads its variable once, at its first product, and that may come long before the engine is made. On processors
-    of Intel MKL takes another kernel for few rows, so that a product in parts has other bits than the whole: weights in
-    pieces and ranks need its strict mode. On others it does not, and nobody measured what the mode costs there. For
-    cuBLAS the variable stays unset where CUDA is in use already, so that ``megatrain.engine.environment`` can tell.
+    Each reads its variable once, at its first product, and that may come long before the engine is made. MKL's sums
+    depend on the number of threads by default, and ranks of one host have fewer than a run of one process; its strict
+    mode gives a row the same bits among any others, too, on a processor of Intel. For cuBLAS the variable stays unset
+    where CUDA is in use already, so that ``megatrain.engine.environment`` can tell.
     """
-    if _is_of_intel():
-        os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _is_of_intel() -> bool:
-    """Return whether the processor is one of Intel's; where Linux does not say, what Windows says."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return "GenuineIntel" in file.read(512)
-    except OSError:
-        return "GenuineIntel" in os.environ.get("PROCESSOR_IDENTIFIER", "")
 
 
 _ask_for_repeatable_products()

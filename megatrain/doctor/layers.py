@@ -122,17 +122,17 @@ def explain(phases: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
         phases: Of each, the seconds that it took, and how much work of each kind it was.
     """
     work = np.array([[amount / taken_s for amount in amounts] for taken_s, amounts in phases])
-    largest = np.maximum(work.max(axis=0), np.finfo(float).tiny)
-    num_kinds, best, least = work.shape[1], np.zeros(work.shape[1]), np.inf
+    largest, best, least = work.max(axis=0), np.zeros(work.shape[1]), np.inf
+    there = np.flatnonzero(largest)  # of what there was none of, any cost explains the seconds equally well
     # The least squares without negative costs are the unconstrained ones of some of the kinds: there are 15 choices.
     for kinds in itertools.chain.from_iterable(
-        itertools.combinations(range(num_kinds), count) for count in range(1, num_kinds + 1)
+        itertools.combinations(there, count) for count in range(1, len(there) + 1)
     ):
         scaled = work[:, kinds] / largest[list(kinds)]
         costs = np.linalg.lstsq(scaled, np.ones(len(work)), rcond=None)[0]
         error = float(np.linalg.norm(scaled @ costs - 1))
         if costs.min() > 0 and error < least:
-            least, best = error, np.zeros(num_kinds)
+            least, best = error, np.zeros(work.shape[1])
             best[list(kinds)] = costs / largest[list(kinds)]
     return [float(cost) for cost in best]
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatrain.base.layout import views
+from megatrain.base.layout import InPieces, views, views_of_parts
 from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.pieces import LeasedParts, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
@@ -547,9 +547,11 @@ class ExchangedGradients:
             }
             self._window.note(sum(map(_nbytes, memory.values())))
             made.append(memory)
-            targets: dict[str, Tensor] = {}
+            targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
-                targets.update(views(memory[layout.name][: layout.num_elements], layout))
+                # In the pieces of a run of one process: products of other shapes might have other bits.
+                parts = self._program.parts_of(layout)
+                targets.update(views_of_parts([_within(memory[layout.name], part) for part in parts], parts, layout))
             return GradientAccumulator(targets, set())
 
         accumulator = LaneAccumulator(self._gradients.lanes, room(), room)

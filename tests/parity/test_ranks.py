@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.errors import ConfigError
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.machine import file_system_of, load_profile, store_profile
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.placement import DoesNotFitError
@@ -185,6 +187,19 @@ def few_labels(micro_batches: list[dict[str, Tensor]], step: int) -> None:
             micro_batch["labels"] = torch.full_like(micro_batch["labels"], IGNORED_LABEL)
 
 
+@contextmanager
+def products_seen() -> Iterator[set[tuple[int, int, int]]]:
+    """Collect the shapes of the products that gradients of weights are, `(M, K, N)`."""
+    add, seen = GradientAccumulator._add, set[tuple[int, int, int]]()
+
+    def seeing(self: GradientAccumulator, target: Tensor, left: Tensor, right: Tensor, **options: Any) -> None:
+        seen.add((*left.shape, right.shape[1]))
+        add(self, target, left, right, **options)
+
+    with mock.patch.object(GradientAccumulator, "_add", seeing):
+        yield seen
+
+
 def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankResult]:
     """Train the cases, one after the other, on one rank."""
     found = {}
@@ -197,8 +212,9 @@ def train_cases(world: World, folder: Path, names: list[str]) -> dict[str, RankR
         passes = not world.is_single and (
             case.passes == "always" or (case.passes == "on hosts" and world.num_hosts > 1)
         )
-        with mock.patch.object(layouts, "PART_ELEMENTS", size), parts_passing(passes):
-            found[name] = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
+        with mock.patch.object(layouts, "PART_ELEMENTS", size), parts_passing(passes), products_seen() as products:
+            result = train(world, own, [text], NUM_STEPS, few_labels if case.labels == "few" else None)
+        found[name] = replace(result, products=frozenset(products))
         assert found[name].passes == passes, name
     return found
 
@@ -260,6 +276,8 @@ def assert_same(name: str, results: Sequence[RankResult], alone: Sequence[RankRe
         window, planned = result.update_window
         assert 0 <= window <= planned, (name, rank)
         assert (window > 0) == ("Muon" in name), (name, rank)
+    # Libraries of products give a few rows other bits than they have among more: so these are the same ones.
+    assert frozenset().union(*(result.products for result in results)) == expected.products, name
     # Every row is evaluated by one rank.
     assert sum(result.num_own_labels for result in results) == expected.num_own_labels, name
     assert {count for _, count in expected.evaluations.values()} == {expected.num_own_labels}, name

@@ -57,6 +57,7 @@ class RankResult:
         num_own_labels: of what this rank evaluates.
         moved_by_evaluations: by link, as ``moved``.
         planned_of_evaluations: by link, as ``planned``.
+        products: shapes of the products that gradients of weights are, `(M, K, N)`.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -76,6 +77,7 @@ class RankResult:
     num_own_labels: int = 0
     moved_by_evaluations: dict[str, int] = field(default_factory=dict)
     planned_of_evaluations: dict[str, int] = field(default_factory=dict)
+    products: frozenset[tuple[int, int, int]] = frozenset()
 
 
 def run_world(
