@@ -335,7 +335,7 @@ project**: bytes are exact plans, speeds are predictions from rates. The same fo
 
 Computing is [counted](sizing.md#how-good-the-prediction-is) as products, attention, bytes of all other operators, and the
 host's launches, which go on beside a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
-at the rate of updates in memory, and 40 us of the host for a launch, 52 us with a GPU, where a row that is bound by `host` has
+at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU, where a row that is bound by `host` has
 micro-batches too short for its GPU. Under each machine stand those of its own rates that are assumed: estimated from data
 sheets or similar machines, not published as measured. Everything overlaps that can. These are predictions, not bounds: others
 have measured more on some of these machines, as the last table says.

@@ -14,6 +14,7 @@ from megatrain.base.timeline import Timeline
 from megatrain.converters.adapters import adapters_of
 from megatrain.converters.liger import apply_liger_kernels
 from megatrain.engine.environment import (
+    cublas_setting_read,
     deterministic_kernels,
     device_errors_explained,
     give_back_freed_memory,
@@ -92,6 +93,7 @@ def open_run(
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
+        cublas_setting_read(plan.device),
         open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=loader) as store,
     ):
         timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}

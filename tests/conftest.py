@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import datetime
+import gc
 import os
 import shutil
 import signal
@@ -97,6 +98,21 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures of the next file are made
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Have the collector pass over what earlier files left for good: modules, caches, what libraries keep.
+
+    Each device in software ends with a collection, which takes seconds among all objects of a run that is half over.
+    """
+    if _FILES.setdefault(item.config, item.path) != item.path or not gc.get_freeze_count():
+        _FILES[item.config] = item.path
+        gc.collect()
+        gc.freeze()
+
+
+_FILES: dict[pytest.Config, Path] = {}
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs

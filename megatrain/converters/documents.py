@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from megatrain.engine.attention import FLASH_ROWS
+from megatrain.engine.device_kernels import stands_for_gpu
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.models.converter import ModelConverter
 
@@ -461,13 +462,13 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether torch's flash attention for sequences of several lengths can do this."""
     width = query.shape[-1]
     return (
-        query.device.type == "cuda"
+        (query.device.type == "cuda" or stands_for_gpu(query))
         and query.dtype in _VARLEN_DTYPES
         and width == key.shape[-1] == value.shape[-1] <= _WIDEST_HEAD
         and width % _HEAD_MULTIPLE == 0
         and query.shape[1] % key.shape[1] == 0
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and _has_flash(query)
+        and (stands_for_gpu(query) or _has_flash(query))
     )
 
 

@@ -6,6 +6,8 @@ tensors makes what it would return, and nothing else: a plan counts the memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -17,9 +19,11 @@ __all__ = [
     "add_rows",
     "are_for",
     "copy_rows",
+    "fakes_standing_for_gpu",
     "gradient_of_logits",
     "reads_sync_host",
     "row_groups",
+    "stands_for_gpu",
     "take_in_logits",
     "warm_up",
 ]
@@ -38,7 +42,33 @@ def reads_sync_host(device: torch.device) -> bool:
 
 def are_for(tensor: Tensor) -> bool:
     """Return whether there are kernels for tensors on the device of this one."""
-    return tensor.is_cuda and _kernels_or_none() is not None
+    return stands_for_gpu(tensor) or (tensor.is_cuda and _kernels_or_none() is not None)
+
+
+def stands_for_gpu(tensor: Tensor) -> bool:
+    """Return whether this is a fake tensor of the CPU in a plan for the GPU of another machine."""
+    return _fakes_are_of_gpu and isinstance(tensor, FakeTensor)
+
+
+@contextmanager
+def fakes_standing_for_gpu(*, enabled: bool) -> Iterator[None]:
+    """Trace what a GPU with Triton does, on a machine that may have none: with fake tensors of the CPU.
+
+    Else a plan would count the operators that the CPU needs in place of these kernels, of products that add to fp32,
+    and of attention over documents. For the process: the greenlets of a trace have contexts of their own.
+
+    Args:
+        enabled: False: fake tensors stand for what they say.
+    """
+    global _fakes_are_of_gpu
+    before, _fakes_are_of_gpu = _fakes_are_of_gpu, enabled
+    try:
+        yield
+    finally:
+        _fakes_are_of_gpu = before
+
+
+_fakes_are_of_gpu = False
 
 
 @cache

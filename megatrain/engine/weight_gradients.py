@@ -121,7 +121,7 @@ class GradientAccumulator:
     def _add(self, target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
         if left.dtype == target.dtype:
             self._multiply(target, left, right, is_first=is_first)
-        elif target.is_cuda:
+        elif target.is_cuda or device_kernels.stands_for_gpu(target):
             self._multiply_half(target, left, right, is_first=is_first)
         else:
             _multiply_in_ranges(target, left, right, is_first=is_first)

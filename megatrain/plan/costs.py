@@ -21,9 +21,9 @@ _ATTENTION_SHARE = 0.5
 #: Per second, of one thread, where nobody measured it: on a server processor of 2 cores.
 _LAUNCHES_PER_S = 25_000.0
 #: A launch costs the host so much more for a GPU than what doctor measures on the CPU: streams, its allocator, and the
-#: checks of torch's CUDA dispatch. And a lease, with its part of the launches of an update, costs so much of a launch.
-#: Both by the host seconds of steps without kernels (docs/null_gpu.md).
-_LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE = 1.3, 1.2
+#: checks of torch's CUDA dispatch. And a lease, with its part of the launches of an update, costs so much of a launch,
+#: and so does a transfer. All by the host seconds of steps without kernels (docs/null_gpu.md).
+_LAUNCH_FOR_GPU, _LAUNCHES_PER_LEASE, _LAUNCHES_PER_TRANSFER = 1.05, 1.4, 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,7 @@ class DeviceCosts:
         moved_bytes_per_s: What all other operators read and write.
         seconds_per_launch: Time that the host takes, with the Python code around it.
         seconds_per_lease: Time that the host takes, with its part of the launches of updates.
+        seconds_per_transfer: Time that the host takes to start and to end a transfer over the bus, beside the lease.
         assumed: Which of these rates nobody measured, in words.
     """
 
@@ -44,6 +45,7 @@ class DeviceCosts:
     moved_bytes_per_s: float
     seconds_per_launch: float
     seconds_per_lease: float
+    seconds_per_transfer: float
     assumed: tuple[str, ...]
 
     @classmethod
@@ -68,6 +70,7 @@ class DeviceCosts:
             moved_bytes_per_s=machine.elementwise_bytes_per_s.get(key, in_memory),
             seconds_per_launch=per_launch,
             seconds_per_lease=_LAUNCHES_PER_LEASE * per_launch,
+            seconds_per_transfer=_LAUNCHES_PER_TRANSFER * per_launch,
             assumed=tuple(_assumed(machine, device, key)),
         )
 

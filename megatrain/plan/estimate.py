@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -257,7 +257,7 @@ class _Costs:
         """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
         found = {
             "compute": self.computing_s(),
-            "host": self._launching_s + self._leasing_s,
+            "host": self._launching_s + self._leasing_s + self._transfers_s(),
             "optimizer": self._optimizer_s(),
             "gpu optimizer": self._gpu_optimizer_s(),
             **self._links_s(self._plan.traffic),
@@ -287,9 +287,9 @@ class _Costs:
         tokens, optimizer = self.shape.tokens_per_step, seconds.get("optimizer", 0.0)
         on_gpu = seconds.get("gpu optimizer", 0.0)
         per_token = seconds.get("compute", 0.0) / tokens
-        fixed = self._links_s(self._traffic_without_activations())
+        fixed = self._links_s(self._traffic.of_step(self._stays_as_large))
         if self._on_gpu:
-            fixed["host"] = self._leasing_s
+            fixed["host"] = self._leasing_s + self._transfers_s(self._stays_as_large)
         else:  # one after the other
             per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
         crossing = 0.0
@@ -365,6 +365,16 @@ class _Costs:
         if self._plan.ticks is not None or self._costs is None or self._phases is None:
             return 0.0
         return sum(len(tick.uses) for tick in self._plan.program.ticks) * self._costs.seconds_per_lease
+
+    def _transfers_s(self, counts: Callable[[str], bool] | None = None) -> float:
+        """Return how long the host starts and ends transfers of the GPU; 0 where steps were timed, or not known.
+
+        Args:
+            counts: whether a block counts, by key; default: all do.
+        """
+        if not self._on_gpu or self._plan.ticks is not None or self._costs is None or self._phases is None:
+            return 0.0
+        return self._traffic.num_transfers("gpu", counts) * self._costs.seconds_per_transfer
 
     def _optimizer_s(self) -> float | None:
         """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
@@ -463,11 +473,15 @@ class _Costs:
             by_drive[self._keys[path]] = (drive, read_so_far + reads[path], written_so_far + writes[path])
         return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
 
-    def _traffic_without_activations(self) -> Mapping[str, int]:
-        program, placement = self._plan.program, self._plan.placement
+    @cached_property
+    def _traffic(self) -> Traffic:
+        placement = self._plan.placement
         order = list(self._plan.budgets_by_tier)
-        traffic = Traffic(program, order, placement.homes, placement.stays, placement.direct)
-        return traffic.of_step(lambda key: program.blocks[key].kind != "activations")
+        return Traffic(self._plan.program, order, placement.homes, placement.stays, placement.direct)
+
+    def _stays_as_large(self, key: str) -> bool:
+        """Return whether a block is as large whatever the number of tokens."""
+        return self._plan.program.blocks[key].kind != "activations"
 
     @property
     def computing_note(self) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megatrain.base.errors import ConfigError, Problem
+from megatrain.engine.device_kernels import fakes_standing_for_gpu
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.generate import frozen_program, generation_program, made_whole_bytes
 from megatrain.engine.program import (
@@ -198,7 +199,10 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
     """
     assert not run.model.is_trained, run.model
     graph, batch = make_graph(run), run.batch
-    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+    with (
+        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+    ):
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     in_place, encodings = find_frozen(run, graph)
@@ -309,7 +313,10 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
         UnsupportedModelError: the model cannot generate with streamed weights.
     """
     graph, run = plan.graph, plan.run
-    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+    with (
+        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+    ):
         trace, cache_nbytes = trace_generation(graph, rows, max_length, device=run.traced_on)
     num_micro_batches = -(-num_prompts // rows)
     while True:

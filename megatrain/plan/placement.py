@@ -86,6 +86,11 @@ class Traffic:
         """
         return self._count(self._step, counts)
 
+    def num_transfers(self, tier: str, counts: Callable[[str], bool] | None = None) -> int:
+        """Return how many contents a step between the first and the last moves into a tier or out of it."""
+        transfers = self._step.transfers(self._homes)
+        return sum(tier in (src, dst) and (counts is None or counts(key)) for key, src, dst in transfers)
+
     def of_last_updates(self) -> dict[str, int]:
         """Return what the updates after the last step move, and what is left then on its way home."""
         moved = self._count(self._last)

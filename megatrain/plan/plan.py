@@ -232,6 +232,11 @@ class RunSpec:
         """The device whose kernels a plan counts: the run's; a CPU's for another machine, so that a plan needs none."""
         return self.device if self.tiers.machine is None else torch.device("cpu")
 
+    @property
+    def is_traced_elsewhere(self) -> bool:
+        """Whether fake tensors of the CPU stand for those of a GPU."""
+        return self.device.type == "cuda" != self.traced_on.type
+
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)

@@ -18,6 +18,7 @@ from megatrain.converters.liger import check_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
+from megatrain.engine.device_kernels import fakes_standing_for_gpu
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
     FrozenWeights,
@@ -595,7 +596,10 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, padded: bool | None,
 def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
     """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given."""
     # As the run will be: which kernels there are to choose from, and what they take, depends on it.
-    with deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic):
+    with (
+        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+    ):
         return trace_visits(
             graph,
             run.batch.micro_batch_rows,

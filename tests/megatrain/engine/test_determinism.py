@@ -11,7 +11,7 @@ import torch
 import megatrain
 from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
-from megatrain.engine.environment import DeterminismError, deterministic_kernels
+from megatrain.engine.environment import DeterminismError, cublas_setting_read, deterministic_kernels
 
 CUDA = torch.device("cuda")  # only its name is looked at
 
@@ -77,6 +77,27 @@ def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
         multiply()
         with deterministic_kernels(CUDA, "Model"):
             multiply()
+
+
+def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back() -> None:
+    """Products need not parse it again; what asks for deterministic kernels inside knows that it was read."""
+    megatrain._ask_for_repeatable_products()
+    with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
+        with cublas_setting_read(CUDA):
+            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+            multiply()
+            with deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+                multiply()
+            assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        multiply()
+
+
+@pytest.mark.parametrize(("device", "enabled"), [(torch.device("cpu"), True), (CUDA, False)])
+def test_the_setting_stays_where_products_do_not_parse_it(device: torch.device, enabled: bool) -> None:
+    megatrain._ask_for_repeatable_products()
+    with deterministic_kernels(device, "Model", enabled=enabled), cublas_setting_read(device):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
 @pytest.mark.usefixtures("in_use")

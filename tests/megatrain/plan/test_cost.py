@@ -23,6 +23,7 @@ from megatrain.machine.machine import (
     store_profile,
 )
 from megatrain.plan.estimate import estimate_step, flops_per_token, nvme_seconds, split, tick_flops
+from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
@@ -145,7 +146,7 @@ def test_a_step_by_hand(plan: Plan, tmp_path: Path) -> None:
     computing_s = work["products"] / 1e11 + work["attention"] / 2e10 + work["bytes"] / 3e9
     assert found.seconds == {
         "compute": pytest.approx(computing_s * num_micro_batches),
-        "host": pytest.approx((work["launches"] * num_micro_batches + 1.2 * work["leases"]) / 20_000),
+        "host": pytest.approx((work["launches"] * num_micro_batches + 1.4 * work["leases"]) / 20_000),
         "optimizer": pytest.approx(num_parameters / 1e8, rel=0.02),  # blocks are padded
         "nvme": pytest.approx(2 * written / 1.5e9 + (read - written) / 2e9),
     }
@@ -164,7 +165,7 @@ def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> N
     found = estimate(on_gpu, tmp_path, **RATES, gpu=gpu, adamw_params_per_s={"float32": 1e12})
     work, num_micro_batches = work_by_hand(plan), 384 / plan.trace.num_tokens
     computing_s = (work["products"] / 1e12 + work["attention"] / 4e11 + work["bytes"] / 8e10) * num_micro_batches
-    host_s = 1.3 * (work["launches"] * num_micro_batches + 1.2 * work["leases"]) / 20_000
+    host_s = 1.05 * (work["launches"] * num_micro_batches + 1.4 * work["leases"]) / 20_000
     assert found.seconds["compute"] == pytest.approx(computing_s)
     assert found.seconds["host"] == pytest.approx(host_s)
     assert (found.step_s, found.bound_by) == (pytest.approx(host_s), "host")
@@ -172,6 +173,25 @@ def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> N
     assert rates is not None and rates.flops_per_s == pytest.approx(flops_per_token(plan) * 384 / host_s)
     fast = estimate(on_gpu, tmp_path, **{**RATES, "launches_per_s": 1e8}, gpu=gpu, adamw_params_per_s={"float32": 1e12})
     assert (fast.step_s, fast.bound_by) == (pytest.approx(computing_s, rel=0.01), "compute")
+
+
+def test_the_host_moves_blocks_over_the_bus(tmp_path: Path) -> None:
+    """Each transfer costs the time of eight launches; those of one block are its bytes, which runs are held to."""
+    path = config_at(tmp_path, gpu="24MiB", placement='weights = ["ram"]')
+    plan = plan_run(resolve(load_config(path).config))
+    blocks, placement = plan.program.blocks, plan.placement
+    traffic = Traffic(plan.program, list(plan.budgets_by_tier), placement.homes, placement.stays, placement.direct)
+    of_each = {key: traffic.num_transfers("gpu", lambda other, key=key: other == key) for key in blocks}
+    over_the_bus = plan.traffic["ram->gpu"] + plan.traffic["gpu->ram"]
+    assert sum(count * blocks[key].nbytes for key, count in of_each.items()) == over_the_bus > 0
+    assert traffic.num_transfers("gpu") == sum(of_each.values()) > 0
+    links = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")))
+    num_tokens = plan.trace.num_tokens
+    found = estimate(on_gpu, tmp_path, shape={"tokens_per_step": num_tokens}, **RATES, gpu=links)
+    work = work_by_hand(plan)
+    units = work["launches"] + 1.4 * work["leases"] + 8 * sum(of_each.values())
+    assert found.seconds["host"] == pytest.approx(1.05 * units / 20_000)
 
 
 def test_rates_that_nobody_measured_are_said_to_be_assumed(plan: Plan, tmp_path: Path) -> None:
@@ -185,7 +205,7 @@ def test_rates_that_nobody_measured_are_said_to_be_assumed(plan: Plan, tmp_path:
     assert found.seconds["compute"] == pytest.approx(by_hand * num_micro_batches)
     on_gpu = replace(plan, run=replace(plan.run, device=torch.device("cuda")))
     said = estimate(on_gpu, tmp_path, **RATES).notes[0]
-    assert "; assumed: launches at 1.3 times what they cost on the CPU; " in said
+    assert "; assumed: launches at 1.05 times what they cost on the CPU; " in said
 
 
 def test_layers_that_no_trace_knows_are_products_alone(plan: Plan, tmp_path: Path) -> None:
