@@ -86,6 +86,10 @@ LONG_BENCHES = (
 )
 
 
+#: Of the test that ran last.
+_FILE = pytest.StashKey[Path]()
+
+
 def pytest_report_header() -> str:
     """Say which runs of ``tests/pairs`` are today's."""
     return f"tests/pairs: PAIRS_SEED={os.environ['PAIRS_SEED']}"
@@ -106,13 +110,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     Each device in software ends with a collection, which takes seconds among all objects of a run that is half over.
     """
-    if _FILES.setdefault(item.config, item.path) != item.path or not gc.get_freeze_count():
-        _FILES[item.config] = item.path
+    if item.config.stash.get(_FILE, None) != item.path:
+        item.config.stash[_FILE] = item.path
         gc.collect()
         gc.freeze()
-
-
-_FILES: dict[pytest.Config, Path] = {}
 
 
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs

@@ -468,13 +468,13 @@ def _has_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and width % _HEAD_MULTIPLE == 0
         and query.shape[1] % key.shape[1] == 0
         and torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and (stands_for_gpu(query) or _has_flash(query))
+        and _has_flash(query)
     )
 
 
 def _has_flash(query: Tensor) -> bool:
-    if isinstance(query, FakeTensor) and not torch.cuda.is_available():
-        return True  # a plan that is made without a GPU is for one that has it
+    if stands_for_gpu(query) or (isinstance(query, FakeTensor) and not torch.cuda.is_available()):
+        return True  # a plan that is made without its GPU is for one that has it
     is_nvidia = torch.version.hip is None and torch.version.cuda is not None
     return is_nvidia and torch.cuda.get_device_capability(query.device)[0] >= _OLDEST_CAPABILITY
 

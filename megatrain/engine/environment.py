@@ -104,14 +104,15 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
     To be entered inside ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting
     once, but parses it again at every product, with regular expressions: 36 us of the host instead of 4
     (docs/log.md). What it parses is the size of the workspace that it hands to cuBLAS with each product: sums
-    have one order with any size, and all products of a run have the same one.
+    have one order with any size, and all products of a run have the same one. It is torch's own then, no larger than
+    with the setting of ``import megatrain``; a smaller one that a user asks for stays.
 
     Args:
         device: compute device.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)
-    if device.type == "cpu" or setting is None or not torch.are_deterministic_algorithms_enabled():
+    if device.type == "cpu" or setting != _REPEATABLE[0] or not torch.are_deterministic_algorithms_enabled():
         yield
         return
     one = torch.ones(1, 1, device=device)

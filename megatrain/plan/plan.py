@@ -235,7 +235,7 @@ class RunSpec:
     @property
     def is_traced_elsewhere(self) -> bool:
         """Whether fake tensors of the CPU stand for those of a GPU."""
-        return self.device.type == "cuda" != self.traced_on.type
+        return self.device.type == "cuda" and self.traced_on.type == "cpu"
 
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""

@@ -110,7 +110,7 @@ def plan_run(
         names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
             plans more.
         like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
-            model and trace are used again, which take most of the time.
+            model is used again, and on the same kind of device its trace, which take most of the time.
         capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
         most_ahead: How many visits ahead several ranks may gather weights.
         passes_parts: whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
@@ -456,7 +456,10 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     batch, device = run.batch, run.device
     if padded is None:
         padded = bool(packing) or batch.micro_batch_rows > 1
-    trace = trace_run(run, graph, padded=padded) if like is None else like.trace
+    if like is not None and like.run.device.type == device.type:  # a GPU has other kernels than a CPU
+        trace = like.trace
+    else:
+        trace = trace_run(run, graph, padded=padded)
     optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph), seed=run.seed)
     compute_tier = machine.compute_tier(run.tiers, device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)

@@ -74,7 +74,9 @@ def messages(plan: Plan) -> Sequence[str]:
         estimates.append(f"attention takes masks of [S, S], so memory grows with data.max_length squared ({causes})")
     machine = plan.run.tiers.machine
     if machine is not None:
-        estimates.append(f"planned for {machine.name}, with the workspace of a CPU's kernels: a GPU's may differ")
+        of_cpu, of_gpu = "that of this CPU's kernels: another's may differ", "counted without its GPU, which may differ"
+        workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
+        estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
     beside = [plan.room_beside_tier] if plan.room_beside_tier else []
     beside += _computed_again(plan)

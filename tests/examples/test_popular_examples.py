@@ -51,10 +51,11 @@ def test_there_is_an_example_for_each_model_and_machine() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES}
 
 
-#: Planned in CI; the others take a minute together.
+#: Planned in CI; the others take minutes each.
 IN_CI = ("smollm3_3b", "qwen3_8b", "gpt_oss_20b")
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in MODELS]
 )

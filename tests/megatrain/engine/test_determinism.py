@@ -100,6 +100,13 @@ def test_the_setting_stays_where_products_do_not_parse_it(device: torch.device, 
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
+def test_a_smaller_workspace_that_a_user_asks_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+        multiply()
+
+
 @pytest.mark.usefixtures("in_use")
 def test_where_it_comes_too_late_one_sentence_says_so() -> None:
     megatrain._ask_for_repeatable_products()

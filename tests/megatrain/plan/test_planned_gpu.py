@@ -22,16 +22,17 @@ from oracles.tiered_run import EXAMPLES
 NUM_LAYERS, ROWS, LENGTH = 36, 2, 256
 
 
-def planned(folder: Path, machine: str) -> Plan:
+def planned(folder: Path, machine: str, like: Plan | None = None) -> Plan:
     """Plan steps of SmolLM3-3B, rows of several documents, for another machine; "": for this one's GPU."""
     path = folder / "run.toml"
     path.write_text(
         f'task = "pretrain"\noutput_dir = "{folder / "out"}"\n'
         f'[model]\nmodel_name_or_path = "{EXAMPLES / "models" / "SmolLM3-3B"}"\ntrain_from_scratch = true\n'
+        '[precision]\ncompute_dtype = "bfloat16"\n'
         f'[data]\nmax_length = {LENGTH}\npacking = true\n[[data.train]]\npath = "text.txt"\n'
         f"[training]\nper_device_train_batch_size = {ROWS}\n"
     )
-    return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else None))
+    return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else None), like=like)
 
 
 def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
@@ -58,6 +59,9 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     for phase, work in there.items():
         assert work.product_flops == here[phase].product_flops, phase
         assert work.moved_nbytes < here[phase].moved_nbytes, phase
+    # A plan that begins with another one's model does not count what only the other's device does.
+    assert work_of_phases(planned(tmp_path, "cpu-server-512gb", like=on_gpu)) == here
+    assert planned(tmp_path, "rtx4090-128gb", like=on_gpu).trace is on_gpu.trace
     num_parts = on_gpu.trace.head_parts
     assert products >= 7 * NUM_LAYERS  # and the head's
     # Of each part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
