@@ -86,6 +86,17 @@ LONG_BENCHES = (
 )
 
 
+#: Tests of what is traced, and those that plan nothing: no plan takes the trace of an earlier one.
+TRACED_ANEW = (
+    "tests/megatrain/engine/",
+    "tests/megatrain/converters/",
+    "tests/megatrain/plan/test_planned_gpu.py",
+    "tests/megatrain/test_flops.py",
+    "tests/null_gpu/",
+    "tests/tiered/",
+)
+
+
 #: Of the test that ran last.
 _FILE = pytest.StashKey[Path]()
 
@@ -102,6 +113,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _traces(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plans of the same model on the same rows take one trace."""
+    if request.node.nodeid.startswith(TRACED_ANEW):
+        yield
+        return
+    from oracles.traces import traces_kept
+
+    with traces_kept():
+        yield
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of the next file are made

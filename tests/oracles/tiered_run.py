@@ -21,18 +21,15 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
-from megatrain.engine import head_plan
-from megatrain.engine.program import VisitTrace
-from megatrain.models.graph import ModelGraph
 from megatrain.optim.lr import learning_rate_schedule
 from megatrain.plan import planner
 from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.plan import Plan, RunSpec
 from megatrain.resolve import resolve, resolve_data
 from megatrain.trainer import Trainer
+from oracles.traces import traces_kept
 from tiered import StoreStats
 
-_TRACES: dict[str, VisitTrace] = {}
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -123,19 +120,7 @@ size = "{tables.get("ram", "256MiB")}"
 
 def plan_of(config: RunConfig) -> Plan:
     """Plan a run; what a model is traced as is kept, since most runs of a test differ in placement only."""
-    trace = planner.trace_visits
-    shape = Path(config.model.model_name_or_path, "config.json").read_text()
-    given = (trace.__qualname__, shape, config.model.model_dump_json(), config.full_determinism)
-
-    def trace_once(graph: ModelGraph, *args: Any, **options: Any) -> VisitTrace:
-        # How the vocabulary is cut decides what the head takes, and tests cut it otherwise.
-        cut = [len(layout.parts) for layout in graph.layouts.values()]
-        key = repr((given, args, options, cut, head_plan._borders.__qualname__))
-        if key not in _TRACES:
-            _TRACES[key] = trace(graph, *args, **options)
-        return _TRACES[key]
-
-    with mock.patch.object(planner, "trace_visits", trace_once):
+    with traces_kept():
         return planner.plan_run(resolve(config))
 
 

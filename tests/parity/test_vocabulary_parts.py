@@ -335,7 +335,6 @@ def test_same_bits_in_every_placement(
     dtype: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatrain.engine.head_plan._COLUMNS", 500)
-    monkeypatch.setattr("oracles.tiered_run._TRACES", {})  # those of other tests are of heads in one part
     kinds = ("weights", "gradients", "optimizer", "activations")
 
     def run(name: str, **options: Any) -> Any:

@@ -24,6 +24,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import termios
 import threading
 import warnings
@@ -40,12 +41,34 @@ PRELOADED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.trainer",
+    "transformers.conversion_mapping",
+    "rich.live",
+    "rich.progress",
+    "rich.table",
+    "megatrain.api",
+    "megatrain.checkup",
     "megatrain.trainer",
     "megatrain.optim.kernels",
     "megatrain.report",
     "megatrain_tier_cli.main",
     "megatrain_tier_cli.run",
 )
+#: Planned by the server: what a first plan loads and caches is a second of a core.
+PLANNED = """task = "pretrain"
+output_dir = "{folder}/out"
+device = "cpu"
+[model]
+model_name_or_path = "{root}/examples/quickstart/model"
+train_from_scratch = true
+[data]
+max_length = 32
+[[data.train]]
+path = "{root}/examples/quickstart/loomings.txt"
+[training]
+per_device_train_batch_size = 2
+[tiers.ram]
+size = "1GiB"
+"""
 _PR_SET_CHILD_SUBREAPER = 36
 _WITHOUT_VALUE = ("-P", "-u", "-B")
 _SIGNATURE = inspect.signature(subprocess.Popen._execute_child)  # type: ignore[attr-defined]
@@ -173,9 +196,26 @@ def _preload() -> None:
     sys.path[0] = str(ROOT)  # was the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
+    if torch.version.cuda is None:  # else a backward may start threads of autograd, without which no child has one
+        _plan_once()
     del sys.path[0]
     assert threading.active_count() == 1, threading.enumerate()
     gc.freeze()  # a collection in a child would copy every page
+
+
+def _plan_once() -> None:
+    """Load the kernels of updates, fill torch's cache of fake results and transformers' table of conversions."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from megatrain.config import load_config
+    from megatrain.plan.planner import plan_run
+    from megatrain.resolve import resolve
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.toml")
+        path.write_text(PLANNED.format(folder=folder, root=ROOT))
+        plan_run(resolve(load_config(path).config)).warm_up()
+    get_checkpoint_conversion_mapping("llama")
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:

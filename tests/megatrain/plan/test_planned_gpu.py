@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,15 +20,21 @@ from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 
-NUM_LAYERS, ROWS, LENGTH = 36, 2, 256
+NUM_LAYERS, ROWS, LENGTH = 5, 2, 256
 
 
 def planned(folder: Path, machine: str, like: Plan | None = None) -> Plan:
-    """Plan steps of SmolLM3-3B, rows of several documents, for another machine; "": for this one's GPU."""
-    path = folder / "run.toml"
+    """Plan steps of the first layers of SmolLM3-3B, rows of several documents, for another machine; "": for this one's
+    GPU."""
+    model, path = folder / "model", folder / "run.toml"
+    config = json.loads((EXAMPLES / "models" / "SmolLM3-3B" / "config.json").read_text())
+    config["num_hidden_layers"] = NUM_LAYERS
+    config["no_rope_layers"] = config["no_rope_layers"][:NUM_LAYERS]
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config))
     path.write_text(
         f'task = "pretrain"\noutput_dir = "{folder / "out"}"\n'
-        f'[model]\nmodel_name_or_path = "{EXAMPLES / "models" / "SmolLM3-3B"}"\ntrain_from_scratch = true\n'
+        f'[model]\nmodel_name_or_path = "{model}"\ntrain_from_scratch = true\n'
         '[precision]\ncompute_dtype = "bfloat16"\n'
         f'[data]\nmax_length = {LENGTH}\npacking = true\n[[data.train]]\npath = "text.txt"\n'
         f"[training]\nper_device_train_batch_size = {ROWS}\n"
