@@ -46,29 +46,30 @@ null-gpu: $(VENV)/.installed ## the GPU path on a machine without one: 1 GB is f
 bench: $(VENV)/.installed ## step time against plain PyTorch
 	$(BIN)/python bench/step.py $(ARGS)
 
+# Not compiled: most modules of the large libraries are never imported, and the first import compiles the others.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[test,quickstart]"
+	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[test,quickstart]"
 	touch $@
 
 # Without what it depends on: cupy and 1.3 GB of CUDA, which no test needs.
 $(VENV)/.kvikio-installed: $(VENV)/.installed requirements-kvikio.txt
-	$(BIN)/pip install --quiet --quiet --no-deps -r requirements-kvikio.txt
+	$(BIN)/pip install --no-compile --quiet --quiet --no-deps -r requirements-kvikio.txt
 	touch $@
 
 $(VENV)/.lint-installed: $(VENV)/.installed
-	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[lint]"
+	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[lint]"
 	touch $@
 
 $(VENV)/.mutants-installed: $(VENV)/.installed
-	$(BIN)/pip install --quiet --quiet -c constraints.txt -e ".[mutants]"
+	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[mutants]"
 	touch $@
 
 # The packages of the extra alone: the site needs neither the project nor torch.
 $(VENV)/.docs-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
-		| xargs $(BIN)/pip install --quiet --quiet -c constraints.txt
+		| xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
 help: ## this list

@@ -352,8 +352,9 @@ def preload(model: Path, folder: Path) -> None:
     """Import and compile what a run needs; starts no thread and trains nothing."""
     from megatrain.config import load_config
     from megatrain.optim import clip
-    from megatrain.plan.planner import plan_run
+    from megatrain.plan import planner
     from megatrain.resolve import resolve
+    from oracles.traces import keeping
 
     for name in ("main", "run", "render", "options"):
         importlib.import_module(f"{_CLI}.{name}")
@@ -363,7 +364,8 @@ def preload(model: Path, folder: Path) -> None:
     path = folder / "run.toml"
     path.write_text(config_text(folder, model))
     config = load_config(path).config
-    plan = plan_run(resolve(config))
+    planner.trace_visits = keeping(planner.trace_visits)  # children have the trace
+    plan = planner.plan_run(resolve(config))
     plan.optimizer.warm_up()
     clip.warm_up()
     make_loader(config, plan)
