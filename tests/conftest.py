@@ -86,7 +86,8 @@ LONG_BENCHES = (
 )
 
 
-#: Tests of what is traced, and those that plan nothing: no plan takes the trace of an earlier one.
+#: Tests of what is traced, and those that plan nothing: no plan takes the trace of an earlier one, but by
+#: `oracles.tiered_run.plan_of`.
 TRACED_ANEW = (
     "tests/megatrain/engine/",
     "tests/megatrain/converters/",

@@ -26,7 +26,7 @@ from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError
 from megatrain.plan import forward, plan, planner
 from oracles.tiered_run import config_text
-from oracles.traces import keeping
+from oracles.traces import is_keeping, keeping
 from tiered import MiB
 from tiered.links import unified
 
@@ -40,10 +40,11 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
     An integrated one has the host's memory, in which tiers of ``tiered.ext.UnifiedTier`` let it compute.
     """
     device = VirtualCuda(total_bytes, is_integrated=is_integrated)
+    trace = keeping(_trace_on_cpu) if is_keeping(planner.trace_visits) else _trace_on_cpu
     patches = [
         # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process. The
         # device's mode comes before that of fake tensors, too: what a trace makes up would be allocated.
-        mock.patch.object(planner, "trace_visits", keeping(_trace_on_cpu)),
+        mock.patch.object(planner, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # Made inside of torch, by its own idea of the device.
         mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),

@@ -1,9 +1,9 @@
 """Python programs as processes of their own that start at once: forked from one that has imported the libraries.
 
 Torch, transformers and megatrain take a new interpreter five seconds of a core. ``Popen`` and ``run`` here take what
-those of ``subprocess`` take; a command ``[sys.executable, ...]`` is forked from a server, which imports once for each
-process of pytest and starts no thread. All else of a process is real: pid, signals, terminal, exit status. Tests whose
-subject is the start itself, what is imported, or resident memory use ``subprocess``.
+those of ``subprocess`` take; a command ``[sys.executable, ...]`` is forked from a server, which imports and plans once
+for each process of pytest and starts no thread. All else of a process is real: pid, signals, terminal, exit status.
+Tests whose subject is the start itself, what is imported, or resident memory use ``subprocess``.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _preload() -> None:
     sys.path[0] = str(ROOT)  # was the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
-    if torch.version.cuda is None:  # else a backward may start threads of autograd, without which no child has one
+    if not torch.backends.cuda.is_built():  # else autograd starts threads, which no child would have
         _plan_once()
     del sys.path[0]
     assert threading.active_count() == 1, threading.enumerate()
