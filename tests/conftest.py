@@ -16,6 +16,11 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Figures that doctor measured on this machine decide placements; tests start without any. XDG: must be absolute.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="megatrain-tier-tests-")
 
+# Processes share what they traced. Made by the first, and removed by it.
+if "KEPT_TRACES" not in os.environ:
+    os.environ["KEPT_TRACES"] = tempfile.mkdtemp(prefix="megatrain-tier-traces-")
+    atexit.register(shutil.rmtree, os.environ["KEPT_TRACES"], ignore_errors=True)
+
 # Which rows of tests/pairs run is decided once: processes of one run agree, also at midnight.
 os.environ.setdefault("PAIRS_SEED", datetime.datetime.now(datetime.UTC).date().isoformat())
 
@@ -117,9 +122,10 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _traces(request: pytest.FixtureRequest) -> Iterator[None]:
+def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plans of the same model on the same rows take one trace."""
     if request.node.nodeid.startswith(TRACED_ANEW):
+        monkeypatch.delenv("KEPT_TRACES")
         yield
         return
     from oracles.traces import traces_kept

@@ -47,7 +47,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(planner, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # Made inside of torch, by its own idea of the device.
-        mock.patch.object(visit, "absent_weight", lambda parameter, device: absent_weight(parameter, _CPU)),
+        mock.patch.object(visit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
@@ -74,6 +74,10 @@ def _trace_on_cpu(*args: Any, device: Any, **options: Any) -> VisitTrace:
 
 def _trace_generation_on_cpu(*args: Any, device: Any, **options: Any) -> tuple[VisitTrace, dict[int, int]]:
     return trace_generation(*args, device=_CPU, **options)
+
+
+def _absent_weight_on_cpu(parameter: Tensor, device: torch.device) -> AbsentWeight:
+    return absent_weight(parameter, _CPU)
 
 
 def _without_kernels(tensor: Tensor) -> bool:

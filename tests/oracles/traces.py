@@ -3,28 +3,44 @@
 A trace is most of a tiny run's time. What is kept is told apart by all that it depends on: the model's modules, their
 code, its config and layouts, what the trace is given, the state of torch, and the globals of the engine, which tests
 change. Tests of the trace itself call it; see ``TRACED_ANEW`` in ``conftest.py`` for those that plan.
+
+Where nothing is replaced, so that names say all of that, the processes of one pytest share traces, by files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
+import importlib
+import os
+import pickle
+import pkgutil
 import sys
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+import megatrain.base
+import megatrain.converters
+import megatrain.engine
+import megatrain.models
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import planner
 
+#: Environment variable: the folder that processes share traces in, made and removed by ``conftest.py``.
+FOLDER = "KEPT_TRACES"
 #: Key -> trace, and the globals that the key has addresses of: while they live, nothing else is there.
 _KEPT: dict[Any, tuple[VisitTrace, Sequence[Any]]] = {}
 #: Packages whose globals decide what is traced.
-_CODE = ("megatrain.base.", "megatrain.converters.", "megatrain.engine.", "megatrain.models.")
+_CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.models)
 
 
 @contextmanager
@@ -46,10 +62,10 @@ def is_keeping(trace: Callable[..., VisitTrace]) -> bool:
 
 def _kept(trace: Callable[..., VisitTrace], graph: ModelGraph, *args: Any, **options: Any) -> VisitTrace:
     names_and_globals = list(_globals())
+    given = (_text((args, sorted(options.items()))), _of_model(graph))
     key = (
         trace,
-        _text((args, sorted(options.items()))),
-        _of_model(graph),
+        *given,
         tuple(
             (name, value if isinstance(value, int | float | str) else id(value)) for name, value in names_and_globals
         ),
@@ -57,8 +73,70 @@ def _kept(trace: Callable[..., VisitTrace], graph: ModelGraph, *args: Any, **opt
         *_of_torch(),
     )
     if key not in _KEPT:
-        _KEPT[key] = trace(graph, *args, **options), [value for _, value in names_and_globals]
+        make = functools.partial(trace, graph, *args, **options)
+        try:
+            named = [item for item in names_and_globals if not _is_state(*item)]
+            text = _written((given, trace, tuple(_of_forwards(graph)), *_of_torch(), named))
+        except _ReplacedError:
+            made = make()
+        else:
+            made = _shared(text, make)
+        _KEPT[key] = made, [value for _, value in names_and_globals]
     return _KEPT[key][0]
+
+
+def _shared(text: str, make: Callable[[], VisitTrace]) -> VisitTrace:
+    """Return the trace of that name, which another process may have made."""
+    if not os.environ.get(FOLDER):
+        return make()
+    path = Path(os.environ[FOLDER], hashlib.sha256(text.encode()).hexdigest())
+    if path.exists():
+        found: VisitTrace = pickle.loads(path.read_bytes())
+        return found
+    made = make()
+    own = path.with_name(f"{path.name}.{os.getpid()}")
+    own.write_bytes(pickle.dumps(made))
+    own.replace(path)
+    return made
+
+
+def _is_state(name: str, value: Any) -> bool:
+    """Return whether a global says nothing about the code: what the interpreter keeps there, or a cache."""
+    return name.startswith("__") or (isinstance(value, dict) and name.islower())
+
+
+class _ReplacedError(Exception):
+    """A name does not say what this is: a test has put it there."""
+
+
+def _written(value: Any) -> str:
+    """Write what another process can compare. Raises ``_ReplacedError``: not possible."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(sorted(map(_written, value.items())))}}}"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_written, value))})"
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(_written, value)))}}}"
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__qualname__
+    if isinstance(value, type | types.FunctionType | types.MethodType | functools._lru_cache_wrapper):
+        return _name_of(value)
+    if isinstance(value, functools.partial):
+        return _written((value.func, value.args, value.keywords))
+    text = repr(value)
+    return text if " at 0x" not in text else f"a {_name_of(type(value))}"
+
+
+def _name_of(value: Any) -> str:
+    """Return where a function or a class is found. Raises ``_ReplacedError``: nowhere, or another one is there."""
+    found: Any = sys.modules.get(value.__module__)
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is not value and value.__module__ != "builtins":
+        raise _ReplacedError
+    return f"{value.__module__}:{value.__qualname__}"
 
 
 def _text(given: Any) -> str:
@@ -84,9 +162,20 @@ def _of_forwards(graph: ModelGraph) -> Iterator[Any]:
 
 def _globals() -> Iterator[tuple[str, Any]]:
     """Yield what the modules of the engine hold, by name; tests replace it."""
-    for name, module in sorted(sys.modules.items()):
-        if name.startswith(_CODE):
-            yield from vars(module).items()
+    for name in _modules():
+        yield from vars(sys.modules[name]).items()
+
+
+@functools.cache
+def _modules() -> Sequence[str]:
+    """Import all that can be, so that every process looks at the same."""
+    names = [
+        found.name for package in _CODE for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    for name in names:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    return sorted(set(names) & sys.modules.keys())
 
 
 def _of_torch() -> Iterator[Any]:

@@ -52,6 +52,7 @@ PRELOADED = (
     "megatrain.report",
     "megatrain_tier_cli.main",
     "megatrain_tier_cli.run",
+    "oracles.traces",
 )
 #: Planned by the server: what a first plan loads and caches is a second of a core.
 PLANNED = """task = "pretrain"
@@ -193,12 +194,12 @@ def _listen() -> socket.socket:
 
 
 def _preload() -> None:
-    sys.path[0] = str(ROOT)  # was the folder of this file
+    sys.path[:1] = [str(ROOT), str(ROOT / "tests")]  # was the folder of this file
     for name in PRELOADED:
         importlib.import_module(name)
     if not torch.backends.cuda.is_built():  # else autograd starts threads, which no child would have
         _plan_once()
-    del sys.path[0]
+    del sys.path[:2]
     assert threading.active_count() == 1, threading.enumerate()
     gc.freeze()  # a collection in a child would copy every page
 
@@ -216,6 +217,15 @@ def _plan_once() -> None:
         path.write_text(PLANNED.format(folder=folder, root=ROOT))
         plan_run(resolve(load_config(path).config)).warm_up()
     get_checkpoint_conversion_mapping("llama")
+
+
+def _keep_traces() -> None:
+    """Take the traces that tests share, where the one that starts this process does (``oracles.traces``)."""
+    from megatrain.plan import planner
+
+    traces: Any = sys.modules["oracles.traces"]
+    if traces.FOLDER in os.environ:
+        planner.trace_visits = traces.keeping(planner.trace_visits)
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:
@@ -286,6 +296,7 @@ def _become(request: dict[str, Any]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    _keep_traces()
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", buffering=1 if os.isatty(1) else -1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import pickle
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,10 @@ from megatrain.engine import head_plan
 from megatrain.engine.program import VisitTrace
 from megatrain.plan import planner
 from megatrain.resolve import resolve
+from oracles import traces
 from oracles.tiered_run import config_text, write_tiny_model
 from oracles.traces import is_keeping
+from processes import warm
 
 
 @pytest.fixture
@@ -62,3 +67,39 @@ def test_a_trace_is_made_for_each_of_what_it_depends_on(
             assert plan() is not first
         assert num_traces() == number
     assert plan() is first and num_traces() == 6
+
+
+PLAN = """
+from megatrain.config import load_config
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
+plan_run(resolve(load_config("run.toml").config))
+"""
+
+
+def test_another_process_takes_it_where_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    monkeypatch.setenv(traces.FOLDER, str(folder))
+    path = tmp_path / "run.toml"
+    path.write_text(config_text(tmp_path, write_tiny_model(tmp_path / "model")))
+
+    def plan() -> VisitTrace:
+        monkeypatch.setattr(traces, "_KEPT", {})  # as in a process that has not planned
+        return planner.plan_run(resolve(load_config(path).config)).trace
+
+    done = warm.run([sys.executable, "-c", PLAN], cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.iterdir()
+    assert pickle.loads(made.read_bytes()) == plan()
+    of_child = replace(plan(), num_tokens=12_345)  # to tell it from one that is made here
+    made.write_bytes(pickle.dumps(of_child))
+    assert plan() == of_child and len(list(folder.iterdir())) == 1
+
+    with monkeypatch.context() as patches:
+        patches.setattr(head_plan, "_COLUMNS", 500)
+        assert plan() != of_child and len(list(folder.iterdir())) == 2, "another name"
+    with monkeypatch.context() as patches:
+        patches.setattr(LlamaMLP, "forward", lambda self, x: x)
+        assert plan() != of_child and len(list(folder.iterdir())) == 2, "none: no name says what this is"
+    assert plan() == of_child
