@@ -225,7 +225,7 @@ def _print(infos: list[Checkpoint]) -> None:
         notes = ["copy"] * info.is_copy + ranks + ["newest"] * info.is_newest + state
         table.add_row(
             "?" if info.step is None else str(info.step),
-            info.saved_at.replace("+00:00", "Z"),
+            info.saved_at and f"{info.saved_at[: len('2026-11-28T10:00:00')]}Z",
             format_size(info.nbytes),
             "" if (loss := info.loss) is None else f"{loss:.4f}",
             str(info.number),

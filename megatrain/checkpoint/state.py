@@ -65,7 +65,7 @@ class RunState:
         model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config; on
             a CPU, torch's threads; where tensors of its folder are kept as they are, their number and their checksum.
         run_name: as in the config.
-        saved_at: date and time, ISO 8601.
+        saved_at: date and time, ISO 8601, by which checkpoints of other numbers of ranks and copies are in order.
         versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
@@ -142,7 +142,8 @@ class RunState:
 
     def saved_now(self) -> RunState:
         """Return the state with the present time as that of its checkpoint."""
-        return replace(self, saved_at=now_text())
+        # Not to the second: of one process and of several, and of copies, what was saved later goes on.
+        return replace(self, saved_at=now_text("microseconds"))
 
     @property
     def mean_losses(self) -> tuple[float, float, int] | None:
@@ -175,6 +176,9 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def now_text() -> str:
-    """Return the present date and time in UTC, e.g. ``2026-11-21T10:36:45+00:00``."""
-    return datetime.now(UTC).isoformat(timespec="seconds")
+def now_text(timespec: str = "seconds") -> str:
+    """Return the present date and time in UTC, e.g. ``2026-11-21T10:36:45+00:00``.
+
+    Texts are in the order of times, also beside one to the second: ``+`` comes before the point of a fraction.
+    """
+    return datetime.now(UTC).isoformat(timespec=timespec)

@@ -335,7 +335,7 @@ def go_on(world: World, folder: Path, text: str, first_step: int, num_steps: int
             data_fingerprint="",
             model={"name": run.model.name},
             run_name="",
-            saved_at=f"{now_text()}.{first_step}",
+            saved_at=now_text("microseconds"),
         )
         kept = CheckpointFolder(
             run.output_dir / CHECKPOINTS_NAME, world.rank, RankGroup(world).gather, 2, lambda text: None

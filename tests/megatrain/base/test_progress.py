@@ -20,6 +20,7 @@ from megatrain.resolve import resolve
 from megatrain.run.folder import RunFolder
 from megatrain.run.status import StatusWriter, read_status
 from megatrain.trainer import Trainer
+from oracles.run_state import make_state
 from oracles.tiered_run import EXAMPLES, config_text, make_loader
 from processes.saved_run import SavedRun, make_run
 
@@ -108,17 +109,6 @@ def test_moments_and_metrics_survive_the_status_file() -> None:
         num_trained_tokens=50, step_s=0.5, eta_s=4.0, tier_used_bytes={"ram": 10}, warmup_steps=3,
     )  # fmt: skip
     assert StepMetrics.from_json(json.loads(json.dumps(metrics.to_json()))) == metrics
-
-
-def make_state(**values: Any) -> RunState:
-    return RunState(
-        **{
-            **dict.fromkeys(("max_steps", "num_updates", "epoch", "epoch_step", "num_real_tokens"), 0),
-            **dict.fromkeys(("num_trained_tokens", "seed", "data_seed", "step"), 0),
-            **dict.fromkeys(("config_toml", "data_fingerprint", "run_name", "saved_at"), ""),
-            "seconds": 0.0, "first_loss": None, "last_loss": None, "lr_schedule": {}, "model": {}, **values,
-        }
-    )  # fmt: skip
 
 
 def test_losses_of_both_ends_are_kept_over_checkpoints() -> None:

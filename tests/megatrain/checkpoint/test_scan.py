@@ -17,6 +17,7 @@ from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.load import load_config
 from megatrain.resolve import resolve_checkpoint
+from oracles.run_state import make_state
 from processes.golden import unpack
 from processes.saved_run import SavedRun
 from tiered import MiB, RamTier, TieredStore
@@ -34,6 +35,16 @@ def test_what_cannot_be_read_stays_behind_what_is_newer() -> None:
         copy = of_one(1, saved_at)
         assert in_order([damaged, own], [copy]).index(copy) == place
         assert in_order([own, damaged], [copy]).index(copy) == (0 if saved_at == "2026-03" else 2)
+
+
+def test_of_two_of_one_second_the_later_one_goes_on() -> None:
+    """A run of one process saves, and right after it one of two, whose generations have other numbers."""
+    state = make_state()
+    first, second = (of_one(number, state.saved_now().saved_at) for number in (2, 1))
+    of_before = of_one(3, first.saved_at[:19] + "+00:00")  # by a version that wrote whole seconds
+    for own, others in (([first], [second]), ([second], [first])):
+        assert in_order(own, others) == [second, first]
+    assert in_order([of_before], [first]) == [first, of_before]
 
 
 def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
