@@ -17,11 +17,12 @@ from megatrain.engine.environment import (
     cublas_setting_read,
     deterministic_kernels,
     device_errors_explained,
-    give_back_freed_memory,
 )
+from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_memory
 from megatrain.engine.step import StepEngine
 from megatrain.models.hub import fetch_weights
 from megatrain.models.load import open_loader
+from megatrain.plan.process import begin_of_op_bytes
 from megatrain.ranks.group import RankGroup
 from megatrain.tiers import (
     check_drives,
@@ -72,7 +73,6 @@ def open_run(
         LockedError: another run uses an NVMe path.
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
-    give_back_freed_memory()
     # Everything that can be refused is looked at before anything is allocated.
     if run.model.hub is not None and not run.model.table.train_from_scratch:
         fetch_weights(run.model.hub, lambda file: tell(str(file)))
@@ -89,16 +89,27 @@ def open_run(
     timeline = Timeline()
     # The drives of a rank are its own, so what is said of them concerns this process alone.
     notice = tell if group.world.is_first else group.notify
-    # The store closes first, while errors of the device are still explained.
+    # The store closes while errors of the device are still explained.
     with (
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
         cublas_setting_read(plan.device),
         open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=loader) as store,
+        _freed_memory(plan, store),
     ):
         timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
         weights = Weights(store, plan, source, activity, tell, group)
         yield OpenRun(plan, store, weights, timeline, activity, tell)
+
+
+@contextmanager
+def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
+    if plan.device.type != "cpu":
+        give_back_freed_memory()  # the host computes nothing large
+        yield
+        return
+    with freed_memory_kept(store, begin_of_op_bytes(plan)):
+        yield
 
 
 def _weight_source(plan: Plan, loader: WeightLoader | None, tell: Callable[[str], None]) -> WeightSource:

@@ -1,8 +1,7 @@
-"""Settings of the process that computes, and failures of its device: freed memory, deterministic kernels, errors."""
+"""Settings of the process that computes, and failures of its device: deterministic kernels, errors."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from tiered.errors import TieredError
-from tiered.units import MiB
 
 __all__ = [
     "DeterminismError",
@@ -20,7 +18,6 @@ __all__ = [
     "cublas_setting_read",
     "deterministic_kernels",
     "device_errors_explained",
-    "give_back_freed_memory",
 ]
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -28,24 +25,6 @@ _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _FLASH_ATTENTION = "FLASH_ATTENTION_DETERMINISTIC"
 #: Settings under which cuBLAS sums in the same order at every run; torch accepts no others.
 _REPEATABLE = (":4096:8", ":16:8")
-
-#: Parameters of mallopt(3).
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-#: Tensors from this size on are mapped alone. Their pages are made anew each time, which takes processor time; smaller
-#: ones share the heap, where holes between them stay resident.
-_MAPPED_BYTES = 4 * MiB
-
-
-def give_back_freed_memory() -> None:
-    """Have large tensors of the CPU given back to the system as soon as they are freed, for good, in this process.
-
-    By default glibc comes to take tensors of up to 32 MiB from its heap and keeps the holes that they leave there, so
-    that a process takes more than its tiers' capacities and the plan say. Does nothing with other C libraries.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, 2 * _MAPPED_BYTES)
 
 
 class DeterminismError(RuntimeError):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatrain.base.progress import Activity
 from megatrain.engine.background import BackgroundUpdates
+from megatrain.engine.freed_memory import give_back_beyond_limit
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ class TapeExecution:
     def next_op(self) -> Op | None:
         """Go to the next op; None after the last one."""
         self.op = next(self._ops, None)
+        give_back_beyond_limit(self._store)
         self._uses = {}
         if self.op is not None:
             tick = self.op.tick

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatrain.base.timeline import TimedOp, Timeline
-from megatrain.engine.environment import give_back_freed_memory
+from megatrain.engine.freed_memory import freed_memory_kept
 from megatrain.engine.step import StepEngine
 from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine.machine import available_ram_bytes, load_profile
@@ -24,6 +24,7 @@ from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import MeasuredTicks
+from megatrain.plan.process import HEAP_BYTES, own_bytes
 from megatrain.plan.simulate import measured_rates, simulate_step
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
@@ -222,11 +223,12 @@ def measure_ticks(
     workspace = step_workspace_bytes(plan.graph, trace, plan.program, plan.num_micro_batches, plan.device)
     workspace += plan.kept_bytes
     blocks = plan.program.blocks
-    give_back_freed_memory()  # else what steps leave in the heap counts as memory of libraries afterwards
+    before_bytes = own_bytes()
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        with TieredStore([tier], Belady()) as store:
+        begin_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, or it is slower
+        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, begin_bytes):
             for block in blocks.values():
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):

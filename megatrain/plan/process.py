@@ -1,12 +1,12 @@
 """What the memory of a run's process comes to, for those who set a container's limit by it. Not counted: CUDA.
 
 The RAM tier is counted exactly, the rest is what this process has now and what a run will load besides. That sum holds
-only while memory that a tensor gave back goes back to the system: ``engine/environment.py`` sees to it.
+only while memory of freed tensors goes back to the system where there would be more: ``engine/freed_memory.py`` sees to
+it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from megatrain.engine.freed_memory import trim
 from tiered.units import MiB
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
 
-__all__ = ["ProcessMemory", "process_memory", "resident_bytes"]
+__all__ = ["HEAP_BYTES", "ProcessMemory", "begin_of_op_bytes", "own_bytes", "process_memory", "resident_bytes"]
 
 #: Measured on Linux, x86-64 (`bench/process_memory.py`): numba with LLVM, compiled kernels, and what the first step
 #: loads of torch. 93 MiB where the kernels come from numba's cache, 120 where the first run compiles them.
@@ -30,7 +31,7 @@ _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer for each byte of its ``tokenizer.json``, measured with 128,000 words.
 _TOKENIZER_FACTOR = 26
 #: What steps leave in the heap: tensors too small to be mapped alone. 0 to 67 MiB in the cases of that bench.
-_HEAP_BYTES = 24 * MiB
+HEAP_BYTES = 24 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
 
@@ -66,16 +67,29 @@ class ProcessMemory:
 
 def process_memory(plan: Plan) -> ProcessMemory:
     """Predict the memory of the process that runs a plan. Call it where that was made, and nothing was trained."""
-    in_ram = ["ram", "gpu"] if plan.run.tiers.emulates_gpu else ["ram"]
     tokenizer = Path(plan.run.model.tokenizer_folder, "tokenizer.json")
     tokenizer_bytes = tokenizer.stat().st_size if tokenizer.is_file() else 0
     return ProcessMemory(
-        tier_bytes=sum(resident_bytes(plan, tier) for tier in in_ram if tier in plan.tiers),
-        libraries_bytes=_own_bytes(),
+        tier_bytes=_tier_bytes(plan),
+        libraries_bytes=own_bytes(),
         kernels_bytes=_KERNELS_BYTES if plan.updates and _KERNELS_MODULE not in sys.modules else 0,
         data_bytes=_DATA_BYTES + _TOKENIZER_FACTOR * tokenizer_bytes,
-        heap_bytes=_HEAP_BYTES,
+        heap_bytes=HEAP_BYTES,
     )
+
+
+def begin_of_op_bytes(plan: Plan) -> int:
+    """Return the resident memory with which an op may begin so that the process stays within what is foreseen of it.
+
+    Call it where the run begins: what is loaded by then counts as it is.
+    """
+    of_an_op = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
+    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - of_an_op
+
+
+def _tier_bytes(plan: Plan) -> int:
+    in_ram = ["ram", "gpu"] if plan.run.tiers.emulates_gpu else ["ram"]
+    return sum(resident_bytes(plan, tier) for tier in in_ram if tier in plan.tiers)
 
 
 def resident_bytes(plan: Plan, tier: str) -> int:
@@ -100,9 +114,7 @@ def _passes(plan: Plan, ends: Collection[str], tier: str) -> bool:
     return min(numbers) < plan.tiers.index(tier) < max(numbers)
 
 
-def _own_bytes() -> int:
-    """Return the resident memory of this process, without what planning freed and the C library kept."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)
+def own_bytes() -> int:
+    """Return the resident memory of this process, without what the C library kept of freed memory."""
+    trim()
     return int(psutil.Process().memory_info().rss)

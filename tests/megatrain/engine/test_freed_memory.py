@@ -1,4 +1,4 @@
-"""Large tensors that are freed leave the process, whatever is still there between them."""
+"""Tensors that are freed leave the process, whatever is still there between them, where it takes more than it may."""
 
 from __future__ import annotations
 
@@ -12,28 +12,72 @@ import pytest
 PROGRAM = """
 import sys
 import psutil, torch
-from megatrain.engine.environment import give_back_freed_memory
-if sys.argv[1] == "given":
-    give_back_freed_memory()
+from megatrain.engine.freed_memory import freed_memory_kept, give_back_beyond_limit, give_back_freed_memory
+
+store = object()
+
+def resident():
+    return psutil.Process().memory_info().rss
+
+def freed():
+    tensors, small = [], []  # that stay between them
+    for _ in range(16):
+        tensors.append(torch.ones(2 << 20))
+        small.append(torch.ones(20_000))
+    return small
+
 torch.ones(7 << 20)  # of 28 MiB: from now on glibc takes smaller ones from its heap
-before = psutil.Process().memory_info().rss
-tensors, small = [], []  # that stay between them
-for _ in range(16):
-    tensors.append(torch.ones(2 << 20))
-    small.append(torch.ones(20_000))
-tensors.clear()
-print((psutil.Process().memory_info().rss - before) >> 20)
+before = resident()
+what, room = sys.argv[1], int(sys.argv[2]) << 20
+if what == "given":
+    give_back_freed_memory()
+    small = freed()
+elif what == "kept":
+    with freed_memory_kept(store, before + room):
+        small = freed()
+        give_back_beyond_limit(store)
+        print((resident() - before) >> 20)
+        small += freed()
+        print((resident() - before) >> 20)
+elif what == "beside another":
+    with freed_memory_kept(store, before + room):
+        another = torch.ones(64 << 20)  # of 256 MiB, which nobody foresaw
+        give_back_beyond_limit(store)
+        before = resident()
+        torch.ones(2 << 20)
+        give_back_beyond_limit(store)
+        print((resident() - before) >> 20)
+        small = freed()
+        give_back_beyond_limit(store)
+        print((resident() - before) >> 20)
+else:
+    small = freed()
+print((resident() - before) >> 20)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
 def test_freed_tensors_leave_the_process() -> None:
-    root = Path(__file__).parents[3]
-    left = {}
-    for what in ("given", "kept"):
-        words = [sys.executable, "-c", PROGRAM, what]
-        environment = {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        left[what] = int(done.stdout)
-    assert left["given"] < 8 < 64 < left["kept"], left
+    """128 MiB of tensors, and 1 MiB that stays."""
+    assert run("given")[-1] < 8 < 64 < run("by default")[-1]
+    little, once_more, after = run("kept", room=64)
+    assert little < 8 < 64 < once_more, "more than there is room for, as the next op finds"
+    assert after < 8
+    all_of_it, _, after = run("kept", room=256)
+    assert after < 8 < 64 < all_of_it
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_not_every_op_gives_back_what_others_took() -> None:
+    """A little is kept where the process takes more than was foreseen: 8 MiB of 16, not 128."""
+    little, much, _ = run("beside another", room=64)
+    assert much < 4 < little
+
+
+def run(what: str, room: int = 0) -> list[int]:
+    """Return the MiB that a process has come to take, as it says."""
+    words = [sys.executable, "-c", PROGRAM, what, str(room)]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
