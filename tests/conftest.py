@@ -91,6 +91,16 @@ LONG_BENCHES = (
 )
 
 
+#: Single tests of half a minute and more: at the end, other processes would wait for them.
+FIRST = (
+    "tests/faults/test_kills.py",
+    "tests/megatrain/plan/test_headline_plans.py",
+    "tests/megatrain/test_memory.py",
+    "tests/parity/test_ranks.py",
+    "tests/test_benches.py",
+    "tests/test_wheel.py",
+)
+
 #: Tests of what is traced, and those that plan nothing: no plan takes the trace of an earlier one, but by
 #: `oracles.tiered_run.plan_of`.
 TRACED_ANEW = (
@@ -149,6 +159,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(tryfirst=True)  # before the markers decide what runs
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_long_matrices(items)
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))  # stable: files stay together
     if torch.cuda.is_available():
         return
     for item in items:
