@@ -287,6 +287,8 @@ _HBM = (
     "fp32 masters and moments, which do not fit there, and recomputes"
 )
 _OFFLOADED = "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
+_PARTLY = f"{_OFFLOADED}; it computes the FFN alone again"
+_FP8 = f"{_OFFLOADED}; listed as bf16, but its command has products in fp8"
 _LAZY = "PCIe of 12 GB/s; its schedule keeps some activations to recompute less; ours is predicted"
 PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
@@ -294,7 +296,11 @@ PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "h100-512gb", 1024, 148 * 1024, 5950, "README: 272 TFLOPS", _MEGATRAIN),
     Published("LLMQ", "Qwen2.5-7B", "h100-512gb", 2048, 524_288, 14_000, "README, bf16", _HBM),
     Published("LLMQ", "Qwen2.5-7B", "rtx-pro-6000-256gb", 2048, 262_144, 8_000, "README, bf16", _HBM),
-    Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 1_900, "README, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-14B", "h100-512gb", 2048, 524_288, 6_320, "benchmark page, bf16", _PARTLY),
+    Published("LLMQ", "Qwen2.5-14B", "rtx-pro-6000-256gb", 2048, 524_288, 4_000, "README, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 1_900, "earlier README, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 2_780, "benchmark page, command with e4m3", _FP8),
+    Published("LLMQ", "Qwen2.5-14B", "rtx4090-128gb", 2048, 524_288, 1_348, "benchmark page, bf16", _OFFLOADED),
     Published("LLMQ", "Qwen2.5-7B", "rtx5090-128gb", 2048, 524_288, 3_100, "README, bf16", _OFFLOADED),
     Published(
         "RoundPipe", "Llama-3.1-8B", "rtx4090-128gb", 2048, 131_072, 3_142, "README",
