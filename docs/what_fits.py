@@ -37,7 +37,7 @@ from megatrain.machine.files import (  # noqa: E402
 )
 from megatrain.machine.machine import PlannedMachine  # noqa: E402
 from megatrain.plan.placement import DoesNotFitError  # noqa: E402
-from megatrain.plan.plan import Plan  # noqa: E402
+from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
 from megatrain.resolve import resolve  # noqa: E402
 from tiered.units import GiB  # noqa: E402
@@ -152,13 +152,14 @@ def planned(
 
 
 @functools.lru_cache(maxsize=1)
-def traced(model: str, length: int, micro_batch_tokens: int, is_split: bool) -> Plan:
+def traced(model: str, length: int, tokens: int, is_split: bool) -> Plan:
     """Return a plan that others of the model take their trace from: of one micro-batch, on a machine without limits."""
+    batch = BatchSpec(tokens // length, length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"])
     return planned(
         model,
         find_machine("h200-1.5tb"),
         length=length,
-        tokens=micro_batch_tokens,
+        tokens=batch.micro_batch_rows * length,
         more='[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"',
         is_split=is_split,
     )
@@ -198,7 +199,7 @@ def key_of(
 def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False) -> Row:
     """Plan one model on one machine."""
     machine = find_machine(name)
-    like = traced(model, length, max(length, 2048), is_split)
+    like = traced(model, length, tokens, is_split)
     try:
         plan = planned(model, machine, length=length, tokens=tokens, like=like, is_split=is_split)
     except DoesNotFitError as error:

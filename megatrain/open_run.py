@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from megatrain.base.progress import Activity
 from megatrain.base.timeline import Timeline
 from megatrain.converters.adapters import adapters_of
-from megatrain.converters.liger import apply_liger_kernels
 from megatrain.engine.environment import (
     cublas_setting_read,
     deterministic_kernels,
@@ -78,8 +77,6 @@ def open_run(
         fetch_weights(run.model.hub, lambda file: tell(str(file)))
     loader = None if run.model.table.train_from_scratch else open_loader(run.model.folder, plan.graph)
     source = source or _weight_source(plan, loader, tell)
-    if run.model.table.use_liger_kernel:
-        apply_liger_kernels(plan.graph.model, with_mlps=not run.model.table.mlp_rows)
     is_with_all = run.world.size == group.world.size  # else one rank is looked at, alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)

@@ -40,8 +40,8 @@ def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
 def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     """Let the modules of ``model`` compute with liger's kernels; parameters and their names stay.
 
-    Results are rounded in other places, at every placement in the same ones. A plan is made before, of the
-    modules as they were: these kernels cannot be traced without memory.
+    Results are rounded in other places, at every placement in the same ones. A trace counts what these kernels read
+    and write (``engine/kernel_work.py``).
 
     Args:
         with_mlps: also the MLPs.

@@ -27,6 +27,7 @@ from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.kernel_work import kernels_counted
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitTrace
 from megatrain.engine.saved_results import ResultSizes
@@ -124,6 +125,7 @@ def trace_visits(
                 loss = objective.loss.of_micro_batch({}, objective.loss.made_up(num_rows, device), None)
             with (
                 _lists_are_read(),
+                kernels_counted(tracer.counts.book),
                 nullcontext() if padded else rows_are_documents(),
                 _failures_explained(graph.model, "text" if example is None else "images"),
             ):
@@ -179,7 +181,11 @@ def trace_generation(
             def forward() -> Any:
                 return graph.model(**batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
-            with _lists_are_read(), _failures_explained(graph.model, "text"):
+            with (
+                _lists_are_read(),
+                kernels_counted(tracer.counts.book),
+                _failures_explained(graph.model, "text"),
+            ):
                 try:
                     runner.run([forward], [cache], [0])
                 except TypeError as error:
@@ -725,6 +731,10 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def nbytes_made_before(self, number: int) -> int:
         """Return the bytes of the storages alive that are among the first ``number`` that were made."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
+
+    def book(self, work: Work) -> None:
+        """Count work that no operator of torch does."""
+        self.work += work
 
     @contextmanager
     def paused(self) -> Iterator[None]:

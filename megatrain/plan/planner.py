@@ -14,7 +14,7 @@ from torch import nn
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.converters.experts import has_experts_to_cut
-from megatrain.converters.liger import check_liger_kernels
+from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
@@ -109,8 +109,9 @@ def plan_run(
             None: as the data comes; a micro-batch of one row that is not packed has none.
         names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
             plans more.
-        like: a plan of the same model, dtype, micro-batch and objective, with other tiers or more micro-batches: its
-            model is used again, and on the same kind of device its trace, which take most of the time.
+        like: a plan of the same model, dtype and objective, with other tiers or another batch: its model is used
+            again, and its trace for micro-batches of the same shape on the same kind of device. They take most of the
+            time.
         capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
         most_ahead: How many visits ahead several ranks may gather weights.
         passes_parts: whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
@@ -453,20 +454,24 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     run, packing_warning = settle_rows(run, graph)
     packing = run.data.table.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
-    batch, device = run.batch, run.device
     if padded is None:
-        padded = bool(packing) or batch.micro_batch_rows > 1
-    if like is not None and like.run.device.type == device.type:  # a GPU has other kernels than a CPU
+        padded = bool(packing) or run.batch.micro_batch_rows > 1
+    if like is not None and _traced_on(like.run) == _traced_on(run):
         trace = like.trace
     else:
         trace = trace_run(run, graph, padded=padded)
     optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph), seed=run.seed)
-    compute_tier = machine.compute_tier(run.tiers, device)
+    compute_tier = machine.compute_tier(run.tiers, run.device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, encodings = find_frozen(run, graph)
     return _Subject(
         run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, encodings
     )
+
+
+def _traced_on(run: RunSpec) -> tuple[str, int, int]:
+    """Return what a trace of a model depends on: a GPU has other kernels than a CPU."""
+    return run.device.type, run.batch.micro_batch_rows, run.batch.max_length
 
 
 def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
@@ -630,10 +635,11 @@ def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
 def make_graph(run: RunSpec) -> ModelGraph:
     """Return the model of a run, without weights."""
     graph = run.model.build(run.dtype)
-    if run.model.table.use_liger_kernel:
-        check_liger_kernels(graph.model, run.device)
     if run.model.table.mlp_rows:
         tile_mlps(graph, run.model.table.mlp_rows)
+    if run.model.table.use_liger_kernel:
+        check_liger_kernels(graph.model, run.device)
+        apply_liger_kernels(graph.model, with_mlps=not run.model.table.mlp_rows)
     return graph
 
 

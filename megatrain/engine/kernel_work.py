@@ -1,0 +1,109 @@
+"""What Triton kernels do that other packages launch: counted in a trace, where there is nothing that they could run on.
+
+A kernel reads a tensor where its source loads through the argument, and writes it where it stores through it, once
+each: what several programs of a launch read again, such as the weight of a norm, is in a cache by then.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from megatrain.engine.work import Work
+
+__all__ = ["accesses", "kernels_counted"]
+
+#: Functions of Triton's language -> how often they touch what they are given a pointer to.
+_ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
+
+
+@contextmanager
+def kernels_counted(book: Callable[[Work], None]) -> Iterator[None]:
+    """Give the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
+
+    For the process: launches on tensors that are real go on. What a kernel would write stays without values, as all
+    fake tensors are.
+    """
+    if "triton" not in sys.modules:  # then nobody has made a kernel
+        yield
+        return
+    from triton.runtime.jit import KernelInterface
+
+    launching = KernelInterface.__getitem__
+
+    def counting(kernel: Any, grid: Any) -> Callable[..., Any]:
+        launch = launching(kernel, grid)
+
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if not any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
+                return launch(*args, **kwargs)
+            book(_work_of(kernel, args, kwargs))
+            return None
+
+        return count
+
+    KernelInterface.__getitem__ = counting
+    try:
+        yield
+    finally:
+        KernelInterface.__getitem__ = launching
+
+
+def _work_of(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
+    function = kernel
+    while not inspect.isfunction(function):  # of an autotuner, or of heuristics, which wrap each other
+        function = function.fn
+    parameters = inspect.signature(function).parameters
+    given = dict(zip(parameters, args, strict=False)) | {name: kwargs[name] for name in kwargs.keys() & parameters}
+    times = accesses(function)
+    nbytes = sum(
+        max(1, times.get(name, 0)) * value.numel() * value.itemsize
+        for name, value in given.items()
+        if isinstance(value, Tensor)
+    )
+    return Work(moved_nbytes=nbytes, launches=1)
+
+
+@cache
+def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
+    """Return how often a kernel touches what its arguments point to: 1 where it reads or writes it, 2 where both.
+
+    Pointers are followed through sums and assignments in the kernel itself. Where it gives them to another function,
+    or where there is no source, nothing is known, and nothing said.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return {}
+    sources: dict[str, set[str]] = {name: {name} for name in inspect.signature(function).parameters}
+    found: dict[str, set[str]] = {}
+
+    def behind(node: ast.AST) -> set[str]:
+        """Return the arguments that an address is made of; not those whose values it was loaded from."""
+        if isinstance(node, ast.Call):
+            return set()
+        own = sources.get(node.id, set()) if isinstance(node, ast.Name) else set()
+        return own.union(*(behind(child) for child in ast.iter_child_nodes(node)))
+
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AugAssign | ast.Call)]
+    for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+            for argument in behind(node.args[0]) if name in _ACCESSES and node.args else ():
+                found.setdefault(argument, set()).add(name)
+            continue
+        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+            if isinstance(target, ast.Name):
+                sources[target.id] = behind(node.value) | (
+                    sources.get(target.id, set()) if isinstance(node, ast.AugAssign) else set()
+                )
+    return {name: min(2, sum(_ACCESSES[one] for one in names)) for name, names in found.items()}
