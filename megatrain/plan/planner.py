@@ -21,6 +21,7 @@ from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import (
+    DURABLE_KINDS,
     FrozenWeights,
     GroupUpdates,
     ProgramBuilder,
@@ -175,30 +176,54 @@ def plan_run(
             other = plan_run(one_at_a_time, padded=padded, names_ways_out=False, like=plan, capacities=capacities)
         except DoesNotFitError:
             other = plan
-        if not any(other.traffic.values()) and _is_shorter(other, plan):
+        if not _moves_by_drives(other) and _is_shorter(other, plan):
             return other
     return replace(plan, objections=objections_to(plan))
 
 
 def _may_run_one_at_a_time(plan: Plan) -> bool:
-    """Return whether micro-batches may run one after the other: it changes no bit, and nothing moves more often.
+    """Return whether micro-batches may run one after the other: it changes no bit.
 
-    What is kept for the backward is that of one micro-batch then, so more of it fits.
+    What is kept for the backward is that of one micro-batch then, so more of it fits. Weights and sums of gradients
+    that do not stay in the compute tier would move once for each micro-batch, and drives have one backward instead of
+    a step to carry state beside.
     """
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
     run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_run_again}
     can_be = run.world.is_single and run.num_lanes == 1 and run.grad_dtype == torch.float32
-    can_be &= plan.num_micro_batches > 1 and not any(plan.traffic.values())
+    can_be &= plan.num_micro_batches > 1 and not _needs_drives(plan)
+    kept_nbytes = sum(
+        layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
+        for layout in plan.graph.layouts.values()
+    )
+    can_be &= not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
     return is_open and can_be and not run_again <= recompute.kept_graphs
 
 
+def _needs_drives(plan: Plan) -> bool:
+    """Return whether weights and state have no room but on drives."""
+    state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
+    return state_nbytes > sum(nbytes for tier, nbytes in plan.budgets.items() if tier != "nvme")
+
+
+def _moves_by_drives(plan: Plan) -> bool:
+    return any(nbytes for link, nbytes in plan.traffic.items() if "nvme" in link)
+
+
 def _is_shorter(plan: Plan, other: Plan) -> bool:
-    """Return whether a step takes less time than another: by the estimates, or by what it computes without rates."""
+    """Return whether a step with one micro-batch at a time takes less time than another.
+
+    By the estimates, and as if nothing hid its updates, which all wait for the last micro-batch; without rates, by what
+    is computed, where no more moves.
+    """
     step_s, other_s = _step_s(plan), _step_s(other)
     if math.inf in (step_s, other_s):
-        return flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
-    return step_s < WORTHWHILE * other_s
+        moves_more = sum(plan.traffic.values()) > sum(other.traffic.values())
+        return not moves_more and flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
+    assert plan.estimate is not None
+    updates_s = plan.estimate.seconds.get("optimizer", 0.0) if plan.device.type == "cuda" else 0.0
+    return step_s + updates_s < WORTHWHILE * other_s
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:
