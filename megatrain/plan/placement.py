@@ -12,6 +12,9 @@ from itertools import chain
 from statistics import median_low
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatrain.checkpoint.table import MIN_GENERATIONS
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import BlockUse, Tape, compile_step, follow
@@ -223,45 +226,61 @@ class TickCopies:
     passing: list[dict[str, int]]
 
 
-def _counts_of_windows(copies: Sequence[TickCopies], num_ticks: int) -> dict[int, list[int]]:
-    """Return size -> for every tick, how many buffers so many ticks from there on need, the next step's included.
+class CopyWindows:
+    """Counts the buffers that so many ticks in a row need, the next step's included.
 
     What is held is there together; of what passes, as many groups as there are ticks, so that the next one arrives
     while one is used.
     """
-    in_group = Counter[int]()
-    for of_tick in copies:
-        for group in of_tick.passing:
-            for size, count in Counter(group.values()).items():
-                in_group[size] = max(in_group[size], count)
-    found = {size: [0] * len(copies) for size in in_group}
-    for of_tick in copies:
-        found.update((size, [0] * len(copies)) for size in of_tick.held.values() if size not in found)
-    present, counts = Counter[tuple[bool, str]](), Counter[tuple[bool, int]]()
 
-    def uses(number: int) -> Iterator[tuple[bool, str, int]]:
-        of_tick = copies[number % len(copies)]
-        for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):
-            for key, size in group.items():
-                yield passes, key, size
+    def __init__(self, copies: Sequence[TickCopies]) -> None:
+        self._num_ticks = len(copies)
+        in_group = Counter[int]()
+        kinds: dict[tuple[bool, int], int] = {}  # whether they pass, and their size -> number
+        last: dict[tuple[bool, str], int] = {}
+        uses: list[tuple[int, int, int]] = []  # tick, tick of the last use of the same copy, kind
+        keys: list[tuple[bool, str]] = []
+        for number, of_tick in enumerate(copies):
+            for passes, group in ((False, of_tick.held), *((True, group) for group in of_tick.passing)):
+                for key, size in group.items():
+                    kind = kinds.setdefault((passes, size), len(kinds))
+                    uses.append((number, last.get((passes, key), _NEVER), kind))
+                    keys.append((passes, key))
+                    last[passes, key] = number
+            for group in of_tick.passing:
+                for size, count in Counter(group.values()).items():
+                    in_group[size] = max(in_group[size], count)
+        ticks, before, kind_of_use = np.array(uses, dtype=np.int64).reshape(-1, 3).T
+        # A second step after the first: its first uses come after the last ones of that.
+        afresh = np.array([last[key] for key in keys], dtype=np.int64)
+        again = np.where(before == _NEVER, afresh, before + self._num_ticks)
+        self._ticks = np.concatenate([ticks, ticks + self._num_ticks])
+        self._before = np.concatenate([before, again])
+        self._kinds = np.concatenate([kind_of_use, kind_of_use])
+        self._in_group, self._kind_of = in_group, kinds
 
-    for number in range(len(copies) + num_ticks - 1):
-        for passes, key, size in uses(number):
-            counts[passes, size] += not present[passes, key]
-            present[passes, key] += 1
-        start = number - num_ticks + 1
-        if start >= 0:
-            for size, of_windows in found.items():
-                of_windows[start] = counts[False, size] + min(counts[True, size], num_ticks * in_group[size])
-            for passes, key, size in uses(start):
-                present[passes, key] -= 1
-                counts[passes, size] -= not present[passes, key]
-    return found
+    def counts(self, num_ticks: int) -> dict[int, NDArray[np.int64]]:
+        """Return size -> for every tick, how many buffers so many ticks from there on need."""
+        # A use counts in the windows in which it is the first of its copy: they begin after the use before it.
+        first = np.maximum(np.maximum(self._before + 1, self._ticks - num_ticks + 1), 0)
+        stop = np.minimum(self._ticks + 1, self._num_ticks)
+        counted = first < stop
+        changes = np.zeros((len(self._kind_of), self._num_ticks + 1), dtype=np.int64)
+        np.add.at(changes, (self._kinds[counted], first[counted]), 1)
+        np.subtract.at(changes, (self._kinds[counted], stop[counted]), 1)
+        present = changes.cumsum(axis=1)[:, :-1]
+        found: dict[int, NDArray[np.int64]] = {}
+        for (passes, size), kind in self._kind_of.items():
+            of_kind = np.minimum(present[kind], num_ticks * self._in_group[size]) if passes else present[kind]
+            found[size] = found[size] + of_kind if size in found else of_kind
+        return found
+
+    def most(self, num_ticks: int) -> dict[int, int]:
+        """Return size -> the most buffers that so many ticks in a row need."""
+        return {size: int(counts.max()) for size, counts in self.counts(num_ticks).items()}
 
 
-def _largest_counts(copies: Sequence[TickCopies], num_ticks: int) -> dict[int, int]:
-    """Return size -> the most buffers that so many ticks in a row need."""
-    return {size: max(counts) for size, counts in _counts_of_windows(copies, num_ticks).items()}
+_NEVER = -(1 << 40)
 
 
 #: Share of the compute tier in which no buffers beyond those of two ticks are made: inside of layers more may be
@@ -283,8 +302,11 @@ class BufferRoom:
     """
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
-        self._counts = _counts_of_windows(copies, 2)
-        self._most = {size: max(counts) for size, counts in self._counts.items()}
+        counts = CopyWindows(copies).counts(2)
+        self._counts: dict[int, list[int]] = {size: of_windows.tolist() for size, of_windows in counts.items()}
+            size: counts.tolist() for size, counts in CopyWindows(copies).counts(2).items()
+        }
+        self._most: dict[int, int] = {size: max(counts) for size, counts in self._counts.items()}
         self._left_bytes = room_bytes - sum(size * count for size, count in self._most.items())
 
     @property
@@ -1061,11 +1083,13 @@ class _Fill:
             room -= int(_UNMADE_SHARE * self._tiers[tier].capacity_bytes)
         windows = range(2, len(copies) + 1)
 
+        counted = CopyWindows(copies)
+
         def total(num_ticks: int) -> int:
-            return sum(size * count for size, count in _largest_counts(copies, num_ticks).items())
+            return sum(size * count for size, count in counted.most(num_ticks).items())
 
         num_ticks = max(2, windows.start + bisect.bisect_right(windows, room, key=total) - 1)
-        chosen, most = _largest_counts(copies, num_ticks), _largest_counts(copies, len(copies))
+        chosen, most = counted.most(num_ticks), counted.most(len(copies))
         left = max(0, room - sum(size * count for size, count in chosen.items()))
         moved = Counter[int]()
         for of_tick in copies:
