@@ -304,8 +304,6 @@ class BufferRoom:
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
         counts = CopyWindows(copies).counts(2)
         self._counts: dict[int, list[int]] = {size: of_windows.tolist() for size, of_windows in counts.items()}
-            size: counts.tolist() for size, counts in CopyWindows(copies).counts(2).items()
-        }
         self._most: dict[int, int] = {size: max(counts) for size, counts in self._counts.items()}
         self._left_bytes = room_bytes - sum(size * count for size, count in self._most.items())
 
