@@ -69,7 +69,11 @@ RESTRICTED = {
     "numba": ("megatrain/optim/kernels.py",),
     "peft": ("megatrain/converters/adapters.py",),
     "greenlet": ("megatrain/engine/",),
-    "triton": ("megatrain/engine/triton_kernels.py", "megatrain/optim/triton_kernels.py"),
+    "triton": (
+        "megatrain/engine/kernel_work.py",
+        "megatrain/engine/triton_kernels.py",
+        "megatrain/optim/triton_kernels.py",
+    ),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
     "transformers": (
         "megatrain/tasks/chat.py",

@@ -14,7 +14,7 @@ from megatrain.converters import documents
 from megatrain.engine import weight_gradients
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.files import find_machine
-from megatrain.plan.estimate import work_of_phases
+from megatrain.plan.estimate import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.resolve import resolve
@@ -23,7 +23,9 @@ from oracles.tiered_run import EXAMPLES
 NUM_LAYERS, ROWS, LENGTH = 5, 2, 256
 
 
-def planned(folder: Path, machine: str, like: Plan | None = None) -> Plan:
+def planned(
+    folder: Path, machine: str, like: Plan | None = None, *, rows: int = ROWS, model_table: str = "", more: str = ""
+) -> Plan:
     """Plan steps of the first layers of SmolLM3-3B, rows of several documents, for another machine; "": for this one's
     GPU."""
     model, path = folder / "model", folder / "run.toml"
@@ -34,10 +36,10 @@ def planned(folder: Path, machine: str, like: Plan | None = None) -> Plan:
     (model / "config.json").write_text(json.dumps(config))
     path.write_text(
         f'task = "pretrain"\noutput_dir = "{folder / "out"}"\n'
-        f'[model]\nmodel_name_or_path = "{model}"\ntrain_from_scratch = true\n'
+        f'[model]\nmodel_name_or_path = "{model}"\ntrain_from_scratch = true\n{model_table}'
         '[precision]\ncompute_dtype = "bfloat16"\n'
         f'[data]\nmax_length = {LENGTH}\npacking = true\n[[data.train]]\npath = "text.txt"\n'
-        f"[training]\nper_device_train_batch_size = {ROWS}\n"
+        f"[training]\nper_device_train_batch_size = {rows}\n{more}"
     )
     return plan_run(resolve(load_config(path).config, find_machine(machine) if machine else None), like=like)
 
@@ -73,6 +75,45 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     assert products >= 7 * NUM_LAYERS  # and the head's
     # Of each part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
     assert num_parts > 1 and there["head"].launches <= 6 * num_parts + 20
+
+
+def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -> None:
+    like, alone = planned(tmp_path, "h200-1.5tb"), planned(tmp_path, "h200-1.5tb", rows=2 * ROWS)
+    plan = planned(tmp_path, "h200-1.5tb", rows=2 * ROWS, like=like)
+    assert plan.graph is like.graph and plan.trace == alone.trace != like.trace
+    assert plan.totals == alone.totals and plan.estimate == alone.estimate
+
+
+def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
+    """Eager norms and MLPs move three times what kernels do that read each row once; products are the same."""
+    pytest.importorskip("liger_kernel")
+    plain, fused = (planned(tmp_path, "h200-1.5tb", model_table=text) for text in ("", "use_liger_kernel = true\n"))
+    assert fused.trace.exact and not fused.trace.uncounted
+    for phase, work in work_of_phases(plain).items():
+        other = work_of_phases(fused)[phase]
+        assert (other.product_flops, other.attention_flops) == (work.product_flops, work.attention_flops), phase
+        if phase != "head":
+            assert other.moved_nbytes < 0.6 * work.moved_nbytes and other.launches < 0.8 * work.launches, phase
+    layers = [(a, b) for a, b in zip(plain.trace.visits, fused.trace.visits, strict=True) if not a.is_head][1:]
+    assert all(with_kernels.backward_nbytes < eager.backward_nbytes for eager, with_kernels in layers)
+
+
+def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp_path: Path) -> None:
+    """Weights and sums of gradients stay in GPU memory, state in RAM; there is room for results of one micro-batch."""
+
+    def plan(number: int, gpu: int, order: str = "auto") -> Plan:
+        tiers = f'[tiers.gpu]\nsize = "{gpu}GiB"\n[tiers.ram]\nsize = "20GiB"\n'
+        text = f'gradient_accumulation_steps = {number}\n{tiers}[advanced]\nmicro_batch_order = "{order}"\n'
+        return planned(tmp_path, "rtx4090-128gb", rows=16, more=text)
+
+    by_layer, chosen = plan(48, 6, "layer"), plan(48, 6)
+    assert chosen.run.batch.order == "micro_batch" and chosen.traffic["ram->gpu"] > 0
+    assert chosen.estimate is not None and by_layer.estimate is not None
+    updates_s = chosen.estimate.seconds["optimizer"]  # they wait for the last micro-batch
+    assert chosen.estimate.step_s + updates_s < by_layer.estimate.step_s
+    assert flops_per_token(chosen) < flops_per_token(by_layer)
+    # Of two micro-batches there is room for what both need; in a smaller tier weights would move for each.
+    assert [plan(2, 6).run.batch.order, plan(16, 3).run.batch.order] == ["layer", "layer"]
 
 
 @pytest.mark.gpu
