@@ -18,15 +18,15 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatrain.config import load_config  # noqa: E402
+from megatrain.engine.trace import step_flops  # noqa: E402
 from megatrain.machine.files import (  # noqa: E402
     Bandwidth,
     Flops,
@@ -36,6 +36,8 @@ from megatrain.machine.files import (  # noqa: E402
     read_machine,
 )
 from megatrain.machine.machine import PlannedMachine  # noqa: E402
+from megatrain.plan.costs import DeviceCosts  # noqa: E402
+from megatrain.plan.estimate import work_of_phases  # noqa: E402
 from megatrain.plan.placement import DoesNotFitError  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
@@ -65,6 +67,29 @@ _DAY_S = 86_400
 
 
 @dataclass(frozen=True)
+class Case:
+    """What a row is planned of.
+
+    Attributes:
+        model: of examples/models.
+        machine: a name, or a file.
+        length: tokens in a row.
+        tokens: in a step.
+        is_split: whether experts come in parts.
+        has_kernels: whether norms and MLPs are computed by liger-kernel.
+        grad_dtype: of gradients between two visits.
+    """
+
+    model: str
+    machine: str
+    length: int = LENGTH
+    tokens: int = TOKENS
+    is_split: bool = False
+    has_kernels: bool = False
+    grad_dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True)
 class Row:
     """One model on one machine.
 
@@ -77,6 +102,8 @@ class Row:
         written_bytes: to drives, in a step.
         endurance_bytes: of all drives together; 0: not known.
         is_split: whether experts come in parts.
+        flops_ratio: hardware FLOPs per model FLOP: above 1 by what is computed again.
+        products_share: of the step, for matrix products at the assumed rate.
     """
 
     model: str
@@ -90,6 +117,8 @@ class Row:
     written_bytes: int = 0
     endurance_bytes: int = 0
     is_split: bool = False
+    flops_ratio: float = 0.0
+    products_share: float = 0.0
 
     @property
     def title(self) -> str:
@@ -102,42 +131,32 @@ class Row:
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
-def config_text(
-    model: str, num_drives: int, *, length: int, tokens: int, more: str = "", is_split: bool = False
-) -> str:
+def config_text(case: Case, num_drives: int, more: str = "") -> str:
     """Return a config that plans a model of examples/models on a machine with so many drives."""
     drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
     return f"""
 task = "pretrain"
 output_dir = "out"
 [model]
-model_name_or_path = "{MODELS / model}"
+model_name_or_path = "{MODELS / case.model}"
 train_from_scratch = true
-split_experts = {str(is_split).lower()}
+split_experts = {str(case.is_split).lower()}
+use_liger_kernel = {str(case.has_kernels).lower()}
 [precision]
 compute_dtype = "bfloat16"
-grad_dtype = "bfloat16"
+grad_dtype = "{case.grad_dtype}"
 [data]
-max_length = {length}
+max_length = {case.length}
 [[data.train]]
 path = "text.txt"
 [training]
-train_batch_tokens = {tokens}
+train_batch_tokens = {case.tokens}
 {more}
 {drives}
 """
 
 
-def planned(
-    model: str,
-    machine: PlannedMachine,
-    *,
-    length: int,
-    tokens: int,
-    more: str = "",
-    like: Plan | None = None,
-    is_split: bool = False,
-) -> Plan:
+def planned(case: Case, machine: PlannedMachine, *, more: str = "", like: Plan | None = None) -> Plan:
     """Return the plan of a model on a machine, with sizes left to it.
 
     Raises:
@@ -145,24 +164,23 @@ def planned(
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
-        path.write_text(
-            config_text(model, len(machine.drives), length=length, tokens=tokens, more=more, is_split=is_split)
-        )
+        path.write_text(config_text(case, len(machine.drives), more))
         return plan_run(resolve(load_config(path).config, machine), like=like, names_ways_out=False)
 
 
 @functools.lru_cache(maxsize=1)
-def traced(model: str, length: int, tokens: int, is_split: bool) -> Plan:
-    """Return a plan that others of the model take their trace from: of one micro-batch, on a machine without limits."""
-    batch = BatchSpec(tokens // length, length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"])
-    return planned(
-        model,
-        find_machine("h200-1.5tb"),
-        length=length,
-        tokens=batch.micro_batch_rows * length,
-        more='[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"',
-        is_split=is_split,
+def traced(case: Case) -> Plan:
+    """Return a plan that others of the model take their trace from, of one micro-batch without limits."""
+    more = '[tiers.ram]\nsize = "90TiB"\n[tiers.gpu]\nsize = "1TiB"'
+    return planned(case, find_machine(case.machine), more=more)
+
+
+def trace_of(case: Case) -> Case:
+    """Return the case of one micro-batch that another one is traced as, whatever its machine."""
+    batch = BatchSpec(
+        case.tokens // case.length, case.length, None, False, "layer", aimed_tokens=MICRO_BATCH_TOKENS["cuda"]
     )
+    return replace(case, machine="h200-1.5tb", tokens=batch.micro_batch_rows * case.length)
 
 
 class Rows:
@@ -172,53 +190,51 @@ class Rows:
         self._file = file
         lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.is_file() else []
         known = [json.loads(line) for line in lines]
-        self._known = {tuple(each["key"]): Row(**each["row"]) for each in known}
+        self._known = {Case(**each["case"]): Row(**each["row"]) for each in known}
 
-    def has(self, *key: Any) -> bool:
-        """Return whether a row is planned already; see ``key_of``."""
-        return key_of(*key) in self._known
+    def __contains__(self, case: Case) -> bool:
+        return case in self._known
 
-    def of(self, model: str, name: str, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False) -> Row:
-        """Return the row of a model on a machine."""
-        key = key_of(model, name, length, tokens, is_split)
-        if key not in self._known:
-            self._known[key] = row_of(model, name, length=length, tokens=tokens, is_split=is_split)
+    def of(self, case: Case) -> Row:
+        """Return the row of a case, planned if it is not known."""
+        if case not in self._known:
+            self._known[case] = row_of(case)
             if self._file is not None:
                 with self._file.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"key": key, "row": asdict(self._known[key])}) + "\n")
-        return self._known[key]
+                    file.write(json.dumps({"case": asdict(case), "row": asdict(self._known[case])}) + "\n")
+        return self._known[case]
 
 
-def key_of(
-    model: str, name: str, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False
-) -> tuple[str | int, ...]:
-    """Return what a row is known by."""
-    return (model, name, length, tokens, *(["split"] if is_split else []))
-
-
-def row_of(model: str, name: str, *, length: int = LENGTH, tokens: int = TOKENS, is_split: bool = False) -> Row:
+def row_of(case: Case) -> Row:
     """Plan one model on one machine."""
-    machine = find_machine(name)
-    like = traced(model, length, tokens, is_split)
+    machine = find_machine(case.machine)
     try:
-        plan = planned(model, machine, length=length, tokens=tokens, like=like, is_split=is_split)
+        plan = planned(case, machine, like=traced(trace_of(case)))
     except DoesNotFitError as error:
         missing = f"{error.tier.upper()}: {_gib(error.need_bytes)} of {_gib(error.have_bytes)}"
-        return Row(model, name, missing, {}, tokens, is_split=is_split)
+        return Row(case.model, case.machine, missing, {}, case.tokens, is_split=case.is_split)
     estimate = plan.estimate
     assert estimate is not None and estimate.step_s is not None, estimate
+    each = {"num_places": case.tokens, "num_real_tokens": case.tokens, "num_trained_tokens": case.tokens}
+    flops = step_flops(plan.trace, recompute=plan.program.recompute, **each)
+    costs = DeviceCosts.of(machine.profile, plan.device.type, "bfloat16")
+    assert costs is not None, machine.name
+    products = sum(work.product_flops for work in work_of_phases(plan).values())
+    products_s = products * case.tokens / plan.trace.num_tokens / costs.product_flops_per_s
     return Row(
-        model,
-        name,
+        case.model,
+        case.machine,
         "",
         dict(plan.totals),
-        tokens,
+        case.tokens,
         estimate.step_s,
         estimate.bound_by or "",
         estimate.crossing_tokens,
         sum((estimate.written_bytes or {}).values()),
         sum(drive.max_written_bytes or 0 for drive in machine.drives),
-        is_split,
+        case.is_split,
+        flops.hardware / flops.model if flops.model else 0.0,
+        products_s / estimate.step_s,
     )
 
 
@@ -267,6 +283,8 @@ class Published:
         tokens: in a step.
         tokens_per_s: published.
         why: what explains the difference.
+        own_tokens: in a step of ours, where it is to have others; 0: as many.
+        grad_dtype: of ours.
     """
 
     system: str
@@ -277,6 +295,16 @@ class Published:
     tokens_per_s: float
     source: str
     why: str
+    own_tokens: int = 0
+    grad_dtype: str = "bfloat16"
+
+    @property
+    def case(self) -> Case:
+        """What is planned beside it."""
+        file = ROOT / "docs" / "published_machines" / f"{self.machine}.toml"
+        name = str(file.relative_to(ROOT)) if file.is_file() else self.machine
+        tokens = self.own_tokens or self.tokens
+        return Case(self.model, name, self.length, tokens, has_kernels=True, grad_dtype=self.grad_dtype)
 
 
 _MEGATRAIN = (
@@ -285,7 +313,7 @@ _MEGATRAIN = (
 )
 _HBM = (
     "its whole state, in bf16, lives in GPU memory, and little is recomputed (6 FLOPs per parameter and token); ours has "
-    "fp32 masters and moments, which do not fit there, and recomputes"
+    "fp32 masters and moments in RAM, weights and fp32 sums of gradients in GPU memory, and one micro-batch at a time"
 )
 _OFFLOADED = "weights and activations stay on the card, state is in RAM, in bf16; ours streams all and is predicted"
 _PARTLY = f"{_OFFLOADED}; it computes the FFN alone again"
@@ -295,13 +323,15 @@ PUBLISHED = (
     Published("MegaTrain", "Qwen2.5-7B", "gh200", 1024, 158 * 1024, 6015, "arXiv 2604.05091, long context", _MEGATRAIN),
     Published("MegaTrain", "Qwen2.5-14B", "gh200", 1024, 96 * 1024, 2980, "arXiv 2604.05091: 264 TFLOPS", _MEGATRAIN),
     Published("MegaTrain", "Qwen2.5-7B", "h100-512gb", 1024, 148 * 1024, 5950, "README: 272 TFLOPS", _MEGATRAIN),
-    Published("LLMQ", "Qwen2.5-7B", "h100-512gb", 2048, 524_288, 14_000, "README, bf16", _HBM),
-    Published("LLMQ", "Qwen2.5-7B", "rtx-pro-6000-256gb", 2048, 262_144, 8_000, "README, bf16", _HBM),
+    Published("LLMQ", "Qwen2.5-7B", "h100-512gb", 2048, 524_288, 14_000, "README, bf16", _HBM, 0, "float32"),
+    Published("LLMQ", "Qwen2.5-7B", "rtx-pro-6000-256gb", 2048, 262_144, 8_000, "README, bf16", _HBM, 0, "float32"),
     Published("LLMQ", "Qwen2.5-14B", "h100-512gb", 2048, 524_288, 6_320, "benchmark page, bf16", _PARTLY),
-    Published("LLMQ", "Qwen2.5-14B", "rtx-pro-6000-256gb", 2048, 524_288, 4_000, "README, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-14B", "h100-512gb", 2048, 524_288, 6_320, "benchmark page, bf16", _PARTLY, 131_072),
+    Published("LLMQ", "Qwen2.5-14B", "rtx-pro-6000-256gb", 2048, 524_288, 4_000, "README, bf16", _OFFLOADED, 0, "float32"),
     Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 1_900, "earlier README, bf16", _OFFLOADED),
     Published("LLMQ", "Qwen2.5-7B", "rtx4090-128gb", 2048, 524_288, 2_780, "benchmark page, command with e4m3", _FP8),
     Published("LLMQ", "Qwen2.5-14B", "rtx4090-128gb", 2048, 524_288, 1_348, "benchmark page, bf16", _OFFLOADED),
+    Published("LLMQ", "Qwen2.5-14B", "rtx4090-128gb", 2048, 524_288, 1_348, "benchmark page, bf16", _OFFLOADED, 131_072),
     Published("LLMQ", "Qwen2.5-7B", "rtx5090-128gb", 2048, 524_288, 3_100, "README, bf16", _OFFLOADED),
     Published(
         "RoundPipe", "Llama-3.1-8B", "rtx4090-128gb", 2048, 131_072, 3_142, "README",
@@ -315,22 +345,19 @@ PUBLISHED = (
 )  # fmt: skip
 
 
-def machine_of(case: Published) -> str:
-    """Return the name or the file of the machine that a figure was published of."""
-    file = ROOT / "docs" / "published_machines" / f"{case.machine}.toml"
-    return str(file.relative_to(ROOT)) if file.is_file() else case.machine
-
-
-def published_row(case: Published, rows: Rows) -> str:
+def published_row(published: Published, rows: Rows) -> str:
     """Return a line of the table of published figures."""
-    name = machine_of(case)
-    row = rows.of(case.model, name, case.length, case.tokens)
+    row = rows.of(published.case)
     ours = f"does not fit: {row.missing}" if row.missing else _rounded(row.tokens_per_s)
-    ratio = "-" if row.missing else f"{row.tokens_per_s / case.tokens_per_s:.2f}"
-    title = read_machine(name)[1].title.partition(",")[0]
+    ratio = "-" if row.missing else f"{row.tokens_per_s / published.tokens_per_s:.2f}"
+    title = read_machine(published.case.machine)[1].title.partition(",")[0]
+    of_products = f"{row.products_share:.0%}" if row.products_share else "-"
+    again = f"{row.flops_ratio:.2f}" if row.flops_ratio else "-"
+    tokens = f"{published.tokens:,}" + (f", ours {published.own_tokens:,}" if published.own_tokens else "")
     return (
-        f"| {case.system} | {case.model} | {title} | {case.tokens:,} | {case.tokens_per_s:,.0f} ({case.source}) | "
-        f"{ours} | {ratio} | {row.bound_by or '-'} | {case.why} |"
+        f"| {published.system} | {published.model} | {title} | {tokens} | "
+        f"{published.tokens_per_s:,.0f} ({published.source}) | {ours} | {ratio} | {row.bound_by or '-'} | "
+        f"{of_products} | {again} | {published.why} |"
     )
 
 
@@ -361,10 +388,18 @@ BESIDE = """## Predicted beside published
 
 What other systems published, and what the planner predicts for this one on the same machine with the same tokens per step,
 which is no measurement: the ratio says how far apart a prediction and a measurement are, not which is faster.
-Where lengths or batches were not published, the number of tokens is an assumption.
+Where lengths or batches were not published, the number of tokens is an assumption. Ours are planned with
+`model.use_liger_kernel = true`, as the others have kernels of their own for norms and MLPs. **Products** is the share of the
+predicted step that matrix products alone take at the assumed rate; the rest is attention, and what other operators read and
+write: rotary embeddings, residual sums, copies, sums of biases. **FLOPs** are those computed for each that a forward and a backward
+need: above 1.00 something is computed again, for want of memory to keep it in.
 
-| system | model | machine | tokens per step | published tokens/s | ours, predicted | ratio | ours bound by | what explains it |
-|---|---|---|---|---|---|---|---|---|
+LLMQ's figures are above these predictions in most rows. What binds ours there is products at the assumed rate and, beside
+them, operators that its CUDA kernels fuse and ours do not. Its sums of gradients are in bf16 on the card; ours are in fp32, which
+is room that results for the backward do not have: that is where FLOPs are above 1.00. A step of fewer tokens has more room for them.
+
+| system | model | machine | tokens per step | published tokens/s | ours, predicted | ratio | ours bound by | products | FLOPs | what explains it |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -375,14 +410,13 @@ def assumed_rates(file: MachineFile) -> str:
     return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
 
 
-def is_cut_instead(row: Row) -> bool:
-    """Return whether a row is of a mixture that lacks memory to compute in."""
-    return row.model in MIXTURES and row.missing.startswith(("GPU", "RAM"))
-
-
-def split_key(model: str, name: str) -> tuple[str, str, int, int, bool]:
-    """Return the key of the row with experts in parts."""
-    return model, name, LENGTH, TOKENS, True
+def cases_of(model: str, name: str, rows: Rows, *, known_only: bool) -> Iterator[Case]:
+    """Yield the case of a model on a machine; after a mixture that lacks memory to compute in, one with parts."""
+    case = Case(model, name)
+    yield case
+    split = replace(case, is_split=True)
+    if model in MIXTURES and rows.of(case).missing.startswith(("GPU", "RAM")) and (not known_only or split in rows):
+        yield split
 
 
 def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool = False) -> str:
@@ -394,19 +428,15 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
         rows: of it.
         known_only: leave out what is not among the rows, and say so.
     """
-    shown = [model for model in models if not known_only or all(rows.has(model, name) for name in machines)]
-    cases = [
-        case for case in PUBLISHED if not known_only or rows.has(case.model, machine_of(case), case.length, case.tokens)
-    ]
+    shown = [model for model in models if not known_only or all(Case(model, name) in rows for name in machines)]
+    beside = [each for each in PUBLISHED if not known_only or each.case in rows]
     found: dict[tuple[str, str], list[Row]] = {}
     for model in shown:
         for name in machines:
-            found[model, name] = [rows.of(model, name)]
-            if is_cut_instead(found[model, name][0]) and (not known_only or rows.has(*split_key(model, name))):
-                found[model, name].append(rows.of(*split_key(model, name)))
+            found[model, name] = [rows.of(case) for case in cases_of(model, name, rows, known_only=known_only)]
             print(*found[model, name], sep="\n", file=sys.stderr, flush=True)
     left_out = [*(model for model in models if model not in shown)]
-    left_out += [f"{case.system} {case.model} on {case.machine}" for case in PUBLISHED if case not in cases]
+    left_out += [f"{each.system} {each.model} on {each.machine}" for each in PUBLISHED if each not in beside]
     missing = f"\nNot on this page yet, for want of time to plan it: {', '.join(left_out)}.\n" if left_out else ""
     parts = [HEAD, missing]
     for name in machines:
@@ -414,13 +444,13 @@ def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_on
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
         parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{assumed_rates(file)}{note}")
         parts.append("\n".join(table([row for model in shown for row in found[model, name]])) + "\n")
-    by_model = sorted(cases, key=lambda case: (case.model, case.length))  # a model's trace is made once
-    lines = {case: published_row(case, rows) for case in by_model}
+    by_trace = sorted(beside, key=lambda each: repr(trace_of(each.case)))  # a model's trace is made once
+    lines = {each: published_row(each, rows) for each in by_trace}
     sys.path.insert(0, str(ROOT / "docs"))
     from what_fits_modules import section
 
     parts.append("\n" + section())
-    parts.append("\n" + BESIDE + "\n".join(lines[case] for case in cases) + "\n")
+    parts.append("\n" + BESIDE + "\n".join(lines[each] for each in beside) + "\n")
     return "".join(parts)
 
 
@@ -437,7 +467,7 @@ def main() -> None:
     rows = Rows(arguments.rows)
     if arguments.only:
         for model in arguments.only:
-            print("\n".join(table([rows.of(model, name) for name in MACHINES])))
+            print("\n".join(table([rows.of(Case(model, name)) for name in MACHINES])))
         return
     PAGE.write_text(page(SHOWN, MACHINES, rows, known_only=arguments.known), encoding="utf-8")
 

@@ -196,7 +196,7 @@ def test_the_page_of_what_fits_where_says_what_the_planner_says(what_fits: Modul
     """Some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
     page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
     for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):
-        (line,) = list(what_fits.table([what_fits.row_of("SmolLM3-3B", name)]))[2:]
+        (line,) = list(what_fits.table([what_fits.row_of(what_fits.Case("SmolLM3-3B", name))]))[2:]
         section = page.split(f"`--machine {name}`")[1].split("\n## ")[0]
         assert line in section.splitlines(), "run python docs/what_fits.py, which takes half an hour"
     assert set(what_fits.SHOWN) <= {folder.name for folder in MODELS.iterdir()}
