@@ -70,7 +70,8 @@ class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
     micro_batch_order: Literal["auto", "layer", "micro_batch"] = key(
         "layer: each layer runs for all micro-batches before the next. micro_batch: one micro-batch after the other, "
         "so that the memory that is left keeps what the backward needs of one alone. auto: layer, but micro_batch "
-        "where nothing moves and the plan says that a step is shorter.",
+        "where weights and fp32 sums of gradients stay in the compute tier, nothing moves by a drive, and the plan "
+        "says that a step is shorter.",
         "auto",
     )
     stream_updates: GroupCount = key(
