@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -20,15 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.engine.work import Work
 
-__all__ = ["accesses", "kernels_counted"]
+__all__ = ["accesses", "has_products", "kernels_counted"]
 
 #: Functions of Triton's language -> how often they touch what they are given a pointer to.
 _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_min": 2, "atomic_cas": 2}
 
 
 @contextmanager
-def kernels_counted(book: Callable[[Work], None]) -> Iterator[None]:
+def kernels_counted(book: Callable[[Work, str], None]) -> Iterator[None]:
     """Give the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
+
+    Beside the work it is told what of it is not counted, or "": how large the products of a kernel are is not known.
 
     For the process: launches on tensors that are real go on. What a kernel would write stays without values, as all
     fake tensors are.
@@ -46,7 +49,9 @@ def kernels_counted(book: Callable[[Work], None]) -> Iterator[None]:
         def count(*args: Any, **kwargs: Any) -> Any:
             if not any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values())):
                 return launch(*args, **kwargs)
-            book(_work_of(kernel, args, kwargs))
+            function = _function_of(kernel)
+            name = f"kernel {function.__name__}: its products are not counted"
+            book(_work_of(function, args, kwargs), name if has_products(function) else "")
             return None
 
         return count
@@ -58,10 +63,14 @@ def kernels_counted(book: Callable[[Work], None]) -> Iterator[None]:
         KernelInterface.__getitem__ = launching
 
 
-def _work_of(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
+def _function_of(kernel: Any) -> FunctionType:
     function = kernel
     while not inspect.isfunction(function):  # of an autotuner, or of heuristics, which wrap each other
         function = function.fn
+    return function
+
+
+def _work_of(function: FunctionType, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
     parameters = inspect.signature(function).parameters
     given = dict(zip(parameters, args, strict=False)) | {name: kwargs[name] for name in kwargs.keys() & parameters}
     times = accesses(function)
@@ -73,6 +82,21 @@ def _work_of(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> W
     return Work(moved_nbytes=nbytes, launches=1)
 
 
+def _tree_of(function: Callable[..., Any]) -> ast.AST | None:
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):
+        return None
+
+
+@cache
+def has_products(function: Callable[..., Any]) -> bool:
+    """Return whether a kernel itself multiplies matrices, by its source."""
+    tree = _tree_of(function)
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if tree is not None else set()
+    return bool(names & {"dot", "dot_scaled"})
+
+
 @cache
 def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     """Return how often a kernel touches what its arguments point to: 1 where it reads or writes it, 2 where both.
@@ -80,9 +104,8 @@ def accesses(function: Callable[..., Any]) -> Mapping[str, int]:
     Pointers are followed through sums and assignments in the kernel itself. Where it gives them to another function,
     or where there is no source, nothing is known, and nothing said.
     """
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):
+    tree = _tree_of(function)
+    if tree is None:
         return {}
     sources: dict[str, set[str]] = {name: {name} for name in inspect.signature(function).parameters}
     found: dict[str, set[str]] = {}

@@ -732,9 +732,11 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes of the storages alive that are among the first ``number`` that were made."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
-    def book(self, work: Work) -> None:
-        """Count work that no operator of torch does."""
+    def book(self, work: Work, uncounted: str = "") -> None:
+        """Count work that no operator of torch does; `uncounted`: what of it is not known."""
         self.work += work
+        if uncounted and uncounted not in self.uncounted:
+            self.uncounted.append(uncounted)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatrain.engine.kernel_work import accesses, kernels_counted
+from megatrain.engine.kernel_work import accesses, has_products, kernels_counted
 from megatrain.engine.work import NO_WORK, Work
 
 triton = pytest.importorskip("triton")
@@ -37,12 +37,26 @@ def test_what_is_read_and_written_is_found_in_the_source() -> None:
     assert accesses(eval("lambda a, b: a")) == {}  # no source
 
 
+def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
+    tl = triton.language
+    tl.store(out_ptr, tl.dot(tl.load(left_ptr), tl.load(right_ptr)))
+
+
+def test_products_of_a_kernel_are_said_not_to_be_counted() -> None:
+    assert has_products(product) and not has_products(kernel)
+    said: list[str] = []
+    with FakeTensorMode(), kernels_counted(lambda work, uncounted: said.append(uncounted)):
+        triton.jit(product)[(1,)](*(torch.empty(16, 16) for _ in range(3)))
+    assert said == ["kernel product: its products are not counted"]
+
+
 def counted(run: Callable[[], Any]) -> Work:
     """Return the work of the kernels that a call launches."""
     found = [NO_WORK]
 
-    def book(work: Work) -> None:
+    def book(work: Work, uncounted: str) -> None:
         found[0] += work
+        assert uncounted == ""
 
     with kernels_counted(book):
         run()
