@@ -82,7 +82,7 @@ def broken(tmp_path: Path) -> Path:
         (("[ram]", "[ram"), "is no TOML file"),
         (('is = "24GiB"', 'is = "24"'), "gpu.memory.is"),
         (('is = "24GiB"', "is = 24"), "has no unit"),
-        (('is = "155TFLOP/s"', 'is = "155TB/s"'), 'Write for example "794TFLOP/s"'),
+        (('is = "160TFLOP/s"', 'is = "160TB/s"'), 'Write for example "794TFLOP/s"'),
         (('source = "NVIDIA data sheet"', 'note = "x"'), "gpu.memory.note: is no key of a machine file"),
         ((', source = "NVIDIA data sheet"', ""), "needs one of source, estimate and measured"),
         (("[ram]\n", '[ram]\nspeed = "fast"\n'), "ram.speed: is no key of a machine file"),
