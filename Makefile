@@ -57,19 +57,21 @@ $(VENV)/.kvikio-installed: $(VENV)/.installed requirements-kvikio.txt
 	$(BIN)/pip install --no-compile --quiet --quiet --no-deps -r requirements-kvikio.txt
 	touch $@
 
+# The packages of the extra alone, here and below: nothing of the project is installed again beside its tests.
+packages_of = $(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')"
+
 $(VENV)/.lint-installed: $(VENV)/.installed
-	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[lint]"
+	$(call packages_of,lint) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
 $(VENV)/.mutants-installed: $(VENV)/.installed
 	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[mutants]"
 	touch $@
 
-# The packages of the extra alone: the site needs neither the project nor torch.
+# The site needs neither the project nor torch.
 $(VENV)/.docs-installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
-		| xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
+	$(call packages_of,docs) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
 help: ## this list

@@ -70,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=len(AutoTokenizer.from_pretrained(tokenizer)),
         hidden_size=512,
         intermediate_size=1536,
-        num_hidden_layers=24,
+        num_hidden_layers=20,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=256,

@@ -121,7 +121,10 @@ def test_parts_change_no_bit_and_move_as_planned(
     run.assert_as_planned()
 
 
-@pytest.mark.parametrize(("optim", "state_dtype"), [("adamw", "int8"), ("adamw", "bfloat16"), ("lion", "int8")])
+@pytest.mark.parametrize(
+    ("optim", "state_dtype"),
+    [("adamw", "int8"), ("adamw", "bfloat16"), pytest.param("lion", "int8", marks=pytest.mark.slow)],
+)
 def test_small_moments_have_the_same_bits_everywhere(
     optim: str, state_dtype: str, tiny_model: Path, tmp_path: Path, small_parts: None
 ) -> None:
