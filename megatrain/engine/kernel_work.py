@@ -17,7 +17,6 @@ from types import FunctionType
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from megatrain.engine.work import Work
 
@@ -39,6 +38,7 @@ def kernels_counted(book: Callable[[Work, str], None]) -> Iterator[None]:
     if "triton" not in sys.modules:  # then nobody has made a kernel
         yield
         return
+    from torch._subclasses.fake_tensor import FakeTensor
     from triton.runtime.jit import KernelInterface
 
     launching = KernelInterface.__getitem__
