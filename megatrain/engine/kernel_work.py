@@ -10,7 +10,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType
@@ -27,10 +27,11 @@ _ACCESSES = {"load": 1, "store": 1, "atomic_add": 2, "atomic_max": 2, "atomic_mi
 
 
 @contextmanager
-def kernels_counted(book: Callable[[Work, str], None]) -> Iterator[None]:
+def kernels_counted(book: Callable[[Work, str, Sequence[Tensor]], None]) -> Iterator[None]:
     """Give the work of each launch of a Triton kernel on fake tensors to `book`, and launch nothing.
 
     Beside the work it is told what of it is not counted, or "": how large the products of a kernel are is not known.
+    And it is given the tensors among the arguments, of which some may depend on the others from then on.
 
     For the process: launches on tensors that are real go on. What a kernel would write stays without values, as all
     fake tensors are.
@@ -51,7 +52,8 @@ def kernels_counted(book: Callable[[Work, str], None]) -> Iterator[None]:
                 return launch(*args, **kwargs)
             function = _function_of(kernel)
             name = f"kernel {function.__name__}: its products are not counted"
-            book(_work_of(function, args, kwargs), name if has_products(function) else "")
+            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+            book(_work_of(function, args, kwargs), name if has_products(function) else "", tensors)
             return None
 
         return count

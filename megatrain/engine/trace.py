@@ -477,8 +477,12 @@ class _Tracer:
 
             sizes = self._sizes[visit] = ResultSizes(matrices, count_flops)
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-            with hooks, uses.following(), sizes.measuring():
-                value = forward(*args, **kwargs)
+            self.counts.on_launch = uses.note_launch
+            try:
+                with hooks, uses.following(), sizes.measuring():
+                    value = forward(*args, **kwargs)
+            finally:
+                self.counts.on_launch = None
             self._note_graph(value, saved)
             # A guess: a run may take another way. A part: how many tokens go to it is not known.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
@@ -711,10 +715,12 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         uncounted: operators without a FLOP formula, and why.
         where: name of the unit that runs.
         num_guesses: how often a value was made up.
+        on_launch: is given the tensors of each launch that is no operator of torch; None: nobody follows them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.on_launch: Callable[[Sequence[Tensor]], None] | None = None
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self.work = NO_WORK
@@ -732,9 +738,17 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes of the storages alive that are among the first ``number`` that were made."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
-    def book(self, work: Work, uncounted: str = "") -> None:
-        """Count work that no operator of torch does; `uncounted`: what of it is not known."""
+    def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
+        """Count work that no operator of torch does.
+
+        Args:
+            work: What is known of it.
+            uncounted: What is not, in words; "": nothing.
+            tensors: That it reads or writes.
+        """
         self.work += work
+        if self.on_launch is not None:
+            self.on_launch(tensors)
         if uncounted and uncounted not in self.uncounted:
             self.uncounted.append(uncounted)
 

@@ -122,6 +122,13 @@ class ProductUses:
         """Note what autograd saves."""
         self._saved.add(_storage(tensor))
 
+    def note_launch(self, tensors: Iterable[Tensor]) -> None:
+        """Note a launch that is no operator: which of its tensors it writes is not known, so any may depend on all."""
+        keys = [_storage(tensor) for tensor in tensors]
+        owners = set[str]().union(*(self._depends.get(key, ()) for key in keys))
+        for key in keys if owners else ():
+            self._depends.setdefault(key, set()).update(owners)
+
     def unneeded(self, results: Iterable[Tensor]) -> Unneeded:
         """Return the products that nothing needs.
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 
 from megatrain.engine.kernel_work import accesses, has_products, kernels_counted
+from megatrain.engine.trace import count_flops
+from megatrain.engine.unneeded import ProductUses
 from megatrain.engine.work import NO_WORK, Work
 
 triton = pytest.importorskip("triton")
@@ -45,7 +48,7 @@ def product(out_ptr: Any, left_ptr: Any, right_ptr: Any) -> None:
 def test_products_of_a_kernel_are_said_not_to_be_counted() -> None:
     assert has_products(product) and not has_products(kernel)
     said: list[str] = []
-    with FakeTensorMode(), kernels_counted(lambda work, uncounted: said.append(uncounted)):
+    with FakeTensorMode(), kernels_counted(lambda work, uncounted, tensors: said.append(uncounted)):
         triton.jit(product)[(1,)](*(torch.empty(16, 16) for _ in range(3)))
     assert said == ["kernel product: its products are not counted"]
 
@@ -54,9 +57,9 @@ def counted(run: Callable[[], Any]) -> Work:
     """Return the work of the kernels that a call launches."""
     found = [NO_WORK]
 
-    def book(work: Work, uncounted: str) -> None:
+    def book(work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
         found[0] += work
-        assert uncounted == ""
+        assert uncounted == "" and tensors
 
     with kernels_counted(book):
         run()
@@ -108,3 +111,40 @@ def test_kernels_of_liger() -> None:
         work = counted(lambda: results.append(LigerSiLUMulFunction.apply(gate, up)))
         assert work == Work(moved_nbytes=3 * size, launches=1)
         assert counted(lambda: backward(results[1])) == Work(moved_nbytes=5 * size, launches=1)
+
+
+def copied(out_ptr: Any, rows_ptr: Any) -> None:
+    triton.language.store(out_ptr, triton.language.load(rows_ptr))
+
+
+def unneeded_products(*, is_told: bool) -> set[str]:
+    """Return the products that a unit like a first layer with adapters in its MLP alone is said not to need.
+
+    Autograd saves what the norm gives there, not what it is given.
+    """
+    weight, adapter = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    uses = ProductUses({id(weight): "weight"}, count_flops)
+
+    def pack(tensor: Tensor) -> Tensor:
+        uses.note_saved(tensor)
+        return tensor
+
+    def run(rows: Tensor) -> Tensor:
+        stream = rows + functional.linear(rows, weight)
+        normed = torch.empty_like(stream)
+        triton.jit(copied)[(ROWS,)](normed, stream)
+        return stream + functional.linear(normed, adapter)
+
+    def book(work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
+        if is_told:
+            uses.note_launch(tensors)
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with FakeTensorMode(allow_non_fake_inputs=True), kernels_counted(book), hooks, uses.following():
+        result = run(torch.empty(ROWS, WIDTH))
+    return set(uses.unneeded([result]).weights)
+
+
+def test_products_that_a_kernel_reads_are_needed_where_its_result_is() -> None:
+    assert unneeded_products(is_told=True) == set()
+    assert unneeded_products(is_told=False) == {"weight"}, "what would be left out if nobody told of the launch"
