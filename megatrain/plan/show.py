@@ -31,7 +31,8 @@ def headline(plan: Plan) -> str:
     dtype, task = str(run.dtype).removeprefix("torch."), run.task if run.model.is_trained else "forward only"
     tokens = f"{run.batch.num_tokens:,} tokens/step"
     if plan.num_micro_batches > 1:
-        tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows)"
+        together = ", one micro-batch at a time" if run.batch.order == "micro_batch" else ""
+        tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows{together})"
     return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
 
 

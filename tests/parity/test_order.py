@@ -1,4 +1,4 @@
-"""The order of micro-batches is the planner's where nothing moves: one at a time, more of the forward is kept."""
+"""The order of micro-batches is the planner's: one at a time, more of the forward is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatrain.config import load_config
 from megatrain.plan.estimate import flops_per_token
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.show import headline
 from megatrain.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
@@ -39,6 +40,7 @@ def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
     assert plan.totals["ram"] <= plan.budgets["ram"] and not any(plan.traffic.values())
     assert len(plan.program.recompute.kept_graphs) > len(by_layer.program.recompute.kept_graphs)
     assert flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
+    assert "one micro-batch at a time" in headline(plan) and "at a time" not in headline(by_layer)
 
 
 @pytest.mark.parametrize(
