@@ -30,7 +30,8 @@ from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.kernel_work import kernels_counted
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitTrace
-from megatrain.engine.saved_results import ResultSizes
+from megatrain.engine.repeated_layers import CountedBackward, Recorder, RepeatedLayers, gradients_of
+from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
 from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded, changed_arguments
 from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
 
-    from megatrain.engine.visit import BoundUnit
+    from megatrain.engine.visit import BoundUnit, UnitVisit
     from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
 
@@ -318,12 +319,13 @@ class _Tracer:
         self._units: list[int] = []
         self._with_backward: set[int] = set()
         self._graph_nbytes: dict[int, int] = {}
-        self._sizes: dict[int, ResultSizes] = {}
+        self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, and of all products
         self._unneeded: dict[int, Unneeded] = {}
         self._filled: dict[int, set[str]] = {}
         self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
         self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
         self._stays: dict[int, int] = {}  # visit -> bytes
+        self._repeated = RepeatedLayers(self.counts)
         self.runner = LayerRunner(
             graph,
             self,
@@ -336,6 +338,7 @@ class _Tracer:
             if bound.unit.part is not None:
                 bound.forward = self._once(bound.unit.part, bound.forward)
             bound.forward = self._measured(bound, self._guessing(bound))
+            bound.backward = self._backward
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         raise AssertionError("where tokens are routed to is not known in a trace")
@@ -463,7 +466,9 @@ class _Tracer:
 
         def measured(*args: Any, **kwargs: Any) -> Any:
             if not self._phases or self._phases[-1].name != "backward":
-                return forward(*args, **kwargs)
+                if not torch.is_grad_enabled():  # no backward follows
+                    return forward(*args, **kwargs)
+                return self._repeated.forward(bound, self._phases[-1].visit, forward, *args, **kwargs)
             visit, num_guesses = self._phases[-1].visit, self.counts.num_guesses
             is_compiled = self._is_compiled and bound.unit.is_layer
             matrices = {} if is_compiled else bound.matrices()
@@ -475,7 +480,7 @@ class _Tracer:
                 uses.note_saved(tensor)
                 return tensor
 
-            sizes = self._sizes[visit] = ResultSizes(matrices, count_flops)
+            sizes = ResultSizes(matrices, count_flops)
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             self.counts.on_launch = uses.note_launch
             try:
@@ -487,9 +492,42 @@ class _Tracer:
             # A guess: a run may take another way. A part: how many tokens go to it is not known.
             if self.counts.num_guesses == num_guesses and bound.unit.part is None:
                 self._unneeded[visit] = uses.unneeded(_tensors(value))
+            unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
+            self._savable[visit] = (sizes.attention, sizes.results(unneeded.weights))
             return value
 
         return measured
+
+    def _backward(self, visit: UnitVisit, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of a visit, or count it as the one of an earlier visit that did the same."""
+        key = self._repeated.key(visit.number, gradients)
+        if key is not None and (earlier := self._repeated.earlier(key)) is not None:
+            return visit.replaced_backward(partial(self._counted_as, earlier, visit))
+        num_guesses = self.counts.num_guesses
+        found = visit.backward(gradients)
+        phase = self._phases[-1]
+        assert (phase.name, phase.visit) == ("backward", visit.number)
+        returned = gradients_of(found, phase.first_storage, self.counts)
+        if key is not None and returned is not None and self.counts.num_guesses == num_guesses:
+            peak_nbytes = self.counts.peak_nbytes - phase.held_nbytes
+            owners = tuple(owner for _, owner, _ in visit.bound.unit.params)
+            self._repeated.keep(key, CountedBackward(visit.number, owners, self.counts.work, peak_nbytes, returned))
+        return found
+
+    def _counted_as(self, earlier: CountedBackward, visit: UnitVisit) -> list[Tensor | None]:
+        number, counts = visit.number, self.counts
+        counts.work += earlier.work
+        counts.peak_nbytes = max(counts.peak_nbytes, counts.live_nbytes + earlier.peak_nbytes)
+        self._with_backward.add(number)
+        measured: tuple[dict[int, Any], ...] = (self._graph_nbytes, self._savable, self._only_rows)
+        for of_visits in measured:
+            if earlier.visit in of_visits:
+                of_visits[number] = of_visits[earlier.visit]
+        if (unneeded := self._unneeded.get(earlier.visit)) is not None:
+            owners = dict(zip(earlier.owners, (owner for _, owner, _ in visit.bound.unit.params), strict=True))
+            weights = frozenset(owners[owner] for owner in unneeded.weights)
+            self._unneeded[number] = replace(unneeded, weights=weights)
+        return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
 
     def _note_graph(self, value: Any, saved: set[int]) -> None:
         """Note the size of a recompute's graph: what is alive of all that the visit made since its backward began.
@@ -552,10 +590,10 @@ class _Tracer:
                 unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
                 stays_nbytes=min(held_nbytes, self._stays.get(number, last_stays)),
             )
-            sizes = self._sizes.get(number)
             is_part = self._graph.units[unit].part is not None
-            if sizes is not None and saved and not is_head and not is_part and not visit.reused:
-                visit = replace(visit, attention=sizes.attention, results=sizes.results(unneeded.weights))
+            if saved and not is_head and not is_part and not visit.reused:
+                attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
+                visit = replace(visit, attention=attention, results=results)
             visits.append(visit)
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0, 0)
         return VisitTrace(
@@ -716,11 +754,13 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         where: name of the unit that runs.
         num_guesses: how often a value was made up.
         on_launch: is given the tensors of each launch that is no operator of torch; None: nobody follows them.
+        recorder: is given each operator, and the work of such a launch with its tensors; None: nobody records them.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.on_launch: Callable[[Sequence[Tensor]], None] | None = None
+        self.recorder: Recorder | None = None
         self.live_nbytes = 0
         self.peak_nbytes = 0
         self.work = NO_WORK
@@ -738,6 +778,16 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the bytes of the storages alive that are among the first ``number`` that were made."""
         return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
 
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return how many storages were made before that of a tensor; None: it was made elsewhere."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    @property
+    def knows_values(self) -> bool:
+        """Whether some tensors have values."""
+        return bool(self._values)
+
     def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
         """Count work that no operator of torch does.
 
@@ -749,6 +799,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.work += work
         if self.on_launch is not None:
             self.on_launch(tensors)
+        if self.recorder is not None:
+            self.recorder(work, tuple(tensors), {}, None)
         if uncounted and uncounted not in self.uncounted:
             self.uncounted.append(uncounted)
 
@@ -801,6 +853,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._book(func, args, kwargs, result)
         except Exception as error:
             raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+        if self.recorder is not None:
+            self.recorder(func, args, kwargs, result)
         return result
 
     def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

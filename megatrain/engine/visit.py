@@ -286,6 +286,13 @@ class UnitVisit:
         owners = self.bound.matrices()
         return {key: name for key, name in owners.items() if (name not in self._unneeded) == needed}
 
+    def replaced_backward(self, instead: Callable[[], list[Tensor | None]]) -> list[Tensor | None]:
+        """Have something else give the gradients of the inputs; lease nothing, run nothing."""
+        self._visits.begin_backward(self.number)
+        grad_inputs = instead()  # while all is held that the backward would find
+        self._micro_batches, self._leaves, self._wanted = [], {}, []
+        return grad_inputs
+
     def skip_backward(self) -> None:
         """Lease what the backward would, unused: this step's loss does not depend on the visit."""
         with ExitStack() as stack:
@@ -403,7 +410,7 @@ class _UnitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:
         visit: UnitVisit = ctx.visit
-        return (None, None, *visit.backward(grad_outputs))
+        return (None, None, *visit.bound.backward(visit, grad_outputs))
 
 
 def _delivery(
@@ -569,6 +576,7 @@ class BoundUnit:
     Attributes:
         unit: The unit.
         forward: Its module's own forward, or the compiled one.
+        backward: Runs the backward of a visit, given the gradients of its outputs; returns those of its inputs.
         trainable: Full names of its trainable parameters.
         receiver: Takes the gradients of its matrices in a backward.
         turn: Micro-batch that runs, of those whose rows were looked up together.
@@ -580,6 +588,7 @@ class BoundUnit:
         self._is_compiled = compiler is not None and unit.is_layer
         if compiler is not None and unit.is_layer:
             self.forward = compiler.forward_of(unit)
+        self.backward: Callable[[UnitVisit, Sequence[Tensor | None]], list[Tensor | None]] = UnitVisit.backward
         self.receiver = GradientReceiver()
         self.turn = 0
         self._passing: list[PartedWeight] = []

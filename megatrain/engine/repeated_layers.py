@@ -1,0 +1,266 @@
+"""Layers that do what an earlier one did: a trace counts their backward as that one's, and does not run it.
+
+A large model has a hundred layers, and most of a trace's time is their backwards, with a recompute in each. Which of
+them are alike no config says: a model's code may treat any layer in its own way. So the forward of each layer runs, and
+is compared with those of earlier ones operator by operator: which operator, what it is given, and what it returns,
+tensors by where they come from (a weight, a buffer, an argument, an earlier operator), shape, strides and dtype, and
+numbers by value. Where all of that is equal, autograd's graph is, and the same gradients arrive, the backward is equal.
+A layer that differs in anything is traced whole, and so is one of which a value had to be made up.
+docs/decisions/0087-layers-that-are-alike-are-traced-once.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.work import Work
+
+if TYPE_CHECKING:
+    from megatrain.engine.visit import BoundUnit
+
+__all__ = ["CountedBackward", "Gradient", "Recorder", "RepeatedLayers", "gradients_of"]
+
+#: Compared by type and value.
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+#: Gets an operator, its arguments and its result.
+Recorder = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
+
+
+class _Counts(Protocol):
+    """Those of the trace: see `CountingMode`."""
+
+    num_guesses: int
+    num_storages: int
+    recorder: Recorder | None
+
+    @property
+    def knows_values(self) -> bool: ...
+
+    def number_of(self, tensor: Tensor) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient of an input, with memory of its own.
+
+    Attributes:
+        shape: Its shape; its elements have no gaps.
+        dtype: Its dtype.
+        device: Compute device.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def made(self) -> Tensor:
+        """Return one like it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class CountedBackward:
+    """A backward that ran and was counted.
+
+    Attributes:
+        visit: Whose it was.
+        owners: The unit's parameters, in their order, by owner's name.
+        work: Of all its operators, the recompute among them.
+        peak_nbytes: On top of what was held when it began.
+        gradients: What it returned.
+    """
+
+    visit: int
+    owners: tuple[str, ...]
+    work: Work
+    peak_nbytes: int
+    gradients: tuple[Gradient | None, ...]
+
+
+def gradients_of(
+    found: Sequence[Tensor | None], num_before: int, counts: _Counts
+) -> tuple[Gradient | None, ...] | None:
+    """Return what a backward returned; None: some of it shares memory, or was there before.
+
+    Args:
+        found: The gradients.
+        num_before: How many storages were made before the backward.
+        counts: The counts.
+    """
+    storages = set[int]()
+    for tensor in found:
+        if tensor is None:
+            continue
+        number, storage = counts.number_of(tensor), tensor.untyped_storage()
+        is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.numel() * tensor.element_size()
+        if number is None or number < num_before or storage._cdata in storages or not is_whole:
+            return None
+        storages.add(storage._cdata)
+    return tuple(None if tensor is None else Gradient(tensor.shape, tensor.dtype, tensor.device) for tensor in found)
+
+
+class RepeatedLayers:
+    """The backwards of the layers of a trace, by what their forwards did.
+
+    Args:
+        counts: The counts of the trace.
+    """
+
+    def __init__(self, counts: _Counts) -> None:
+        self._counts = counts
+        self._forwards: dict[int, Hashable] = {}
+        self._backwards: dict[Hashable, CountedBackward] = {}
+
+    def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a unit; of a layer, keep what it did."""
+        counts, unit = self._counts, bound.unit
+        if not unit.is_layer or unit.part is not None or counts.knows_values:
+            return run(*args, **kwargs)
+        record = _Record(counts)
+        for index, (_, leaf) in enumerate(bound.leaves()):
+            record.name(leaf, "weight", index)
+        for name, buffer in unit.module.named_buffers():
+            record.name(buffer, "buffer", name)
+        inputs: list[Tensor] = []
+        tree_map((args, kwargs), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        for index, tensor in enumerate(inputs):
+            record.name(tensor, "argument", index)
+        record.note("begins with", tuple(inputs), {}, None)  # numbers show in what is done with them
+        num_guesses = counts.num_guesses
+        with _recording(counts, record.note):
+            result = run(*args, **kwargs)
+        record.note("ends with", (), {}, result)
+        if counts.num_guesses == num_guesses and record.is_complete:
+            classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
+            self._forwards[visit] = (classes, tuple(record.entries), _nodes_behind(result))
+        return result
+
+    def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
+        """Return what a backward follows from; None: it has to run.
+
+        Args:
+            visit: The visit.
+            gradients: Those that arrive.
+        """
+        forward = self._forwards.pop(visit, None)
+        if forward is None:
+            return None
+        arriving = _Record(self._counts)
+        for index, gradient in enumerate(gradients):
+            if gradient is not None:
+                arriving.name(gradient, "gradient", index)
+        arriving.note("arriving", tuple(gradients), {}, None)
+        return forward, tuple(arriving.entries)
+
+    def earlier(self, key: Hashable) -> CountedBackward | None:
+        """Return the backward that ran of that key."""
+        return self._backwards.get(key)
+
+    def keep(self, key: Hashable, backward: CountedBackward) -> None:
+        """Keep a backward that ran."""
+        self._backwards[key] = backward
+
+
+def _nodes_behind(result: Any) -> Hashable:
+    """Return autograd's graph of a result: the class of each node, and which nodes its gradients go to."""
+    found: dict[Any, int] = {}
+    edges: list[Hashable] = []
+
+    def number_of(node: Any) -> int:
+        if node not in found:
+            found[node] = len(found)
+            waiting.append(node)
+        return found[node]
+
+    waiting: list[Any] = []
+    tree_map(result, lambda item: number_of(item.grad_fn) if isinstance(item, Tensor) and item.grad_fn else None)
+    while waiting:
+        node = waiting.pop()
+        next_ones = tuple((-1 if to is None else number_of(to), place) for to, place in node.next_functions)
+        edges.append((found[node], type(node), next_ones))
+    return tuple(edges)
+
+
+@contextmanager
+def _recording(counts: _Counts, recorder: Recorder) -> Iterator[None]:
+    assert counts.recorder is None, "a layer inside of a layer"
+    counts.recorder = recorder
+    try:
+        yield
+    finally:
+        counts.recorder = None
+
+
+class _Opaque(Exception):
+    """Of an object, nobody can say whether another does the same."""
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was done, in values that can be compared.
+
+    Attributes:
+        counts: The counts.
+        entries: What was done, in order.
+        is_complete: Whether all of it could be described.
+    """
+
+    counts: _Counts
+    entries: list[Hashable] = field(default_factory=list)
+    is_complete: bool = True
+    _num_before: int = 0
+    _names: dict[int, tuple[Hashable, ...]] = field(default_factory=dict)  # storage -> its names
+    _starts: dict[int, int] = field(default_factory=dict)  # storage -> the place in it that was named first
+
+    def __post_init__(self) -> None:
+        self._num_before = self.counts.num_storages
+
+    def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
+        """Give a name to the memory of a tensor that is there already and stays."""
+        key = tensor.untyped_storage()._cdata
+        self._names[key] = (*self._names.get(key, ()), (kind, which))
+        self._starts.setdefault(key, int(tensor.storage_offset()))
+
+    def note(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Note an operator, its arguments and its result."""
+        if not self.is_complete:
+            return
+        try:
+            self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
+        except _Opaque:
+            self.is_complete = False
+
+    def _described(self, value: Any) -> Hashable:
+        if isinstance(value, Tensor):
+            key = value.untyped_storage()._cdata
+            # One layer may be given the first rows of a tensor, the next one the rows after these.
+            start = value.storage_offset() - self._starts.get(key, 0)
+            return (self._place_of(value, key), start, value.shape, value.stride(), value.dtype, value.requires_grad)
+        if isinstance(value, _PLAIN):
+            return (type(value), value)
+        if isinstance(value, list | tuple):
+            return (type(value), *(self._described(item) for item in value))
+        if isinstance(value, Mapping):
+            return (type(value), *((key, self._described(item)) for key, item in value.items()))
+        if isinstance(value, Work):
+            return value
+        raise _Opaque
+
+    def _place_of(self, tensor: Tensor, key: int) -> Hashable:
+        if (names := self._names.get(key)) is not None:
+            return names
+        number = self.counts.number_of(tensor)
+        if number is not None and number >= self._num_before:
+            return number - self._num_before
+        # Made elsewhere, and alive until the end of the trace or not: only of a number it is known which it is.
+        if number is None:
+            raise _Opaque
+        return ("number", number)
