@@ -473,10 +473,10 @@ class _Tracer:
             is_compiled = self._is_compiled and bound.unit.is_layer
             matrices = {} if is_compiled else bound.matrices()
             uses = ProductUses(matrices, count_flops)
-            saved: set[int] = set()
+            saved: set[int | None] = set()
 
             def pack(tensor: Tensor) -> Tensor:
-                saved.add(tensor.untyped_storage()._cdata)
+                saved.add(self.counts.number_of(tensor))
                 uses.note_saved(tensor)
                 return tensor
 
@@ -529,18 +529,18 @@ class _Tracer:
             self._unneeded[number] = replace(unneeded, weights=weights)
         return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
 
-    def _note_graph(self, value: Any, saved: set[int]) -> None:
+    def _note_graph(self, value: Any, saved: Collection[int | None]) -> None:
         """Note the size of a recompute's graph: what is alive of all that the visit made since its backward began.
 
         Args:
             value: Its result, which the rest of the model holds; the graph holds what autograd saved of it.
-            saved: Storages that autograd saved.
+            saved: Numbers of the storages that autograd saved; where one was, another may be by now.
         """
         alive = dict(self.counts.new_nbytes)
 
         def forget(leaf: Any) -> None:
-            if isinstance(leaf, Tensor) and (key := leaf.untyped_storage()._cdata) not in saved:
-                alive.pop(key, None)
+            if isinstance(leaf, Tensor) and self.counts.number_of(leaf) not in saved:
+                alive.pop(leaf.untyped_storage()._cdata, None)
 
         tree_map(value, forget)
         visit = self._phases[-1].visit

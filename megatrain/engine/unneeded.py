@@ -170,6 +170,7 @@ class ProductUses:
 
     def _forget(self, key: int) -> None:
         self._made.discard(key)
+        self._saved.discard(key)  # not of the next storage at this place
         self._depends.pop(key, None)
 
 

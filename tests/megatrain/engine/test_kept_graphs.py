@@ -442,3 +442,20 @@ def test_no_update_comes_between_a_forward_and_its_backward(family: str, defers:
             num_updates += 1
             assert not any(weights & others for others in open_weights.values())
     assert num_updates == sum(layout.trainable for layout in graph.layouts.values())
+
+
+def sines_dropped(module: Any, args: tuple[torch.Tensor, ...], result: torch.Tensor) -> None:
+    sums = [args[0] + number for number in range(8)]
+    for each in sums:
+        each.sin()
+
+
+def test_a_result_in_the_place_of_what_was_saved_and_dropped_is_no_part_of_the_graph() -> None:
+    """Memory that autograd saved and let go is used again at once, often by the result of the layer."""
+    config = tiny_config("llama")
+    plain, dropping = build_graph(config), build_graph(config)
+    for layer in dropping.model.model.layers:
+        layer.mlp.register_forward_hook(sines_dropped)
+    (one, other) = (trace_visits(graph, 2, 16, torch.float32) for graph in (plain, dropping))
+    assert [visit.graph_nbytes for visit in one.visits] == [visit.graph_nbytes for visit in other.visits]
+    assert [visit.unneeded.weights for visit in one.visits] == [visit.unneeded.weights for visit in other.visits]
