@@ -225,18 +225,21 @@ class _Record:
 
     def name(self, tensor: Tensor, kind: str, which: Hashable) -> None:
         """Give a name to the memory of a tensor that is there already and stays."""
-        key = tensor.untyped_storage()._cdata
-        self._names[key] = (*self._names.get(key, ()), (kind, which))
-        self._starts.setdefault(key, int(tensor.storage_offset()))
+        with torch._C.DisableTorchFunction():
+            key = tensor.untyped_storage()._cdata
+            self._names[key] = (*self._names.get(key, ()), (kind, which))
+            self._starts.setdefault(key, int(tensor.storage_offset()))
 
     def note(self, what: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note an operator, its arguments and its result."""
         if not self.is_complete:
             return
-        try:
-            self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
-        except _Opaque:
-            self.is_complete = False
+        # Those who look at what a model does with a weight or a mask are not to see this.
+        with torch._C.DisableTorchFunction():
+            try:
+                self.entries.append((what, self._described(args), self._described(kwargs), self._described(result)))
+            except _Opaque:
+                self.is_complete = False
 
     def _described(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
