@@ -124,7 +124,7 @@ class RepeatedLayers:
         counts, unit = self._counts, bound.unit
         if not unit.is_layer or unit.part is not None or counts.knows_values:
             return run(*args, **kwargs)
-        record = _Record(counts)
+        record = _CallRecord(counts)
         for index, (_, leaf) in enumerate(bound.leaves()):
             record.name(leaf, "weight", index)
         for name, buffer in unit.module.named_buffers():
@@ -153,7 +153,7 @@ class RepeatedLayers:
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
-        arriving = _Record(self._counts)
+        arriving = _CallRecord(self._counts)
         for index, gradient in enumerate(gradients):
             if gradient is not None:
                 arriving.name(gradient, "gradient", index)
@@ -204,7 +204,7 @@ class _Opaque(Exception):
 
 
 @dataclass(slots=True)
-class _Record:
+class _CallRecord:
     """What was done, in values that can be compared.
 
     Attributes:
