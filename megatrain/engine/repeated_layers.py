@@ -116,7 +116,8 @@ class RepeatedLayers:
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
-        self._forwards: dict[int, Hashable] = {}
+        self._kinds: dict[Hashable, int] = {}  # what a forward did -> its number: a record may take megabytes
+        self._forwards: dict[int, int] = {}
         self._backwards: dict[Hashable, CountedBackward] = {}
 
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +141,8 @@ class RepeatedLayers:
         record.note("ends with", (), {}, result)
         if counts.num_guesses == num_guesses and record.is_complete:
             classes = tuple((name, type(module)) for name, module in unit.module.named_modules())
-            self._forwards[visit] = (classes, tuple(record.entries), _nodes_behind(result))
+            did = (classes, tuple(record.entries), _nodes_behind(result))
+            self._forwards[visit] = self._kinds.setdefault(did, len(self._kinds))
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
