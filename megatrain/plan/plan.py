@@ -184,6 +184,15 @@ class RunSpec:
         """In which the gradients of a step's micro-batches are added."""
         return self.batch.num_lanes or 1
 
+    @property
+    def one_at_a_time(self) -> RunSpec | None:
+        """The run with one micro-batch after the other, where that gives the same bits and makes a difference."""
+        same_bits = self.world.is_single and self.num_lanes == 1 and self.grad_dtype == torch.float32
+        if not same_bits or self.batch.num_micro_batches < 2 or self.batch.order == "micro_batch":
+            return None
+        advanced = self.advanced.model_copy(update={"micro_batch_order": "micro_batch"})
+        return replace(self, batch=replace(self.batch, order="micro_batch"), advanced=advanced)
+
     def sharding(self, gathers_ahead: int) -> Sharding:
         """Return what this rank has of a step that gathers weights so many visits ahead."""
         rank, size = self.world.rank, self.world.size

@@ -169,11 +169,9 @@ def plan_run(
         plan = _with_results(plan, estimated)
         if run.advanced.stream_updates == "auto":
             plan = fastest(chain((plan,), map(estimated, _sharing_updates(plan, profile.machine))))
-    if _may_run_one_at_a_time(plan):
-        batch, advanced = replace(run.batch, order="micro_batch"), {"micro_batch_order": "micro_batch"}
-        one_at_a_time = replace(run, batch=batch, advanced=run.advanced.model_copy(update=advanced))
+    if run.one_at_a_time is not None and _may_run_one_at_a_time(plan):
         try:
-            other = plan_run(one_at_a_time, padded=padded, names_ways_out=False, like=plan, capacities=capacities)
+            other = plan_run(run.one_at_a_time, padded=padded, names_ways_out=False, like=plan, capacities=capacities)
         except DoesNotFitError:
             other = plan
         if not _moves_by_drives(other) and _is_shorter(other, plan):
@@ -191,14 +189,12 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
     run, recompute = plan.run, plan.program.recompute
     is_open = run.advanced.micro_batch_order == "auto" and run.recompute.mode == "auto"
     run_again = {number for number, visit in enumerate(plan.trace.visits) if visit.is_run_again}
-    can_be = run.world.is_single and run.num_lanes == 1 and run.grad_dtype == torch.float32
-    can_be &= plan.num_micro_batches > 1 and not _needs_drives(plan)
     kept_nbytes = sum(
         layout.num_parameters * (run.dtype.itemsize + (run.grad_dtype.itemsize if layout.trainable else 0))
         for layout in plan.graph.layouts.values()
     )
-    can_be &= not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
-    return is_open and can_be and not run_again <= recompute.kept_graphs
+    can_be = not any(plan.traffic.values()) or kept_nbytes < plan.budgets[plan.program.compute_tier]
+    return is_open and can_be and not _needs_drives(plan) and not run_again <= recompute.kept_graphs
 
 
 def _needs_drives(plan: Plan) -> bool:

@@ -1,8 +1,9 @@
 """What a run that does not fit could do instead, each way with the size that it needs.
 
 Gradients that wait for their global norm are a quarter of what a run holds, and the first to be spared: as bf16, on a
-drive, or by not asking for that norm. The experts of a layer can come in parts. Each number is that of a plan made
-with the change, so the change fits where the text says so.
+drive, or by not asking for that norm. The experts of a layer can come in parts, and micro-batches one after the other,
+so that activations are those of one. Each number is that of a plan made with the change, so the change fits where the
+text says so.
 """
 
 from __future__ import annotations
@@ -60,8 +61,14 @@ def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec
     is_summed_in_place = run.batch.order == "micro_batch" and run.batch.num_micro_batches > 1
     if run.grad_dtype == torch.float32 and not is_summed_in_place:
         yield 'precision.grad_dtype = "bfloat16"', replace(run, grad_dtype=torch.bfloat16)
-    if not run.optimizer.defers_updates:
-        return
+    if run.optimizer.defers_updates:
+        yield from _without_norm(run)
+    if (other := run.one_at_a_time) is not None:
+        yield 'advanced.micro_batch_order = "micro_batch" (weights that move do so for each micro-batch)', other
+
+
+def _without_norm(run: RunSpec) -> Iterator[tuple[str, RunSpec]]:
+    """Yield the change with which no gradients wait for a norm of all."""
     changes = []
     if run.optimizer.nonfinite != "skip" and run.optimizer.max_grad_norm > 0:
         changes.append("optimizer.max_grad_norm = 0")

@@ -19,6 +19,7 @@ from tiered.units import format_size
 MODEL = EXAMPLES / "quickstart" / "model"
 BF16_GRADIENTS = 'precision.grad_dtype="bfloat16"'
 BY_LAYER = 'optimizer.clip_scope="layer"'
+ONE_AT_A_TIME = 'advanced.micro_batch_order="micro_batch"'
 
 
 @pytest.fixture(params=[("", "8MiB"), ("5MiB", "6MiB")], ids=["CPU", "GPU"])
@@ -26,6 +27,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A config that is refused: a few MiB of RAM, beside a GPU tier or not, and no drive."""
     gpu, ram = request.param
     text = config_text(tmp_path, MODEL, nvme=0, gpu=gpu, ram=ram, precision='compute_dtype = "bfloat16"')
+    text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 1")
     (tmp_path / "run.toml").write_text(text.replace("[model]\n", "[model]\ntrain_from_scratch = true\n"))
     return tmp_path / "run.toml"
 
@@ -81,7 +83,8 @@ def test_only_what_helps_is_named(path: Path) -> None:
     by_step = 'optimizer.nonfinite="skip"'
     changes = [way.change for way in refused(path, by_step, "optimizer.max_grad_norm=0").ways_out]
     assert changes[1:] == ['optimizer.clip_scope = "layer"', "a [[tiers.nvme]]"]
-    changes = [way.change for way in refused(path, 'advanced.micro_batch_order="micro_batch"').ways_out]
+    one_after_the_other = (ONE_AT_A_TIME, "training.gradient_accumulation_steps=3")
+    changes = [way.change for way in refused(path, *one_after_the_other).ways_out]
     assert changes == ["a [[tiers.nvme]]"], "gradients are summed where they lie, micro-batch after micro-batch"
 
 
@@ -171,3 +174,17 @@ def test_123b_clipped_exactly_need_a_way_out(mistral_large: Path) -> None:
     assert plan.program.updates.are_deferred
     on_drive = plan.placement.home_bytes["nvme"]
     assert on_drive["gradients"] > 0 == on_drive["weights"] + on_drive["optimizer"], "what no checkpoint holds"
+
+
+def test_micro_batches_one_after_the_other_are_a_way(path: Path) -> None:
+    """Where RAM has no room for what all micro-batches of a step hand on from layer to layer."""
+    several = "training.gradient_accumulation_steps=16"
+    error = refused(path, several)
+    way = next(way for way in error.ways_out if "micro_batch_order" in way.change)
+    assert way.need_bytes < error.need_bytes
+    one = planned(path, several, ONE_AT_A_TIME, f"tiers.ram.size={way.need_bytes}B")
+    assert one.num_micro_batches == 16
+    less = f"tiers.ram.size={way.need_bytes - 4096}B"
+    assert refused(path, several, ONE_AT_A_TIME, less).need_bytes == way.need_bytes
+    for change in ("training.gradient_lanes=2", BF16_GRADIENTS, ONE_AT_A_TIME):
+        assert "micro_batch_order" not in str(refused(path, several, change)), "other bits, or it is so already"
