@@ -41,9 +41,6 @@ class _Counts(Protocol):
     num_storages: int
     recorder: Recorder | None
 
-    @property
-    def knows_values(self) -> bool: ...
-
     def number_of(self, tensor: Tensor) -> int | None: ...
 
 
@@ -123,7 +120,7 @@ class RepeatedLayers:
     def forward(self, bound: BoundUnit, visit: int, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a unit; of a layer, keep what it did."""
         counts, unit = self._counts, bound.unit
-        if not unit.is_layer or unit.part is not None or counts.knows_values:
+        if not unit.is_layer or unit.part is not None:
             return run(*args, **kwargs)
         record = _CallRecord(counts)
         for index, (_, leaf) in enumerate(bound.leaves()):

@@ -783,11 +783,6 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
-    @property
-    def knows_values(self) -> bool:
-        """Whether some tensors have values."""
-        return bool(self._values)
-
     def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
         """Count work that no operator of torch does.
 

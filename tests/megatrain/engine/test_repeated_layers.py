@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
@@ -13,6 +14,9 @@ from torch import Tensor, nn
 
 from fakes.fake_cuda import fake_cuda
 from megatrain.converters.spec import build_graph
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.images import ImageProcessor
+from megatrain.data.rows_report import DataError
 from megatrain.engine import attention
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.repeated_layers import RepeatedLayers
@@ -20,6 +24,7 @@ from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import UnitVisit
 from megatrain.models.table import LoraConfig
 from oracles.families import MODEL_TYPES, shrunk_config, tiny_config
+from oracles.image_models import FAMILIES, make_folder
 
 
 @contextmanager
@@ -36,12 +41,14 @@ def backwards_counted() -> Iterator[list[int]]:
         yield found
 
 
-def traced(graph: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[VisitTrace, VisitTrace, int]:
+def traced(
+    graph: Any, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 12), **options: Any
+) -> tuple[VisitTrace, VisitTrace, int]:
     """Return the trace, the one in which every layer runs, and how many backwards the first left out."""
     with backwards_counted() as some:
-        trace = trace_visits(graph, 2, 12, dtype, **options)
+        trace = trace_visits(graph, *shape, dtype, **options)
     with mock.patch.object(RepeatedLayers, "earlier", return_value=None), backwards_counted() as every:
-        whole = trace_visits(graph, 2, 12, dtype, **options)
+        whole = trace_visits(graph, *shape, dtype, **options)
     assert set(some) <= set(every)
     return trace, whole, len(every) - len(some)
 
@@ -83,6 +90,23 @@ def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) 
     with fake_cuda() if device == "cuda" else nullcontext():
         trace, whole, _ = traced(graph, torch.bfloat16, device=device)
     assert trace == whole
+
+
+OTHER_FAMILIES = [pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMILIES if name != "internvl"]
+
+
+# Numbers and sizes of images are known to the trace, and decide what layers of the tower do.
+@pytest.mark.parametrize("images", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "left_out"), [("internvl", 4), *OTHER_FAMILIES])
+def test_of_images(family: str, left_out: int, images: Literal["trained", "frozen"], tmp_path: Path) -> None:
+    folder = make_folder(family, tmp_path)
+    try:
+        example = ImageProcessor(str(folder), load_tokenizer(str(folder)), 192).example(1)
+    except DataError as error:
+        pytest.skip(str(error))
+    trace, whole, num = traced(build_graph(folder, images=images), example=example, shape=(1, 192))
+    assert trace == whole and trace.exact
+    assert num >= left_out or images == "frozen"
 
 
 def test_one_layer_of_many_is_run() -> None:
