@@ -80,14 +80,15 @@ def test_the_trace_is_that_of_all_layers(family: str, dtype: torch.dtype, left_o
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        graph = build_graph(shrunk_config(family), dtype=torch.bfloat16)
-        with mock.patch.object(RepeatedLayers, "earlier", return_value=None):
-            trace_visits(graph, 2, 12, torch.bfloat16)
-    except Exception as error:
-        pytest.skip(f"none that is small, or it does not run: {error}")
     monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
     with fake_cuda() if device == "cuda" else nullcontext():
+        try:
+            graph = build_graph(shrunk_config(family), dtype=torch.bfloat16)
+            with mock.patch.object(RepeatedLayers, "earlier", return_value=None):
+                # A first trace: what torch keeps of fake results makes 8 bytes less of some backwards in the next ones.
+                trace_visits(graph, 2, 12, torch.bfloat16, device=device)
+        except Exception as error:
+            pytest.skip(f"none that is small, or it does not run: {error}")
         trace, whole, _ = traced(graph, torch.bfloat16, device=device)
     assert trace == whole
 
