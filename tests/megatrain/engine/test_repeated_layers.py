@@ -126,8 +126,8 @@ def test_products_that_nobody_needs_go_by_the_names_of_each_layer() -> None:
     ]
 
 
-class Middle(nn.Module):
-    """In the middle layer's place of its MLP."""
+class GivenMLP(nn.Module):
+    """In the place of a layer's MLP: it has its weights, and does what it is given."""
 
     def __init__(self, mlp: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def swapped(module: Any, hidden: Tensor) -> Tensor:
 
 
 #: What the MLPs of a model's layers do, all of one class: the class alone says nothing.
-MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the first": mlp,
     "one more operator": lambda m, x: mlp(m, x) + 0,
     "the same operator with another backward": lambda m, x: Wasteful.apply(mlp(m, x)),
@@ -177,9 +177,9 @@ MIDDLES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 def test_a_layer_that_differs_is_run() -> None:
-    graph = build_graph(tiny_config("llama", num_hidden_layers=len(MIDDLES)))
-    for layer, forward in zip(graph.model.model.layers, MIDDLES.values(), strict=True):
-        layer.mlp = Middle(layer.mlp, forward)
+    graph = build_graph(tiny_config("llama", num_hidden_layers=len(FORWARDS)))
+    for layer, forward in zip(graph.model.model.layers, FORWARDS.values(), strict=True):
+        layer.mlp = GivenMLP(layer.mlp, forward)
     trace, whole, num = traced(graph)
     assert trace == whole
     assert num == 1, "the first layer, as the last one"
