@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fakes.fake_cuda import fake_cuda
+from megatrain.converters.liger import apply_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.images import ImageProcessor
@@ -183,6 +185,20 @@ def test_a_layer_that_differs_is_run() -> None:
     trace, whole, num = traced(graph)
     assert trace == whole
     assert num == 1, "the first layer, as the last one"
+
+
+def test_launches_of_kernels_are_compared_as_operators_are() -> None:
+    """Layers with kernels of another package, and one that launches fewer of them."""
+    pytest.importorskip("liger_kernel")
+    graph = build_graph(tiny_config("llama", num_hidden_layers=4), dtype=torch.bfloat16)
+    plain = type(graph.model.model.layers[0].input_layernorm).forward
+    apply_liger_kernels(graph.model, with_mlps=True)
+    trace, whole, num = traced(graph, torch.bfloat16)
+    assert trace == whole and num == 3
+    norm = graph.model.model.layers[1].input_layernorm
+    norm.forward = partial(plain, norm)
+    trace, whole, num = traced(graph, torch.bfloat16)
+    assert trace == whole and num == 2
 
 
 def test_frozen_weights_are_others() -> None:
