@@ -14,7 +14,15 @@ from itertools import chain, islice
 from types import FrameType
 from typing import Any
 
-__all__ = ["RANGE_ELEMENTS", "KernelThreads", "cut", "default_num_threads", "elements_per_call", "share_out"]
+__all__ = [
+    "RANGE_ELEMENTS",
+    "KernelThreads",
+    "cut",
+    "default_num_threads",
+    "elements_per_call",
+    "num_update_threads",
+    "share_out",
+]
 
 RANGE_ELEMENTS = 1 << 20
 """Elements of one call: enough to hide its overhead, few enough for an even load of the threads."""
@@ -26,6 +34,15 @@ _CALLS_PER_THREAD = 4
 def default_num_threads() -> int:
     """Return the number of CPUs this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_update_threads(device_type: str) -> int:
+    """Return the number of threads that update blocks on the host.
+
+    Updates run while a GPU computes. Two cores stay free then: one launches kernels, the other one starts copies.
+    """
+    num_cores = default_num_threads()
+    return max(1, num_cores - 2) if device_type == "cuda" else num_cores
 
 
 def cut(start: int, stop: int, elements: int = RANGE_ELEMENTS) -> Iterator[tuple[int, int]]:

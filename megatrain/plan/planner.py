@@ -45,6 +45,7 @@ from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
+from megatrain.optim.threads import KernelThreads, num_update_threads
 from megatrain.plan.budgets import tier_budgets
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.fill import with_results
@@ -481,7 +482,8 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
         trace = like.trace
     else:
         trace = trace_run(run, graph, padded=padded)
-    optimizer = make_optimizer(run.optimizer, vocabulary=_vocabulary(graph), seed=run.seed)
+    threads = KernelThreads(num_update_threads(run.device.type))
+    optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, encodings = find_frozen(run, graph)

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from megatrain.optim.threads import KernelThreads, cut, elements_per_call, share_out
+from megatrain.optim import threads as kernel_threads
+from megatrain.optim.threads import KernelThreads, cut, elements_per_call, num_update_threads, share_out
 
 
 def test_ranges_are_consecutive_and_complete() -> None:
@@ -23,6 +24,13 @@ def test_items_are_shared_out_in_order_and_none_is_left() -> None:
         for num_elements in (0, 1, 10**5, 10**7, 10**9):
             assert elements_per_call(num_elements, num_threads) >= 1
     assert elements_per_call(10**9, 1) == 10**9 and elements_per_call(10**9, 2) == 1 << 20
+
+
+@pytest.mark.parametrize(("num_cores", "with_gpu"), [(1, 1), (2, 1), (3, 1), (4, 2), (16, 14)])
+def test_two_cores_stay_free_next_to_a_gpu(num_cores: int, with_gpu: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_threads, "default_num_threads", lambda: num_cores)
+    assert num_update_threads("cuda") == with_gpu
+    assert num_update_threads("cpu") == num_cores
 
 
 def test_one_thread_computes_on_the_caller() -> None:
