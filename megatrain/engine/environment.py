@@ -82,27 +82,35 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
 
     To be entered inside ``deterministic_kernels``, before the model's first product. torch 2.11 checks the setting
     once, but parses it again at every product, with regular expressions: 36 us of the host instead of 4
-    (docs/log.md). What it parses is the size of the workspace that it hands to cuBLAS with each product: sums
-    have one order with any size, and all products of a run have the same one. It is torch's own then, no larger than
-    with the setting of ``import megatrain``; a smaller one that a user asks for stays.
+    (docs/log.md). The setting is the size of the workspace that torch passes to cuBLAS with each product: sums
+    have one order with any size, and all products of a run have the same one. Without the setting it is torch's own
+    size. The workspace of the first product is freed, because torch would pass it on with the new size. A smaller
+    size that a user asks for stays. Later versions of torch parse the setting once, and nothing is done.
 
     Args:
         device: compute device.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)
-    if device.type == "cpu" or setting != _REPEATABLE[0] or not torch.are_deterministic_algorithms_enabled():
+    is_parsed = torch.are_deterministic_algorithms_enabled() and not _parses_setting_once()
+    if device.type == "cpu" or setting != _REPEATABLE[0] or not is_parsed:
         yield
         return
     one = torch.ones(1, 1, device=device)
     torch.mm(one, one)
     del os.environ[_CUBLAS]
+    torch._C._cuda_clearCublasWorkspaces()
     _is_read = True
     try:
         yield
     finally:
         _is_read = False
         os.environ[_CUBLAS] = setting
+
+
+def _parses_setting_once() -> bool:
+    """Return whether torch keeps the size of cuBLAS's workspace: versions do that have a function to change it."""
+    return hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
 #: Whether torch has read a setting that is not in the environment at present.

@@ -79,13 +79,24 @@ def test_the_setting_of_cublas_is_there_from_the_import_on() -> None:
             multiply()
 
 
-def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back() -> None:
+@pytest.fixture
+def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
+    """A torch that parses the setting at each product; a list of the setting where workspaces were freed."""
+    monkeypatch.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
+    found: list[str | None] = []
+    clear = lambda: found.append(os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+    return found
+
+
+def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back(cleared: list[str | None]) -> None:
     """Products need not parse it again; what asks for deterministic kernels inside knows that it was read."""
     megatrain._ask_for_repeatable_products()
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"):
         with cublas_setting_read(CUDA):
             assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
             multiply()
+            assert cleared == [None], "a workspace of the old size would be used with the new one"
             with deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
                 multiply()
             assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
@@ -94,12 +105,28 @@ def test_torch_reads_the_setting_before_it_is_taken_away_and_it_comes_back() -> 
 
 
 @pytest.mark.parametrize(("device", "enabled"), [(torch.device("cpu"), True), (CUDA, False)])
-def test_the_setting_stays_where_products_do_not_parse_it(device: torch.device, enabled: bool) -> None:
+def test_the_setting_stays_where_products_do_not_parse_it(
+    device: torch.device, enabled: bool, cleared: list[str | None]
+) -> None:
     megatrain._ask_for_repeatable_products()
     with deterministic_kernels(device, "Model", enabled=enabled), cublas_setting_read(device):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not cleared
 
 
+def test_the_setting_stays_where_torch_keeps_its_size(
+    cleared: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch parses it once in the versions that have a function to change the size."""
+    monkeypatch.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 1 << 25, raising=False)
+    megatrain._ask_for_repeatable_products()
+    with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        multiply()
+    assert not cleared
+
+
+@pytest.mark.usefixtures("cleared")
 def test_a_smaller_workspace_that_a_user_asks_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     with virtual_gpu(), deterministic_kernels(CUDA, "Model"), cublas_setting_read(CUDA):
