@@ -31,8 +31,10 @@ __all__ = [
 _BLOCK_COLUMNS = 1024
 #: Logits of a row whose exponentials are summed at once, by 8 warps.
 _BLOCK_LOGITS, _LOGIT_WARPS = 4096, 8
-#: Rows of a program of `group_rows`, and with how many others it compares them at once.
-_BLOCK_ROWS, _BLOCK_OTHERS = 64, 128
+#: Rows of a program of `group_rows`, and with how many others it compares them at once. More take all registers.
+_BLOCK_ROWS, _BLOCK_OTHERS = 64, 32
+#: Bytes that a thread of a GPU loads and stores at once at most.
+_VECTOR_BYTES = 16
 
 
 def reads_sync_host(device: torch.device) -> bool:
@@ -159,6 +161,7 @@ def copy_rows(found: Tensor, held: range, rows: Tensor, indexes: Tensor) -> None
                 held.start,
                 held.stop,
                 block_columns=_BLOCK_COLUMNS,
+                unit=_unit_of(found, rows) if _has_vectors(found) and _has_vectors(rows) else 1,
                 **_kernels().LAUNCH_OPTIONS,
             )
 
@@ -184,7 +187,7 @@ def take_in_logits(
         of_label: [rows] fp32.
         totals: [rows] fp32; 0.
     """
-    logits = _with_rows(logits)
+    logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
     if num_rows and not isinstance(logits, FakeTensor):
         with torch.accelerator.device_index(logits.device.index):
@@ -199,6 +202,7 @@ def take_in_logits(
                 of_label,
                 totals,
                 block_columns=_BLOCK_LOGITS,
+                unit=_unit_of(logits),
                 **{**_kernels().LAUNCH_OPTIONS, "num_warps": _LOGIT_WARPS},
             )
 
@@ -228,7 +232,7 @@ def gradient_of_logits(
         share: Of the target, for every word.
         at_label: Of the target, for the label beside that.
     """
-    logits = _with_rows(logits)
+    logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape
     gradient = torch.empty(num_rows, num_columns, dtype=logits.dtype, device=logits.device)
     if num_rows and not isinstance(logits, FakeTensor):
@@ -247,14 +251,32 @@ def gradient_of_logits(
                 share,
                 at_label,
                 block_columns=_BLOCK_COLUMNS,
+                unit=_unit_of(logits),
                 **_kernels().LAUNCH_OPTIONS,
             )
     return gradient
 
 
-def _with_rows(logits: Tensor) -> Tensor:
-    """Return logits whose columns follow each other."""
-    return logits if logits.stride(1) == 1 else logits.contiguous()
+def _unit_of(*matrices: Tensor) -> int:
+    """Return the elements of 16 bytes where they divide the columns, else 1: see `triton_kernels`."""
+    unit = _VECTOR_BYTES // min(matrix.dtype.itemsize for matrix in matrices)
+    return 1 if matrices[0].shape[1] % unit else unit
+
+
+def _has_vectors(matrix: Tensor) -> bool:
+    """Return whether all rows begin at multiples of 16 bytes."""
+    begin = matrix.storage_offset() * matrix.dtype.itemsize if isinstance(matrix, FakeTensor) else matrix.data_ptr()
+    return begin % _VECTOR_BYTES == 0 and matrix.stride(0) * matrix.dtype.itemsize % _VECTOR_BYTES == 0
+
+
+def _with_vectors(logits: Tensor) -> Tensor:
+    """Return logits whose columns follow each other, copied where their rows begin anywhere.
+
+    The order of a sum then depends on the number of columns alone, and on no address.
+    """
+    if logits.stride(1) == 1 and (_unit_of(logits) == 1 or _has_vectors(logits)):
+        return logits
+    return logits.clone(memory_format=torch.contiguous_format)
 
 
 def warm_up(device: torch.device, dtype: torch.dtype) -> None:
@@ -262,11 +284,14 @@ def warm_up(device: torch.device, dtype: torch.dtype) -> None:
     zeros = torch.zeros(1, device=device)
     if not are_for(zeros):
         return
-    rows, indexes = torch.zeros(1, 1, dtype=dtype, device=device), torch.zeros(1, dtype=torch.long, device=device)
-    add_rows(zeros.view(1, 1), range(1), rows, row_groups(indexes), None)
-    copy_rows(rows, range(1), rows.clone(), indexes)
-    for totals in (None, zeros):
-        take_in_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
-    for weights in (None, zeros):
-        terms = {"z_loss": 0.0, "share": 0.0, "at_label": 1.0}
-        gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)
+    indexes = torch.zeros(1, dtype=torch.long, device=device)
+    terms = {"z_loss": 0.0, "share": 0.0, "at_label": 1.0}
+    for num_columns in (1, _VECTOR_BYTES):
+        rows = torch.zeros(1, num_columns, dtype=dtype, device=device)
+        place = torch.zeros(1, num_columns, device=device)
+        add_rows(place, range(1), rows, row_groups(indexes), None)
+        copy_rows(rows, range(1), rows.clone(), indexes)
+        for totals in (None, zeros):
+            take_in_logits(rows, indexes, 0, largest=zeros, exponentials=zeros, of_label=zeros, totals=totals)
+        for weights in (None, zeros):
+            gradient_of_logits(rows, indexes, 0, zeros, weights=weights, num_items=1, **terms)

@@ -2,6 +2,9 @@
 
 Kernels are compiled at their first launch, once for each dtype. No address and no size is compiled into the code: in
 another placement a launch must not meet other code, and with it another order of a sum.
+
+Three kernels take `unit`: rows begin at multiples of so many elements, and `num_columns` is one. With 16 bytes or more
+a thread loads and stores 16 bytes at once. 1 promises nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +18,13 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 # What `tl.sum` and `tl.max` reduce by. These two themselves run in the interpreter alone where all of Triton does.
 _SUM, _MAX = tl.standard._sum_combine, tl.standard._elementwise_max
+
+
+@triton.jit
+def _row(start: tl.tensor, row: tl.tensor, row_stride: tl.tensor, unit: tl.constexpr) -> tl.tensor:
+    """Return the address of a row, of which the compiler learns that it is a multiple of 16 bytes if it is."""
+    begin = start + row.to(tl.int64) * row_stride
+    return begin if unit == 1 else tl.multiple_of(begin, 16)
 
 
 @triton.jit(do_not_specialize=["indexes", "groups", "num_rows"])
@@ -96,7 +106,8 @@ def add_rows(
         total = tl.load(target, mask=inside)
         for number in range(count):
             row = tl.load(groups + at + number).to(tl.int64)
-            total += tl.load(rows + row * row_stride + column * column_stride, mask=inside).to(tl.float32)
+            source = rows + row * row_stride + column.to(tl.int64) * column_stride
+            total += tl.load(source, mask=inside).to(tl.float32)
         tl.store(target, total, mask=inside)
 
 
@@ -110,15 +121,16 @@ def copy_rows(
     first: tl.tensor,
     stop: tl.tensor,
     block_columns: tl.constexpr,
+    unit: tl.constexpr,
 ) -> None:
     """Look up rows: of those with an index from `first` to `stop`, whose matrix's rows are here. Others stay."""
     at = tl.program_id(0).to(tl.int64)
     index = tl.load(indexes + at).to(tl.int64)
     if (index >= first) & (index < stop):
         column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-        inside = column < num_columns
-        value = tl.load(rows + (index - first) * row_stride + column, mask=inside)
-        tl.store(found + at * num_columns + column, value.to(found.dtype.element_ty), mask=inside)
+        inside = column < num_columns // unit * unit
+        value = tl.load(_row(rows, index - first, row_stride, unit) + column, mask=inside)
+        tl.store(_row(found, at, num_columns, unit) + column, value.to(found.dtype.element_ty), mask=inside)
 
 
 @triton.jit(
@@ -145,6 +157,7 @@ def take_in_logits(
     of_label: tl.tensor,
     totals: tl.tensor,
     block_columns: tl.constexpr,
+    unit: tl.constexpr,
 ) -> None:
     """Take in the logits of the words from `start` on, for cross entropy: a program has a row.
 
@@ -152,13 +165,13 @@ def take_in_logits(
     exp(logit - largest); `of_label`, the logit of the row's label, once it came; `totals`, the sum of all, or None.
     """
     row = tl.program_id(0)
-    own = logits + row.to(tl.int64) * row_stride
+    own = _row(logits, row, row_stride, unit)
     most = tl.load(largest + row)
     found = tl.load(exponentials + row)
     total = 0.0
     for first in range(0, num_columns, block_columns):
         column = first + tl.arange(0, block_columns)
-        inside = column < num_columns
+        inside = column < num_columns // unit * unit
         value = tl.load(own + column, mask=inside, other=float("-inf")).to(tl.float32)
         more = tl.maximum(most, tl.reduce(value, 0, _MAX))
         shift = tl.where(more == float("-inf"), 0.0, more)  # as long as all words are masked: no sum, rather than NaN
@@ -201,6 +214,7 @@ def gradient_of_logits(
     share: tl.tensor,
     at_label: tl.tensor,
     block_columns: tl.constexpr,
+    unit: tl.constexpr,
 ) -> None:
     """Write the gradient of the loss by a part of the logits, `gradient` [rows, num_columns] in any float dtype.
 
@@ -209,13 +223,13 @@ def gradient_of_logits(
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
-    inside = column < num_columns
+    inside = column < num_columns // unit * unit
     log_sum = tl.load(log_sums + row)
-    value = tl.load(logits + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(_row(logits, row, row_stride, unit) + column, mask=inside, other=0.0).to(tl.float32)
     found = tl.exp(value - log_sum) * (1.0 + z_factor * log_sum) - share
     found = tl.where(column == tl.load(labels + row) - start, found - at_label, found)
     if weights is not None:
         found = found * tl.load(weights + row)
     else:
         found = tl.math.div_rn(found, divisor)
-    tl.store(gradient + row * num_columns + column, found.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(_row(gradient, row, num_columns, unit) + column, found.to(gradient.dtype.element_ty), mask=inside)

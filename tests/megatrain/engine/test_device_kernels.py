@@ -262,6 +262,26 @@ def test_a_row_has_the_same_bits_among_any_others(interpreter: None) -> None:
     assert torch.equal(together, torch.cat(one_by_one))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_at_any_address_have_the_bits_of_aligned_ones(
+    interpreter: None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 48 words, a multiple of 16 bytes, in a matrix whose rows begin anywhere; and by elements one at a time."""
+    logits, labels = logits_of(dtype, is_masked=False)
+    labels = labels.clamp(max=47)
+    aligned, anywhere = logits[:, :48].contiguous(), logits[:, :48]
+    softmaxes = [RunningSoftmax(labels, 48, NUM_ITEMS) for _ in range(3)]
+
+    def made(softmax: RunningSoftmax, part: Tensor) -> tuple[Tensor, Tensor]:
+        softmax.add(part, 0)
+        return softmax.gradient(part, 0), softmax.loss()
+
+    expected = made(softmaxes[0], aligned)
+    assert all(torch.equal(*pair) for pair in zip(expected, made(softmaxes[1], anywhere), strict=True))
+    monkeypatch.setattr(device_kernels, "_unit_of", lambda *matrices: 1)
+    assert all(torch.equal(*pair) for pair in zip(expected, made(softmaxes[2], anywhere), strict=True))
+
+
 def test_logits_that_are_not_numbers_make_a_loss_that_is_none(interpreter: None) -> None:
     logits, labels = logits_of(torch.float32, is_masked=False)
     logits[3, 30] = torch.nan
@@ -313,7 +333,8 @@ def ptx_of(kernels: ModuleType, name: str, types: dict[str, str], constants: dic
 @pytest.mark.parametrize("bits", ["*i32", "*i64"])
 def test_groups_are_compiled(kernels: ModuleType, bits: str) -> None:
     blocks = {"block_rows": device_kernels._BLOCK_ROWS, "block_others": device_kernels._BLOCK_OTHERS}
-    ptx_of(kernels, "group_rows", {"indexes": bits, "groups": "*i32"}, blocks)
+    ptx = ptx_of(kernels, "group_rows", {"indexes": bits, "groups": "*i32"}, blocks)
+    assert not re.search(r"\bld\.local|\bst\.local", ptx)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -327,30 +348,56 @@ def test_machine_code_adds_rows_one_by_one(kernels: ModuleType, dtype: str) -> N
     assert "ftz" not in ptx and "atom" not in ptx and "red." not in ptx
 
 
-def test_a_look_up_is_compiled(kernels: ModuleType) -> None:
+def test_addresses_of_added_rows_have_64_bits(kernels: ModuleType) -> None:
+    """A transposed gradient of 419,431 tokens and 5,120 columns has elements beyond 2**31."""
+    types = {"place": "*fp32", "rows": "*bf16", "groups": "*i32"}
+    ptx = ptx_of(kernels, "add_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
+    assert not re.search(r"mul\.lo\.[su]32|mad\.lo\.[su]32", ptx) and re.search(r"mul(\.wide\.s32|\.lo\.s64)", ptx)
+
+
+#: Dtype -> elements of 16 bytes, of which a thread loads and stores as many at once.
+UNITS = {"fp32": 4, "bf16": 8, "fp16": 8}
+
+
+def of_columns(ptx: str, bits: int) -> set[str]:
+    """Return the instructions that load and store columns: those of 16 bytes, and those of one element."""
+    return set(re.findall(rf"(?:ld|st)\.global\.(?:v4\.b32|b{bits})\b", ptx))
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+def test_a_look_up_is_compiled(kernels: ModuleType, unit: int) -> None:
     types = {"found": "*bf16", "rows": "*fp32", "indexes": "*i64"}
-    ptx = ptx_of(kernels, "copy_rows", types, {"block_columns": device_kernels._BLOCK_COLUMNS})
-    assert "cvt.rn.bf16" in ptx
+    constants = {"block_columns": device_kernels._BLOCK_COLUMNS, "unit": unit}
+    ptx = ptx_of(kernels, "copy_rows", types, constants)
+    assert "cvt.rn.bf16" in ptx or "cvt.rn.bf16x2" in ptx
+    assert of_columns(ptx, 16) == ({"st.global.b16"} if unit == 1 else {"ld.global.v4.b32", "st.global.v4.b32"})
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("has_totals", [False, True])
-def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals: bool) -> None:
+@pytest.mark.parametrize("has_vectors", [False, True])
+def test_sums_of_logits_are_compiled(kernels: ModuleType, dtype: str, has_totals: bool, has_vectors: bool) -> None:
     types = {"logits": f"*{dtype}", "labels": "*i64"}
     types |= dict.fromkeys(("largest", "exponentials", "of_label", "totals"), "*fp32")
-    constants = {"block_columns": device_kernels._BLOCK_LOGITS} | ({} if has_totals else {"totals": None})
+    constants = {"block_columns": device_kernels._BLOCK_LOGITS, "unit": UNITS[dtype] if has_vectors else 1}
+    constants |= {} if has_totals else {"totals": None}
     ptx = ptx_of(kernels, "take_in_logits", types, constants, num_warps=device_kernels._LOGIT_WARPS)
+    assert ("ld.global.v4.b32" in ptx) is has_vectors
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("is_weighed", [False, True])
-def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_weighed: bool) -> None:
+@pytest.mark.parametrize("has_vectors", [False, True])
+def test_a_gradient_of_logits_is_compiled(kernels: ModuleType, dtype: str, is_weighed: bool, has_vectors: bool) -> None:
     types = {"logits": f"*{dtype}", "gradient": f"*{dtype}", "labels": "*i64"}
     types |= dict.fromkeys(("log_sums", "weights"), "*fp32")
     types |= dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
-    constants = {"block_columns": device_kernels._BLOCK_COLUMNS} | ({} if is_weighed else {"weights": None})
+    constants = {"block_columns": device_kernels._BLOCK_COLUMNS, "unit": UNITS[dtype] if has_vectors else 1}
+    constants |= {} if is_weighed else {"weights": None}
     ptx = ptx_of(kernels, "gradient_of_logits", types, constants)
+    if has_vectors:
+        assert of_columns(ptx, 16) == {"ld.global.v4.b32", "st.global.v4.b32"}
     assert "atom" not in ptx and not re.search(r"\bld\.local|\bst\.local", ptx)
     assert is_weighed or "div.rn.f32" in ptx  # `/` would be an approximation
     assert dtype == "fp32" or f"cvt.rn.{dtype.replace('fp', 'f')}" in ptx  # to the nearest
