@@ -11,6 +11,7 @@ import torch
 from torch.autograd import graph
 
 from tiered.block import CopyState
+from tiered.condition import StoreCondition
 from tiered.errors import BlockNotFoundError, CapacityError, LeaseError, TieredError
 from tiered.events import Event
 from tiered.movement import Movement
@@ -37,7 +38,7 @@ class Leasing:
         self.leases: set[Lease] = set()
         self.trace: Trace | None = None
         self.closed = False
-        self._gathering = threading.Lock()
+        self._gathering = StoreCondition()
 
     # -- looking up --------------------------------------------------------------------------------------------
 

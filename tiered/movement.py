@@ -7,12 +7,12 @@ So no plan of several steps has to be kept consistent while other threads change
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from tiered.block import CopyState
+from tiered.condition import StoreCondition
 from tiered.errors import UninitializedBlockError
 from tiered.events import Counters, Event, EventSink
 from tiered.hops import route
@@ -55,7 +55,7 @@ class Movement:
         on_event: EventSink | None,
         clock: SimulatedClock | None = None,
     ) -> None:
-        self.changed: threading.Condition = clock or threading.Condition()
+        self.changed: StoreCondition = clock or StoreCondition()
         self.time_s: Callable[[], float] = time.perf_counter if clock is None else lambda: clock.now_s
         self.blocks: dict[str, Block] = {}
         self.tiers: Mapping[str, Tier] = {tier.name: tier for tier in tiers}

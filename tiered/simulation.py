@@ -7,11 +7,11 @@ thread, in the same order every time. The plan uses it to say how long a step wi
 from __future__ import annotations
 
 import heapq
-import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from tiered.condition import StoreCondition
 from tiered.links.base import LinkUsage
 from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.pool import SlabPool
@@ -22,7 +22,7 @@ from tiered.units import MiB
 PART_BYTES = 16 * MiB
 
 
-class SimulatedClock(threading.Condition):
+class SimulatedClock(StoreCondition):
     """Virtual time, and the condition that a store waits on: a wait runs the next event. For one thread.
 
     Attributes:

@@ -34,6 +34,8 @@ from tiered.units import GiB
 class TieredStore(BlockMapping):
     """Named blocks in tiers of different speed. Thread-safe; a context manager (``close`` at the end).
 
+    For the process that made it: a forked child gets ``TieredError`` from every use, and ``close`` does nothing there.
+
     Also a mapping from names to copies of tensors, see ``BlockMapping``.
 
     Every block owns a slot in one **home** tier for life; faster tiers hold **copies**. So eviction never
@@ -404,7 +406,8 @@ class TieredStore(BlockMapping):
             GenerationError: the store has no directory to commit to.
             TransferError: bytes could not be written.
         """
-        self._leasing.check_open()
+        with self._changed:
+            self._leasing.check_open()
         return self._generations.commit(dict(meta or {}))
 
     def load(self, generation: int | None = None, *, on_bytes: Callable[[int], None] = lambda nbytes: None) -> Manifest:
@@ -424,7 +427,8 @@ class TieredStore(BlockMapping):
             TransferError: a drive refused.
             LeaseError: a block is leased.
         """
-        self._leasing.check_open()
+        with self._changed:
+            self._leasing.check_open()
         return self._generations.load(generation, on_bytes)
 
     # -- look --------------------------------------------------------------------------------------------------
@@ -493,8 +497,10 @@ class TieredStore(BlockMapping):
     def close(self) -> None:
         """Finish what is under way, a commit too, and free everything. Uncommitted contents are gone. Idempotent.
 
-        Warns (``RuntimeWarning``) of a commit that failed without a ``wait`` for it.
+        Warns (``RuntimeWarning``) of a commit that failed without a ``wait`` for it. Does nothing in a forked child.
         """
+        if self._changed.is_of_parent:
+            return
         self._generations.join()
         with self._changed:
             if self._leasing.closed:
@@ -512,7 +518,9 @@ class TieredStore(BlockMapping):
                 ends.callback(link.close)
 
     def give_up_waiting(self) -> None:
-        """Let writes that wait for room on a full drive fail, now and from now on."""
+        """Let writes that wait for room on a full drive fail, now and from now on. Does nothing in a forked child."""
+        if self._changed.is_of_parent:
+            return
         self._movement.give_up_waiting()
         self._generations.full.give_up()
 

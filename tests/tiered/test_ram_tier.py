@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tiered import MiB, RamTier, TransferError
-from tiered.ext import Slot
+from tiered.ext import HostSlab, Slot
 from tiered.tiers import ram as slab_module
 
 
@@ -26,6 +28,7 @@ def test_padding_of_a_reused_slot_is_zero() -> None:
 
 
 def test_machine_without_memory_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_module, "_GROWTH_S", 0.0)
     monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: 12)
     tier = RamTier(MiB)
     with pytest.raises(TransferError, match="fewer bytes") as caught:
@@ -49,3 +52,66 @@ def test_what_slabs_took_to_make_is_counted_and_so_are_those_given_back(monkeypa
     assert (tier.num_drops, tier.made_bytes) == (0, 308 * 1024), "a slab that is there is used again"
     take(tier, 900 * 1024)
     assert tier.num_drops == 1, "there was no room beside the one that nobody uses"
+
+
+def test_a_machine_whose_memory_grows_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, totals = [12, 12, 0], iter([8, 8, 16, 16, 24, 24])
+    populated = []
+
+    def advise(address: int, nbytes: int, advice: int) -> int:
+        if advice != slab_module._MADV_POPULATE_WRITE:
+            return 0
+        populated.append(nbytes)
+        return answers.pop(0)
+
+    monkeypatch.setattr(slab_module, "_advise", advise)
+    monkeypatch.setattr(slab_module, "_memory_of_machine", lambda: next(totals))
+    take(RamTier(MiB), 4096)
+    assert populated == [4096] * 3 and not answers
+
+
+def test_one_part_without_memory_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def advise(address: int, nbytes: int, advice: int) -> int:
+        if advice == slab_module._MADV_POPULATE_WRITE:
+            tried.append(address)
+            return 12
+        return 0
+
+    monkeypatch.setattr(slab_module, "_advise", advise)
+    monkeypatch.setattr(slab_module, "_GROWTH_S", 0.0)
+    monkeypatch.setattr(slab_module, "_POPULATE_BYTES", 4096)
+    monkeypatch.setattr(slab_module, "_MOST_POPULATING_THREADS", 1)
+    with pytest.raises(TransferError, match="fewer bytes"):
+        RamTier(MiB).allocate(MiB, name="a", home=True)
+    assert len(tried) == 1
+
+
+def test_slabs_prefer_the_numa_node_of_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    device = tmp_path / "0000:3b:00.0"
+    device.mkdir()
+    (device / "numa_node").write_text("1\n")
+    nodes = tmp_path / "has_memory"
+    nodes.write_text("0-1\n")
+    monkeypatch.setattr(slab_module, "_PCI_DEVICES", tmp_path)
+    monkeypatch.setattr(slab_module, "_NODES_WITH_MEMORY", nodes)
+    monkeypatch.setattr(slab_module.torch.cuda, "get_device_properties", lambda device: seen)
+    found = slab_module._node_of_gpu.__wrapped__
+    assert found(0) == 1
+    (device / "numa_node").write_text("-1\n")
+    assert found(0) is None, "the machine does not report it"
+    nodes.write_text("0\n")
+    assert found(0) is None
+    # Node 0 exists everywhere: the kernel takes the hint for exactly the slab.
+    slab = HostSlab(64 * 4096)
+    before = policies_of(slab)
+    slab_module._prefer_node(slab.address, slab.nbytes, 0)
+    assert (before, policies_of(slab)) == (["default"], ["prefer:0"])
+
+
+def policies_of(slab: HostSlab) -> list[str]:
+    """Return the NUMA policy of the mappings that begin in a slab."""
+    lines = [line.split() for line in Path("/proc/self/numa_maps").read_text().splitlines()]
+    return [words[1] for words in lines if slab.address <= int(words[0], 16) < slab.address + slab.nbytes]

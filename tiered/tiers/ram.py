@@ -9,6 +9,8 @@ import functools
 import logging
 import mmap
 import os
+import platform
+import re
 import threading
 import time
 import weakref
@@ -27,10 +29,19 @@ from tiered.units import PAGE_BYTES, MiB, format_size, round_up
 
 _HUGE_PAGE_BYTES = 2 * MiB
 _MADV_HUGEPAGE = 14
+_MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
 _POPULATE_BYTES = 256 * MiB  # that a thread makes resident at a time
 _MOST_POPULATING_THREADS = 8
 _THP_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_MEMORY = Path("/proc/meminfo")
+_GROWTH_S = 2.0  # after which a virtual machine that got no more memory has none to come
+_NODES_WITH_MEMORY = Path("/sys/devices/system/node/has_memory")
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call, which the C library does not wrap
+_MPOL_PREFERRED = 1
+_PROT_NONE = 0
+_MAP_FIXED_NOREPLACE = 0x100000
 
 
 @functools.cache
@@ -51,6 +62,9 @@ def cuda_is_available() -> bool:
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.syscall.restype = ctypes.c_long
     return libc
 
 
@@ -59,15 +73,76 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
     return ctypes.get_errno() if _libc().madvise(address, nbytes, advice) else 0
 
 
+#: Mappings of slabs. A forked child has none of their pages, see decision 0088.
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _reserve_addresses_in_child() -> None:
+    """Map no-access pages where the parent's slabs are.
+
+    Without them a mapping of the child could take those addresses: a tensor of the parent would then read and write it,
+    and the end of a slab would unmap it.
+    """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
+    for mapping in list(_mappings):
+        if not mapping.closed:
+            whole = np.frombuffer(mapping, dtype=np.uint8)
+            _libc().mmap(whole.ctypes.data, whole.nbytes, _PROT_NONE, flags, -1, 0)
+
+
+os.register_at_fork(after_in_child=_reserve_addresses_in_child)
+
+
+def _memory_of_machine() -> int:
+    """Return the kilobytes of RAM that the kernel manages now: a virtual machine may start with a part of its RAM."""
+    found = re.search(r"^MemTotal:\s+(\d+)", _MEMORY.read_text(encoding="ascii"), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def _machine_grows(beyond: int) -> bool:
+    """Wait until the kernel manages more kilobytes of RAM; return False if it does not within ``_GROWTH_S``."""
+    deadline_s = time.monotonic() + _GROWTH_S
+    while (has_grown := _memory_of_machine() > beyond) is False and time.monotonic() < deadline_s:
+        time.sleep(_GROWTH_S / 20)
+    return has_grown
+
+
+@functools.cache
+def _node_of_gpu(device: int) -> int | None:
+    """Return the NUMA node of a CUDA device; None if only one node has memory, or the machine does not report it."""
+    try:
+        if _NODES_WITH_MEMORY.read_text(encoding="ascii").strip().isdigit():
+            return None
+        seen: Any = torch.cuda.get_device_properties(device)
+        address = f"{seen.pci_domain_id:04x}:{seen.pci_bus_id:02x}:{seen.pci_device_id:02x}.0"
+        node = int(Path(_PCI_DEVICES, address, "numa_node").read_text(encoding="ascii"))
+    except (OSError, AttributeError):
+        return None
+    return node if node >= 0 else None
+
+
+def _prefer_node(address: int, nbytes: int, node: int) -> None:
+    """Place pages that are touched later in a NUMA node while it has free memory. A hint: failures are ignored."""
+    number = _MBIND.get(platform.machine())
+    if number is not None:
+        mask = (ctypes.c_ulong * (node // 64 + 1))()
+        mask[node // 64] = 1 << node % 64
+        num_bits = 64 * len(mask) + 1  # the kernel reads one bit less
+        words = (ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_long(_MPOL_PREFERRED), mask)
+        _libc().syscall(ctypes.c_long(number), *words, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
+
+
 class HostSlab:
     """A private range of host memory of one size for life.
 
     Page-aligned (2 MiB-aligned from 2 MiB on), so that O_DIRECT, ``cudaHostRegister`` and huge pages all work.
     Every byte is resident from the start: a tier that fits at first cannot run out of memory later.
+    A forked child does not get the memory, as the kernel would copy pinned pages in ``fork``.
 
     Args:
         nbytes: size; rounded up to 4096. 0 is allowed and maps nothing.
-        pin: pin it for CUDA. Initialises CUDA. A failure leaves ordinary memory (``is_pinned`` False).
+        pin: pin it for CUDA, in the GPU's NUMA node while that has memory. Initialises CUDA. A failure leaves ordinary
+            memory (``is_pinned`` False).
 
     Attributes:
         nbytes: the rounded size.
@@ -85,10 +160,11 @@ class HostSlab:
         self.is_pinned = False
         self.has_huge_pages = False
         self.populate_s = self.pin_s = 0.0
+        self._is_refused = False
         self._map: mmap.mmap | None = None
         self._array: Any = np.empty(0, dtype=np.uint8)
         if self.nbytes:
-            self._map_memory()
+            self._map_memory(_node_of_gpu(torch.cuda.current_device()) if pin and torch.cuda.is_available() else None)
             if pin:
                 start_s = time.perf_counter()
                 self.is_pinned = _register(self.address, self.nbytes)
@@ -99,18 +175,22 @@ class HostSlab:
                 self._unpin.atexit = False  # CUDA may be gone by then, and the process gives all back anyway
         self._tensor: torch.Tensor | None = torch.from_numpy(self._array)
 
-    def _map_memory(self) -> None:
+    def _map_memory(self, node: int | None) -> None:
         wants_huge = self.nbytes >= _HUGE_PAGE_BYTES
         # The extra 2 MiB are address space only: never touched, so never resident.
         extra = _HUGE_PAGE_BYTES if wants_huge else 0
         self._map = mmap.mmap(-1, self.nbytes + extra, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _mappings.add(self._map)
         whole = np.frombuffer(self._map, dtype=np.uint8)
+        _advise(whole.ctypes.data, whole.nbytes, _MADV_DONTFORK)
         skip = -whole.ctypes.data % _HUGE_PAGE_BYTES if wants_huge else 0
         # Through numpy, not torch.frombuffer: numpy's array holds the mapping, so a live tensor cannot lose it.
         self._array = whole[skip : skip + self.nbytes]
         if wants_huge:
             # Exactly the used range: a huge page over its end would be resident beyond the size on the ledger.
             self.has_huge_pages = not _advise(self.address, self.nbytes, _MADV_HUGEPAGE) and huge_pages_allowed()
+        if node is not None:
+            _prefer_node(self.address, self.nbytes, node)
         start_s = time.perf_counter()
         self._populate()
         self.populate_s = time.perf_counter() - start_s
@@ -124,17 +204,21 @@ class HostSlab:
         else:
             with ThreadPoolExecutor(num_threads, thread_name_prefix="tiered-populate") as threads:
                 errors = list(threads.map(self._populate_part, starts))
-        for error in errors:
-            if error:
-                raise OSError(error, os.strerror(error))
+        if error := max(errors):
+            raise OSError(error, os.strerror(error))
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
-        if error != errno.EINVAL:
-            return error
-        self._array[start : start + nbytes : PAGE_BYTES] = 0
-        return 0
+        while not self._is_refused:
+            before = _memory_of_machine()
+            error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
+            if error == errno.EINVAL:
+                self._array[start : start + nbytes : PAGE_BYTES] = 0
+                return 0
+            if error != errno.ENOMEM:
+                return error
+            self._is_refused |= not _machine_grows(before)
+        return errno.ENOMEM
 
     @property
     def address(self) -> int:

@@ -1,0 +1,40 @@
+"""The condition of a store, which only the process that made the store can enter."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from tiered.errors import TieredError
+
+_num_forks = 0  # between the first process and this one
+
+
+def _count_fork() -> None:
+    global _num_forks
+    _num_forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
+
+class StoreCondition(threading.Condition):
+    """A condition that raises ``TieredError`` in a forked child, where a lock may be held by a thread that is gone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made_after, self._pid = _num_forks, os.getpid()
+
+    @property
+    def is_of_parent(self) -> bool:
+        """Whether this process was forked from the one that made the store."""
+        return self._made_after != _num_forks
+
+    def __enter__(self) -> bool:
+        if self._made_after != _num_forks:
+            raise TieredError(
+                f"process {os.getpid()} was forked from process {self._pid}, which made this store: the child has"
+                " neither its memory nor its threads. Use the store in its own process only, or start the child with"
+                " multiprocessing's 'spawn' and open a store there"
+            )
+        return super().__enter__()
