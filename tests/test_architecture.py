@@ -23,6 +23,7 @@ RANKS = {
     "tiered.units": 0,
     "tiered.errors": 1,
     "tiered.block": 2,
+    "tiered.condition": 2,
     "tiered.file_io": 2,
     "tiered.schedule": 2,
     "tiered.durable.manifest": 5,
