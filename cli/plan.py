@@ -98,7 +98,7 @@ def command(
         with without_collector():
             from megatrain.base.observer import RunObserver
             from megatrain.machine.files import find_machine
-            from megatrain.plan.facts import carried_tensors
+            from megatrain.open_run import look_at_weights
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.planner import plan_run
             from megatrain.resolve import resolve, resolve_evaluation
@@ -133,16 +133,18 @@ def command(
             _print_misfit(error, others, as_json=as_json)
             return EXIT_DOES_NOT_FIT
         plan = trainer.plan if timer is None else timer.timed(trainer.plan)
-        plan = dataclasses.replace(plan, carried_tensors=carried_tensors(plan.run.model, plan.graph))
+        carried, error = look_at_weights(plan)
+        plan = dataclasses.replace(plan, carried_tensors=carried)
         num_steps = None
-        if count_steps:
+        if count_steps and error is None:
             spinner.say("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.packing_warning:
         click.echo(f"warning: {plan.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
-    _print(plan, evaluation, others, as_json=as_json, simulate=simulate, num_steps=num_steps)
-    return 0 if plan.fits else EXIT_DOES_NOT_FIT
+    problem = "" if error is None else describe_error(error)
+    _print(plan, evaluation, others, problem, as_json=as_json, simulate=simulate, num_steps=num_steps)
+    return (EXIT_CONFIG if problem else 0) if plan.fits else EXIT_DOES_NOT_FIT
 
 
 def overrides_of(text: str, run: RunSpec) -> list[str]:
@@ -234,6 +236,7 @@ def _print(
     plan: Plan,
     evaluation: EvaluationSpec,
     others: Sequence[Alternative],
+    problem: str,
     *,
     as_json: bool,
     simulate: bool,
@@ -251,11 +254,13 @@ def _print(
         values: dict[str, Any] = {**plan_to_json(plan), "run": None if length is None else length.to_json()}
         if simulated is not None:
             values["simulated"] = dataclasses.asdict(simulated)
+        if problem:
+            values["problem"] = problem
         if lines:
             values["what_if"] = [one.to_json() for one in lines]
         click.echo(json.dumps(values))
         return
-    print_plan(plan, simulated=simulated)
+    print_plan(plan, simulated=simulated, problem=problem)
     if length is not None and given is not None:
         for line in [*_run_lines(length, given.step_s), *_evaluation_lines(evaluation, plan)]:
             click.echo(line)

@@ -220,20 +220,26 @@ def _run(
 
 def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     """Print a plan; return what a run of it would end with before its first step."""
+    from megatrain.open_run import look_at_weights
     from megatrain.plan.placement import DoesNotFitError
-    from megatrain.tiers import check_drives
+    from megatrain.tiers import check_drives, check_folders
+    from tiered.errors import UnusableDirectoryError
 
     from .render import print_plan
 
-    problem = ""
+    _, error = look_at_weights(plan)
     try:
+        check_folders(plan)
         check_drives(plan)
-    except DoesNotFitError as error:
-        problem = describe(error)
-    print_plan(plan, as_json=as_json, problem=problem)
-    refused = problem or not plan.fits or any(each.kind == "size" for each in plan.objections)
-    misplaced = any(each.kind == "place" for each in plan.objections)
-    return EXIT_CONFIG if misplaced else EXIT_DOES_NOT_FIT if refused else EXIT_DONE
+    except (DoesNotFitError, UnusableDirectoryError) as found:
+        error = error or found
+    print_plan(plan, as_json=as_json, problem="" if error is None else describe(error))
+    if any(each.kind == "place" for each in plan.objections):
+        return EXIT_CONFIG
+    if error is not None and plan.fits:
+        return exit_code_of(error) or EXIT_FAILED
+    is_too_large = not plan.fits or any(each.kind == "size" for each in plan.objections)
+    return EXIT_DOES_NOT_FIT if is_too_large else EXIT_DONE
 
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:

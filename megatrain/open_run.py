@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.progress import Activity
 from megatrain.base.timeline import Timeline
-from megatrain.converters.adapters import adapters_of
+from megatrain.converters.adapters import AdapterError, adapters_of
 from megatrain.engine.environment import (
     cublas_setting_read,
     deterministic_kernels,
@@ -19,7 +21,8 @@ from megatrain.engine.environment import (
 )
 from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_memory
 from megatrain.engine.step import StepEngine
-from megatrain.models.hub import fetch_weights
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.hub import fetch_weights, missing_files
 from megatrain.models.load import open_loader
 from megatrain.plan.process import begin_of_op_bytes
 from megatrain.ranks.group import RankGroup
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from tiered import TieredStore
 
-__all__ = ["OpenRun", "open_run"]
+__all__ = ["OpenRun", "StartWeights", "look_at_weights", "open_run", "open_weights"]
 
 _WORTH_TELLING_S = 1.0
 
@@ -56,6 +59,7 @@ def open_run(
     activity: Activity | None = None,
     group: RankGroup | None = None,
     source: WeightSource | None = None,
+    weights: StartWeights | None = None,
 ) -> Iterator[OpenRun]:
     """Open the store of a plan, without blocks; leaving closes it.
 
@@ -65,6 +69,7 @@ def open_run(
         activity: Kept current for a live view; None: an own one.
         group: The ranks of the run; None: this process is alone.
         source: Where weights come from; None: the model's folder, or its initialization.
+        weights: Weights that ``open_weights`` has checked; None: they are checked here.
 
     Raises:
         ModelFolderError: the weights do not fit the model.
@@ -73,10 +78,9 @@ def open_run(
     """
     run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
     # Everything that can be refused is looked at before anything is allocated.
-    if run.model.hub is not None and not run.model.table.train_from_scratch:
-        fetch_weights(run.model.hub, lambda file: tell(str(file)))
-    loader = None if run.model.table.train_from_scratch else open_loader(run.model.folder, plan.graph)
-    source = source or _weight_source(plan, loader, tell)
+    weights = weights or open_weights(plan, tell)
+    if weights.loader is not None and weights.loader.origin.carried.names:
+        tell(str(weights.loader.origin.carried))
     is_with_all = run.world.size == group.world.size  # else one rank is looked at, alone
     if is_with_all:
         group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
@@ -91,12 +95,12 @@ def open_run(
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
         cublas_setting_read(plan.device),
-        open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=loader) as store,
+        open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=weights.loader) as store,
         _freed_memory(plan, store),
     ):
         timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
-        weights = Weights(store, plan, source, activity, tell, group)
-        yield OpenRun(plan, store, weights, timeline, activity, tell)
+        blocks = Weights(store, plan, source or weights.source, activity, tell, group)
+        yield OpenRun(plan, store, blocks, timeline, activity, tell)
 
 
 @contextmanager
@@ -109,17 +113,62 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
         yield
 
 
-def _weight_source(plan: Plan, loader: WeightLoader | None, tell: Callable[[str], None]) -> WeightSource:
+@dataclass(frozen=True, slots=True)
+class StartWeights:
+    """The weights that a run starts from; their headers, sizes and names are right.
+
+    Attributes:
+        loader: Loader of the model's folder; None: the weights are random.
+        source: Source of all weights, adapters included.
+    """
+
+    loader: WeightLoader | None
+    source: WeightSource
+
+
+def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> StartWeights:
+    """Check the headers, sizes and names of a run's weights. Fetches a model of the hub; reads no other weight.
+
+    Args:
+        plan: Of steps, or of passes.
+        tell: Called after each file that was fetched.
+
+    Raises:
+        ModelFolderError: the weights do not fit the model.
+        AdapterError: the adapter's folder does not fit the model.
+    """
     graph, model, seed = plan.graph, plan.run.model, plan.run.seed
-    if loader is None:
-        return RandomWeights(graph.model, seed)
-    if loader.origin.carried.names:
-        tell(str(loader.origin.carried))
+    if model.table.train_from_scratch:
+        return StartWeights(None, RandomWeights(graph.model, seed))
+    if model.hub is not None:
+        fetch_weights(model.hub, lambda file: tell(str(file)))
+    loader = open_loader(model.folder, graph)
     if adapters_of(graph) is None:
-        return loader
-    source = AdaptedWeights(graph, loader, seed, None if model.lora is None else model.lora.adapter_name_or_path)
-    tell(str(source))
-    return source
+        return StartWeights(loader, loader)
+    folder = None if model.lora is None else model.lora.adapter_name_or_path
+    return StartWeights(loader, AdaptedWeights(graph, loader, seed, folder))
+
+
+def look_at_weights(plan: Plan) -> tuple[str, Exception | None]:
+    """Return a line about the tensors that an export copies, and the error of a run with these weights.
+
+    A plan needs no weights: a folder that has none yet has no error, and none are fetched.
+    """
+    model = plan.run.model
+    folder = Path(model.folder)
+    if model.hub is None:
+        is_here = any(folder.glob("*.safetensors*"))
+    else:
+        is_here = not missing_files(model.hub)
+    if model.table.train_from_scratch or not is_here:
+        return "", None
+    try:
+        loader = open_weights(plan).loader
+    except (ModelFolderError, AdapterError, OSError) as error:
+        return "", error
+    assert loader is not None
+    carried = loader.origin.carried
+    return (f"{carried}; they take no memory" if carried.names else ""), None
 
 
 class OpenRun:
@@ -172,6 +221,8 @@ class OpenRun:
         reserve(self.store, self.plan.placement.generation_bytes)
         register_blocks(self.store, self.plan, durable=True)
         checkpoint = self.weights.load(candidates)
+        if isinstance(source := self.weights.source, AdaptedWeights):
+            self._tell(source.describe(checkpoint))
         # Only now: the fp32 copy of a unit that is loaded takes the room that its gradient has in a step, so that a run
         # that fits also starts.
         register_transient_blocks(self.store, self.plan)

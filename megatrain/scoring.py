@@ -26,7 +26,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import check_losses
 from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
 from megatrain.models.folder import ModelFolder
-from megatrain.open_run import OpenRun, open_run
+from megatrain.open_run import OpenRun, open_run, open_weights
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
 from megatrain.resolve import check_scorable, resolve
@@ -158,6 +158,10 @@ class Scorer:
         check_weights(self.plan.run)
         refuse(self.plan.objections)
         check_writable(self._config)
+        weights = None
+        # Scores that are complete need no weights; only the data tells whether some are missing.
+        if not (self.plan.run.output_dir / SCORES_NAME).is_dir():
+            weights = open_weights(self.plan, self._observer.on_message)
         self._activity.begin("reading the data")
         loader = self.make_loader()
         kind = self._kind(loader)
@@ -171,7 +175,9 @@ class Scorer:
             self._observer.on_ready(kind.num_rows - rest or None)
             if rest < kind.num_rows:
                 self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
-            with open_run(self.plan, tell=self._observer.on_message, activity=self._activity) as opened:
+            with open_run(
+                self.plan, tell=self._observer.on_message, activity=self._activity, weights=weights
+            ) as opened:
                 opened.load()
                 return self._run_passes(opened, folder, kind, loader, cuts)
 

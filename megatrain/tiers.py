@@ -22,7 +22,7 @@ from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.placement import FOLDER, DoesNotFitError
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, UnifiedTier, claim_directory, default_links, plan_chunks, statuses_below
+from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, default_links, plan_chunks, statuses_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_drives",
+    "check_folders",
     "claim_folders",
     "keep_buffers",
     "make_tiers",
@@ -249,6 +250,17 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
     store.set_schedule(None)
     store.advance(schedule.start - 1)
     store.set_schedule(schedule, lookahead_bytes=lookahead_bytes)
+
+
+def check_folders(plan: Plan) -> None:
+    """Refuse folders of drives and checkpoints that hold other files. Writes nothing.
+
+    Raises:
+        UnusableDirectoryError: one holds other files.
+    """
+    for path in (*plan.run.checkpoint.drives, plan.run.output_dir / CHECKPOINTS_NAME):
+        if path.is_dir():
+            check_ours(path)
 
 
 def check_drives(plan: Plan) -> None:

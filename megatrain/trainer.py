@@ -35,8 +35,8 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, check_losses
 from megatrain.data.stream import open_dataset
 from megatrain.final import FinalExport
-from megatrain.models.export import check_target
-from megatrain.open_run import OpenRun, open_run
+from megatrain.models.export import RECORD_FILE, check_target
+from megatrain.open_run import OpenRun, StartWeights, open_run, open_weights
 from megatrain.optim.lr import make_schedule
 from megatrain.plan.limits import refuse
 from megatrain.plan.planner import plan_run
@@ -57,6 +57,7 @@ from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_not
 from megatrain.tasks.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
 from megatrain.tasks.known import task_of
 from megatrain.tasks.task import Before
+from megatrain.tiers import check_drives, check_folders
 from megatrain.weights import ExportStopped
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ class Trainer:
         self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
         self._best = resolve_best(self.config)
         self._saver: Saver | None = None
+        self._start_weights: StartWeights | None = None
         self._told_at_start: list[str] = []
         check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
@@ -164,6 +166,9 @@ class Trainer:
         """
         check_alike(self.plan, dict(config_lines(self.config)), self.group)
         self._check()
+        # A run that is done needs neither weights nor free space: only the data tells whether steps are left.
+        if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
+            self._check_storage()
         self._load_data()
         with self._in_folder():
             self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
@@ -171,6 +176,7 @@ class Trainer:
             start = self._make_start()
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
+                self._check_storage()
                 self._tell_of_start(candidates)
                 with self.open() as self.opened, self._resumed(start, candidates):
                     summary = self._run()
@@ -238,6 +244,13 @@ class Trainer:
             check_target(self.run.output_dir / FINAL_NAME)
         if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
             adapters.check_merge(self.plan.graph)
+
+    def _check_storage(self) -> None:
+        """Check the model's weights, the free space of the drives and their folders, before hours of tokenization."""
+        if self._start_weights is None:
+            check_drives(self.plan)
+            check_folders(self.plan)
+            self._start_weights = open_weights(self.plan, self.observer.on_message)
 
     def _load_data(self) -> None:
         """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
@@ -354,7 +367,13 @@ class Trainer:
 
     def open(self) -> AbstractContextManager[OpenRun]:
         """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``."""
-        return open_run(self.plan, tell=self.observer.on_message, activity=self.activity, group=self.group)
+        return open_run(
+            self.plan,
+            tell=self.observer.on_message,
+            activity=self.activity,
+            group=self.group,
+            weights=self._start_weights,
+        )
 
     @contextmanager
     def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:

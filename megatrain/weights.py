@@ -124,10 +124,17 @@ class AdaptedWeights:
         self._plain: dict[str, UnitLayout] = {}  # layouts without adapters
         self._last: tuple[str, Tensor] | None = None
 
-    def __str__(self) -> str:
+    def describe(self, checkpoint: Checkpoint | None) -> str:
+        """Return a line about the adapters.
+
+        Args:
+            checkpoint: The checkpoint that was loaded; None: the run starts.
+        """
         numel = sum(self._entries[name].numel for name in self._adapters.names)
         share = numel / self._graph.num_parameters
         start = "new" if self._folder is None else f"from {self._folder}"
+        if checkpoint is not None:
+            start = f"from {checkpoint}"
         modules = f"{self._adapters.num_layers} module{'s' if self._adapters.num_layers != 1 else ''}"
         return f"LoRA: {numel:,} trained parameters ({share:.2%}), adapters of {modules} ({start})"
 

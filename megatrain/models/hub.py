@@ -22,7 +22,17 @@ from typing import Any
 from megatrain.models.folder import INDEX_FILE, SINGLE_FILE, ModelFolderError
 from tiered.units import format_size
 
-__all__ = ["FetchedFile", "HubError", "HubModel", "OnFetched", "fetch_weights", "locate", "missing_weights", "push"]
+__all__ = [
+    "FetchedFile",
+    "HubError",
+    "HubModel",
+    "OnFetched",
+    "fetch_weights",
+    "locate",
+    "missing_files",
+    "missing_weights",
+    "push",
+]
 
 _ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 #: All that a run reads of a model beside its weights. Folders inside hold other formats of the same model.
@@ -105,6 +115,11 @@ def _located(name: str, revision: str | None) -> HubModel:
             return snapshot(is_local=False)
 
 
+def missing_files(model: HubModel) -> list[str]:
+    """Return the names of the files of weights that the cache lacks, without the network."""
+    return [name for name in _weight_files(model) if not (model.folder / name).exists()]
+
+
 def missing_weights(model: HubModel) -> dict[str, int]:
     """Return the files of weights that the cache lacks, with their sizes in bytes. Asks the hub unless all are there.
 
@@ -116,9 +131,7 @@ def missing_weights(model: HubModel) -> dict[str, int]:
 
     found = {}
     with _explained(model.id, model.commit):
-        for name in _weight_files(model):
-            if (model.folder / name).exists():
-                continue
+        for name in missing_files(model):
             try:
                 info: Any = hf_hub_download(model.id, name, revision=model.commit, dry_run=True)
             except LocalEntryNotFoundError:  # no network; a kind of EntryNotFoundError

@@ -21,16 +21,12 @@ from megatrain.machine.machine import (
     total_ram_bytes,
 )
 from megatrain.models.folder import ModelFolder, ModelFolderError
-from megatrain.models.load import open_loader
 from tiered.units import GiB
 
 if TYPE_CHECKING:
-    from megatrain.converters.spec import ModelSpec
     from megatrain.machine.machine import FileSystem, TierSpecs
-    from megatrain.models.graph import ModelGraph
 
 __all__ = [
-    "carried_tensors",
     "machine_facts",
     "model_facts",
     "weight_file_bytes",
@@ -94,17 +90,6 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     if free_bytes < _LEAST_FREE_BYTES:
         return "little room"
     return ""
-
-
-def carried_tensors(model: ModelSpec, graph: ModelGraph) -> str:
-    """Say what the model's folder has beside what is trained; "": nothing, or it has no weights that can be used."""
-    if model.table.train_from_scratch:
-        return ""
-    try:
-        carried = open_loader(model.folder, graph).origin.carried
-    except (ModelFolderError, OSError):
-        return ""  # `check` says what is wrong
-    return f"{carried}; they take no memory" if carried.names else ""
 
 
 def weight_file_bytes(folder: str) -> int:

@@ -33,7 +33,12 @@ def headline(plan: Plan) -> str:
     if plan.num_micro_batches > 1:
         together = ", one micro-batch at a time" if run.batch.order == "micro_batch" else ""
         tokens += f" ({plan.num_micro_batches} x {plan.micro_batch_size} rows{together})"
-    return f"{name}  {size} parameters, {layers} layers   {task}, {dtype}, {tokens}"
+    trained = sum(layout.num_parameters for layout in plan.graph.layouts.values() if layout.trainable)
+    if run.model.is_trained and trained < count:
+        size += f" parameters ({trained:,} trained)"
+    else:
+        size += " parameters"
+    return f"{name}  {size}, {layers} layers   {task}, {dtype}, {tokens}"
 
 
 def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:

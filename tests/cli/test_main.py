@@ -116,7 +116,8 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setattr("megatrain.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
-    monkeypatch.setattr("megatrain.plan.facts.carried_tensors", lambda config, graph: "")
+    monkeypatch.setattr("megatrain.tiers.check_folders", lambda plan: None)
+    monkeypatch.setattr("megatrain.open_run.look_at_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -94,3 +97,96 @@ def test_a_dry_run_refuses_what_a_run_refuses(trained: SavedRun, tmp_path: Path)
     for result in (dry, real):
         assert "checkpoint.min_free_disk" in result.output and "tier 'output_dir'" not in result.output
     assert not (run.folder / "new").exists()
+
+
+def _drop_head(model: Path) -> None:
+    """Leave a model whose head is a matrix of its own without it."""
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": False}))
+
+
+#: What happens to the weights of a model -> part of the message.
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "absent shard": (
+        lambda model: (
+            (model / "model.safetensors").unlink(),
+            (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+        ),
+        "1 of 1 shards are missing: model-1.safetensors",
+    ),
+    "a byte short": (
+        lambda model: os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1),
+        "its header promises",
+    ),
+    "empty": (lambda model: os.truncate(model / "model.safetensors", 0), "is not a safetensors file"),
+    "pointer of LFS": (
+        lambda model: (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "is a pointer of Git LFS",
+    ),
+    "without lm_head": (_drop_head, "ForCausalLM are missing: lm_head.weight"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_weights_are_checked_before_the_plan_and_the_data(tmp_path: Path, damage: str) -> None:
+    run = make_run(tmp_path / "w")
+    spoil, message = DAMAGES[damage]
+    spoil(run.folder / "model")
+    cache = run.folder / "tokens"
+    words = ("--set", f"data.cache_dir={cache}")
+    result = run.run(*words)
+    assert result.exit_code == 2 and message in result.stderr, result.output
+    assert "fits" not in result.output and not cache.exists(), "refused before any row is tokenized"
+    config = run.write_config()
+    for command in (("plan", config), ("run", config, "--dry-run")):
+        result = run.call(*command, *words)
+        assert result.exit_code == 2 and message in result.stdout, result.output
+        assert "but `run` would refuse it here." in result.stdout and "fits.\n" not in result.stdout
+    as_json = run.call("plan", config, "--json", *words)
+    assert as_json.exit_code == 2 and message in json.loads(as_json.stdout)["problem"]
+    checked = run.call("check", config, *words)
+    assert checked.exit_code == 2 and message in " ".join(checked.stdout.split()), checked.output
+    assert not cache.exists()
+
+
+def test_a_plan_needs_no_weights(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "w")
+    (run.folder / "model" / "model.safetensors").unlink()
+    result = run.call("plan", run.write_config())
+    assert result.exit_code == 0 and "fits." in result.stdout, result.output
+    refused = run.run()
+    assert refused.exit_code == 2 and "has no weights" in refused.stderr and "fits" not in refused.output
+
+
+def test_drives_are_checked_before_the_plan_and_the_data(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "w")
+    cache = run.folder / "tokens"
+    words = ("--set", f"data.cache_dir={cache}")
+    large = run.write_config(more=NVME, checkpoint="").read_text().replace('"1MiB"', '"900TiB"')
+    (run.folder / "run.toml").write_text(large)
+    full = run.call("run", run.folder / "run.toml", *words)
+    assert full.exit_code == 3 and "min_free_disk" in full.stderr and "total MiB" not in full.output, full.output
+    (run.folder / "drive").mkdir()
+    (run.folder / "drive" / "photo.jpg").touch()
+    foreign = run.run(*words, more=NVME)
+    assert foreign.exit_code == 2 and "was not made by tiered" in foreign.stderr, foreign.output
+    assert "total MiB" not in foreign.output and not cache.exists()
+    (run.out / "checkpoints").mkdir(parents=True)
+    (run.out / "checkpoints" / "photo.jpg").touch()
+    foreign = run.run(*words)
+    assert foreign.exit_code == 2 and "was not made by tiered" in foreign.stderr, foreign.output
+    assert "total MiB" not in foreign.output and not cache.exists()
+
+
+def test_a_continued_run_does_not_call_its_adapters_new(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "w")
+    lora = "[lora]\nr = 2\n"
+    plan = run.call("plan", run.write_config(more=lora))
+    # q_proj (64 x 64) and v_proj (64 x 32) of two layers, each with rank 2 times the sum of its sides.
+    trained = 2 * 2 * ((64 + 64) + (64 + 32))
+    assert f"parameters ({trained:,} trained), 2 layers" in plan.stdout, plan.stdout
+    first = run.run(more=lora, steps=2)
+    assert f"LoRA: {trained:,} trained parameters" in first.stdout and "modules (new)" in first.stdout, first.output
+    on = run.run("--set", "max_steps=4", "--allow-config-change", more=lora, steps=2)
+    assert "continuing after step 2 of 4" in on.stdout, on.output
+    assert "modules (from the checkpoint of step 2 in " in on.stdout and "(new)" not in on.stdout
