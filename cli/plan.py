@@ -133,16 +133,16 @@ def command(
             _print_misfit(error, others, as_json=as_json)
             return EXIT_DOES_NOT_FIT
         plan = trainer.plan if timer is None else timer.timed(trainer.plan)
-        carried, error = look_at_weights(plan)
+        carried, refusal = look_at_weights(plan)
         plan = dataclasses.replace(plan, carried_tensors=carried)
         num_steps = None
-        if count_steps and error is None:
+        if count_steps and refusal is None:
             spinner.say("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
     if plan.packing_warning:
         click.echo(f"warning: {plan.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
-    problem = "" if error is None else describe_error(error)
+    problem = "" if refusal is None else describe_error(refusal)
     _print(plan, evaluation, others, problem, as_json=as_json, simulate=simulate, num_steps=num_steps)
     return (EXIT_CONFIG if problem else 0) if plan.fits else EXIT_DOES_NOT_FIT
 
