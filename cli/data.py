@@ -77,6 +77,13 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
         click.echo(styled(f"dropped: {_visible(preview.dropped)}", fg="red"))
     for reason in preview.untrained_turns:
         click.echo(styled(f"a turn is not trained: {_visible(reason)}", fg="yellow"))
+    if preview.left_out:
+        names = " / ".join(preview.left_out)
+        advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
+        click.echo(styled(f"the chat template has no place for {_visible(names)}{advice}", fg="yellow"))
+    if preview.special_tokens:
+        text = f"the text of the row holds special tokens: {' '.join(preview.special_tokens)}"
+        click.echo(styled(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
         text = _visible(segment.text.rstrip("\n") if segment is preview.segments[-1] else segment.text)
@@ -143,6 +150,8 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, "without a trained token")):
         if count:
             click.echo(f"  {count:>8,}  dropped: {reason}")
+    for severity, text in report.remarks():
+        click.echo(f"{severity:<11}{_visible(text)}")
     if report.empty_files is not None:
         click.echo(f"  {_visible(report.empty_files.skipped)}")
     if stats.held_out:

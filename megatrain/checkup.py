@@ -373,6 +373,8 @@ class _Checkup:
         for each in report.untrained_turns:
             text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
             yield CheckResult("data", "note", text)
+        for severity, text in report.remarks():
+            yield CheckResult("data", severity, text)
 
     def _look_at_plan(self) -> Iterator[CheckResult]:
         if self._graph is None or not self._is_planned:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatrain.data.encoding import EncodingOptions
     from megatrain.data.table import DatasetConfig
 
-_VERSION = 5
+_VERSION = 6
 _TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
 _IMAGES, _IMAGE_STARTS, _ROLES = "images.bytes", "image_starts.int64", "roles.uint8"
 _MANIFEST = "manifest.json"

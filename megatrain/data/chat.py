@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import unicodedata
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
 from megatrain.data.images import ImageRef, Inserted
 from megatrain.data.labels import encode_labelled
-from megatrain.data.masks import EMPTY, REMEDY, ChatRenderer, MessageSpan
+from megatrain.data.masks import EMPTY, NO_PLACE, REMEDY, ChatRenderer, MessageSpan, texts_in
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
 
@@ -38,6 +39,9 @@ class Encoded:
         trained: for each token, whether the loss asks for it. Never true for the first: nothing predicts it.
         is_text: whether it is plain text, which may be cut into pieces.
         untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
+        num_turns: turns of the assistant that should be trained.
+        left_out: fields of the row that the chat template does not show.
+        special_tokens: special tokens that the text of the row itself holds.
         is_start: whether plain text begins here; a large file comes in parts.
         is_end: whether plain text ends here.
         images: Images of the row, in order.
@@ -52,6 +56,9 @@ class Encoded:
     is_end: bool = True
     images: tuple[ImageRef, ...] = ()
     image_tokens: tuple[range, ...] = ()
+    num_turns: int = 0
+    left_out: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
 
     @property
     def num_trained(self) -> int:
@@ -60,25 +67,34 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
-    """What has to be tokenized for one row.
+    """The text to tokenize for one row.
 
     Attributes:
-        plain: with the special tokens that the tokenizer puts around texts.
-        bare: without them.
-        chat: without them, and with offsets.
+        text: the text; "" for none.
+        has_special: whether the tokenizer adds its special tokens around the text.
+        has_offsets: whether the loss mask needs the characters of each token.
         row: the conversation as it was rendered.
-        rendered: the conversation before what stands for images was put into it.
-        inserted: where that stands.
-        images: that it stands for.
+        rendered: the conversation before placeholders of images were inserted.
+        inserted: places of these placeholders.
+        images: images of the row.
+        left_out: fields of the row that the chat template does not show.
+        special_tokens: special tokens that the text of the row itself holds.
     """
 
-    plain: tuple[str, ...] = ()
-    bare: tuple[str, ...] = ()
-    chat: tuple[str, ...] = ()
+    text: str = ""
+    has_special: bool = True
+    has_offsets: bool = False
     row: Conversation | None = None
     rendered: str = ""
     inserted: Sequence[Inserted] = ()
     images: tuple[ImageRef, ...] = ()
+    left_out: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
+
+    @property
+    def batch(self) -> tuple[bool, bool]:
+        """Texts with the same value are tokenized together."""
+        return self.has_special, self.has_offsets
 
 
 class RowEncoder:
@@ -112,15 +128,23 @@ class RowEncoder:
         if tokenizer.bos_token_id != tokenizer.eos_token_id:
             special.discard(tokenizer.bos_token_id)
         self._ends = frozenset(special)
+        named = {*tokenizer.all_special_tokens, *(tokenizer.convert_ids_to_tokens(sorted(special)))}
+        longest_first = sorted((str(name) for name in named if name), key=lambda name: (-len(name), name))
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
     def start_tokens(self) -> tuple[int, ...]:
-        """Return what the tokenizer puts before every text, mostly ``<bos>``; () for nothing."""
+        """Return the tokens that the tokenizer adds before every text, mostly ``<bos>``; () for none."""
+        return self._added_tokens[0]
+
+    @cached_property
+    def _added_tokens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the tokens that the tokenizer adds before and after every text."""
         bare, whole = self._tokens("a", special=False), self._tokens("a")
         for count in range(len(whole) - len(bare) + 1):
             if whole[count : count + len(bare)] == bare:
-                return tuple(whole[:count])
-        return ()
+                return tuple(whole[:count]), tuple(whole[count + len(bare) :])
+        return (), ()
 
     def encode(self, row: PlainRow) -> Encoded:
         """Return the tokens of a row.
@@ -144,30 +168,25 @@ class RowEncoder:
             DataError: there is a conversation and the tokenizer has no chat template.
         """
         texts = [_encodable(row, self._texts_of(row)) for row in rows]
-        ready = [each for each in texts if isinstance(each, _Texts)]
-        plain = iter(self._batch([text for each in ready for text in each.plain], special=True))
-        bare = iter(self._batch([text for each in ready for text in each.bare], special=False))
-        chats = [text for each in ready for text in each.chat]
-        coded: Any = (
-            self._tokenizer(chats, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            if chats
-            else {}
-        )
-        offsets = iter(zip(coded.get("input_ids", ()), coded.get("offset_mapping", ()), strict=True))
+        ready = [each for each in texts if isinstance(each, _Texts) and each.text]
+        batches = {batch: [each.text for each in ready if each.batch == batch] for batch in {e.batch for e in ready}}
+        coded = {batch: self._batch(found, *batch) for batch, found in batches.items()}
         for row, each in zip(rows, texts, strict=True):
             if isinstance(each, RowError):
                 yield each
                 continue
-            ids = [*(next(plain) for _ in each.plain), *(next(bare) for _ in each.bare)]
+            tokens, offsets = next(coded[each.batch]) if each.text else ([], [])
             try:
                 if each.row is not None:
-                    yield self._finish_conversation(each.row, each, *next(offsets))
+                    found = self._finish_conversation(each.row, each, tokens, offsets)
                 elif isinstance(row, PromptCompletion):
-                    yield self._finish_completion(row, ids)
+                    found = self._finish_completion(row, tokens, offsets)
                 elif isinstance(row, Document):
-                    yield self._finish_document(row, ids)
-                elif isinstance(row, Tokenized):
-                    yield _finish_tokenized(row)
+                    found = self._finish_document(row, tokens)
+                else:
+                    assert isinstance(row, Tokenized), row
+                    found = _finish_tokenized(row)
+                yield replace(found, left_out=each.left_out, special_tokens=each.special_tokens)
             except RowError as error:
                 yield error
 
@@ -177,10 +196,11 @@ class RowEncoder:
         """Yield the tokens and labels of each row; see ``megatrain.data.labels``."""
         return encode_labelled(rows, self._tokenizer, labels, max_length)
 
-    def _batch(self, texts: list[str], *, special: bool) -> list[list[int]]:
-        ids = self._tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
-        assert isinstance(ids, list), type(ids)
-        return ids
+    def _batch(self, texts: list[str], has_special: bool, has_offsets: bool) -> Iterator[tuple[list[int], Offsets]]:
+        coded: Any = self._tokenizer(
+            texts, add_special_tokens=has_special, return_offsets_mapping=has_offsets, verbose=False
+        )
+        return zip(coded["input_ids"], coded["offset_mapping"] if has_offsets else itertools.repeat(()), strict=False)
 
     def _texts_of(self, row: PlainRow | RowError) -> _Texts | RowError:
         if isinstance(row, RowError):
@@ -188,12 +208,10 @@ class RowEncoder:
         if isinstance(row, Tokenized):
             return _Texts()
         if isinstance(row, Document):
-            texts = (row.text,) if row.text else ()
-            return _Texts(plain=texts) if row.is_start else _Texts(bare=texts)
+            return _Texts(row.text, has_special=row.is_start, special_tokens=self._special_in(row.text))
         if isinstance(row, PromptCompletion):
-            if not row.completion.strip():
-                return _Texts()
-            return _Texts((row.prompt + row.completion, row.prompt) if row.prompt else (row.completion,))
+            text = row.prompt + row.completion if row.completion.strip() else ""
+            return _Texts(text, has_offsets=True, special_tokens=self._special_in(text))
         renderer = self._ready_renderer()
         try:
             text = renderer.render(row.messages, row.where, tools=row.tools)
@@ -205,10 +223,19 @@ class RowEncoder:
                 text = renderer.render(row.messages, row.where, tools=row.tools)
             except RowError:
                 return error
+        contents = "\n".join(text for message in row.messages for text in texts_in(message))
         try:
-            return self._with_images(row, text)
+            return replace(
+                self._with_images(row, text),
+                left_out=renderer.left_out(row.messages, text, row.where, row.tools),
+                special_tokens=self._special_in(contents),
+            )
         except RowError as error:
             return error
+
+    def _special_in(self, text: str) -> tuple[str, ...]:
+        """Return the special tokens that a text holds, each once."""
+        return tuple(dict.fromkeys(self._special.findall(text)))
 
     def _with_images(self, row: Conversation, text: str) -> _Texts:
         if self._images is None:
@@ -219,10 +246,10 @@ class RowEncoder:
                     'Take an image-text model and write model.images = "frozen", or remove the row',
                     reason='a row has images, and the run reads none (model.images = "off")',
                 )
-            return _Texts(chat=(text,), row=row)
+            return _Texts(text, has_special=False, has_offsets=True, row=row)
         refs = tuple(named.ref() for named in row.images)
         whole, inserted = self._images.insert(text, refs, row.where)
-        return _Texts(chat=(whole,), row=row, rendered=text, inserted=inserted, images=refs)
+        return _Texts(whole, False, True, row, rendered=text, inserted=inserted, images=refs)
 
     def _tokens(self, text: str, *, special: bool = True) -> list[int]:
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
@@ -233,39 +260,47 @@ class RowEncoder:
         end = self._tokenizer.eos_token_id
         return [*tokens, end] if isinstance(end, int) and tokens[-1:] != [end] else tokens
 
-    def _finish_document(self, row: Document, coded: list[list[int]]) -> Encoded:
-        tokens = coded[0] if coded else []
+    def _finish_document(self, row: Document, tokens: list[int]) -> Encoded:
         if not row.is_end:
-            tokens = self._without_end(tokens)
+            tokens = self._without_end(tokens) if row.is_start else tokens
         elif tokens or not row.is_start:
             tokens = self._with_end(tokens)
         trained = [not row.is_start, *([True] * len(tokens))][: len(tokens)]
         return Encoded(tokens, trained, True, is_start=row.is_start, is_end=row.is_end)
 
-    def _finish_completion(self, row: PromptCompletion, coded: list[list[int]]) -> Encoded:
-        """Take both texts verbatim; the completion's tokens are those that follow the prompt's."""
-        if not coded:
+    def _finish_completion(self, row: PromptCompletion, tokens: list[int], offsets: Offsets) -> Encoded:
+        """Take the tokens of the whole text; those that hold a character of the completion are trained."""
+        if not tokens:
             return _encoded([], [])
-        whole = self._without_end(coded[0])
-        prompt = self._without_end(coded[1]) if row.prompt else whole[: len(self.start_tokens)]
-        if whole[: len(prompt)] == prompt:
-            completion = whole[len(prompt) :]
-        else:  # a token crosses the border; keep the prompt as it will be at inference
-            completion = self._tokens(row.completion, special=False)
-        if not _same_text(self._decode(completion), row.completion):
+        tokens = self._without_end(tokens)
+        text, border = row.prompt + row.completion, len(row.prompt)
+        begin = len(self.start_tokens) if tuple(tokens[: len(self.start_tokens)]) == self.start_tokens else 0
+        first = begin
+        if border:
+            first = next((i for i in range(begin, len(tokens)) if offsets[i][1] > border), len(tokens))
+        if self._same_text(self._decode(tokens[begin:]), text):
+            # Offsets may leave out white space at the end of a token, so that one before holds some of the completion.
+            while first > begin and text.startswith(before := self._decode(tokens[begin:first])):
+                if len(before) <= border:
+                    break
+                first -= 1
+        elif first == len(tokens) or not self._same_part(self._decode(tokens[first:]), text[offsets[first][0] :]):
+            found = self._decode(tokens[first:])
             raise RowError(
                 row.where,
-                "the tokens of `completion` do not decode to its text, so the loss mask cannot be proven",
-                "Move the border between prompt and completion to a space or line end",
+                f"the tokens of `completion` decode to {_short(found)}, but the row has {_short(row.completion)}",
+                "The tokenizer changes this text; remove the row",
+                reason="the tokens of `completion` do not decode to its text",
             )
-        tokens = self._with_end([*prompt, *completion])
         keep = self._train_on == "all"
-        return _encoded(tokens, [keep] * len(prompt) + [True] * (len(tokens) - len(prompt)))
+        trained = [keep] * first + [True] * (len(tokens) - first)
+        tokens = self._with_end(tokens)
+        return _encoded(tokens, [*trained, True][: len(tokens)])
 
     def _without_end(self, tokens: list[int]) -> list[int]:
-        """Remove an end token that the tokenizer itself appends to every text, as the T5 family does."""
-        end = self._tokenizer.eos_token_id
-        return tokens[:-1] if len(tokens) > 1 and tokens[-1] == end else tokens
+        """Remove the tokens that the tokenizer itself adds after every text, as the T5 family does."""
+        end = self._added_tokens[1]
+        return tokens[: -len(end)] if end and tuple(tokens[-len(end) :]) == end else tokens
 
     def _finish_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
         coded = self._masked_conversation(row, texts, tokens, offsets)
@@ -278,7 +313,7 @@ class RowEncoder:
         return replace(coded, trained=trained, images=texts.images, image_tokens=tuple(places))
 
     def _masked_conversation(self, row: Conversation, texts: _Texts, tokens: list[int], offsets: Offsets) -> Encoded:
-        text = texts.chat[0]
+        text = texts.text
         by_default = self._train_on == "all"
         turns = [index for index, flag in enumerate(row.flags) if flag is False] if by_default else self._chosen(row)
         turns = [index for index in turns if row.messages[index]["role"] == "assistant"]
@@ -294,18 +329,21 @@ class RowEncoder:
                 for at in self._tokens_of(span, text, offsets, tokens, row.where):
                     trained[at] = not by_default
         reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
+        if "tool_calls" in texts.left_out:
+            no_place = {index: NO_PLACE for index in reasons if row.messages[index].get("tool_calls")}
+            reasons.update(no_place)
         serious = [(index, why) for index, why in reasons.items() if why != EMPTY]
         if serious and (by_default or len(reasons) == len(turns)):
             index, why = serious[0]
             raise RowError(
                 row.where,
                 f"message {index + 1} cannot be told from the rest: {why}",
-                REMEDY,
+                REMEDY if why != NO_PLACE else "Set model.chat_template to a template with tools",
                 reason=f"no turn of the assistant can be told from the rest: {why}",
             )
         if not by_default:
             tokens, trained = self._with_end_of_turn(tokens, trained)
-        return _encoded(tokens, trained, tuple(reasons.values()))
+        return _encoded(tokens, trained, tuple(reasons.values()), len(turns))
 
     def _with_end_of_turn(self, tokens: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
         """End a last turn that the template leaves open: else the model would not learn to stop."""
@@ -344,7 +382,7 @@ class RowEncoder:
             part = list(group)
             found = self._decode([tokens[i] for i in part])
             written = text[offsets[part[0]][0] : offsets[part[-1]][1]]
-            if not is_special and not _same_text(found, written):
+            if not is_special and not self._same_part(found, written):
                 raise RowError(
                     where,
                     f"the trained tokens decode to {_short(found)}, but the assistant wrote {_short(written)}",
@@ -378,6 +416,20 @@ class RowEncoder:
             if at < len(tokens) and offsets[at][1] == end:
                 return at + 1
         return after
+
+    def _same_text(self, found: str, written: str) -> bool:
+        """Compare texts with their white space. Some tokenizers add a space after a special token: that may differ."""
+        if found == written:
+            return True
+        found, written = (unicodedata.normalize("NFKC", text) for text in (found, written))
+        if found == written:
+            return True
+        around = re.compile(rf"\s*({self._special.pattern})\s*")
+        return around.sub(r"\1", found) == around.sub(r"\1", written)
+
+    def _same_part(self, found: str, written: str) -> bool:
+        """Compare parts of a text without the white space around them, which neighbouring tokens may hold."""
+        return self._same_text(found.strip(), written.strip())
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.backend_tokenizer.decode(list(tokens), skip_special_tokens=False))
@@ -413,8 +465,7 @@ def _encodable(row: PlainRow | RowError, texts: _Texts | RowError) -> _Texts | R
     if isinstance(row, RowError) or isinstance(texts, RowError):
         return texts
     try:
-        for text in (*texts.plain, *texts.bare, *texts.chat):
-            text.encode()
+        texts.text.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(error.object[error.start]):04x}"
         problem = f"the text holds {half} alone, which is half of a character"
@@ -457,15 +508,11 @@ def _finish_tokenized(row: Tokenized) -> Encoded:
     return _encoded(tokens, list(row.trained))
 
 
-def _encoded(tokens: list[int], trained: list[bool], untrained_turns: tuple[str, ...] = ()) -> Encoded:
+def _encoded(
+    tokens: list[int], trained: list[bool], untrained_turns: tuple[str, ...] = (), num_turns: int = 0
+) -> Encoded:
     assert len(tokens) == len(trained), (len(tokens), len(trained))
-    return Encoded(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns)
-
-
-def _same_text(found: str, written: str) -> bool:
-    """Compare texts without the white space around them, which neighbouring tokens may own."""
-    found, written = found.strip(), written.strip()
-    return found == written or unicodedata.normalize("NFKC", found) == unicodedata.normalize("NFKC", written)
+    return Encoded(tokens, [False, *trained[1:]] if trained else [], False, untrained_turns, num_turns=num_turns)
 
 
 def _short(text: str) -> str:

@@ -348,6 +348,7 @@ class Encoder:
             self._on_rows(self.counts.num_rows)
 
     def _add(self, coded: Encoded, where: str) -> None:
+        self.counts.add_remarks(coded.left_out, coded.special_tokens, where)
         if coded.is_text:
             self._add_text(coded, where)
             return
@@ -379,8 +380,7 @@ class Encoder:
                 ref for ref, place in zip(coded.images, coded.image_tokens, strict=True) if place.stop <= max_length
             ]
             self._writer.add(coded.tokens[:max_length], trained, images=images)
-            for reason in coded.untrained_turns:
-                counts.leave_turn(reason, where)
+            counts.add_turns(coded.num_turns, coded.untrained_turns, where)
         else:
             counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
             counts.num_tokens_lost += num_kept
@@ -482,7 +482,14 @@ class Encoder:
                 return []
             counts.num_truncated += 1
             counts.num_tokens_lost += num_before - num_kept
+        self.counts.add_remarks(
+            dict.fromkeys(name for each in whole for name in each.left_out),
+            dict.fromkeys(name for each in whole for name in each.special_tokens),
+            where,
+        )
         if all(any(each.trained) for each in cut):
+            for each in whole:
+                counts.add_turns(each.num_turns, each.untrained_turns, where)
             return cut
         counts.num_rows_lost += num_kept == num_before
         counts.num_tokens_lost += num_kept

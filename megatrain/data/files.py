@@ -416,7 +416,25 @@ def unpacked_rows(batch: Any, file: Path | str, number: int) -> Iterator[dict[st
         rows = batch.slice(start, step)
         if step == 1 and _unpacked_bytes(rows) > MAX_ROW_BYTES:
             raise too_large(f"{file} row {number + start}")
-        yield from rows.to_pylist()
+        nested = [field.name for field in rows.schema if _has_keys(field.type)]
+        for row in rows.to_pylist():
+            yield row | {name: _without_null_keys(row[name]) for name in nested}
+
+
+def _has_keys(kind: Any) -> bool:
+    """Return whether values of a type are objects, or lists of them."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return True
+    return hasattr(kind, "value_type") and _has_keys(kind.value_type)
+
+
+def _without_null_keys(value: Any) -> Any:
+    """Return a value without the keys that are null: a columnar format gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: _without_null_keys(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null_keys(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _unpacked_bytes(rows: Any) -> int:

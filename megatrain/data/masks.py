@@ -28,10 +28,13 @@ Tools = Sequence[Mapping[str, Any]] | None
 
 EMPTY = "it is empty"
 REWRITTEN = "the chat template rewrites it"
+NO_PLACE = "the chat template has no place for its `tool_calls`"
 OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it"
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
+#: Fields that link a result to its call. A template shows them or not; they hold no text to train.
+_LINKS = ("id", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class ChatRenderer:
                 "Set model.chat_template to a .jinja file, or give prompt and completion",
             )
         self._tokenizer = tokenizer
+        self._shows: set[str] = set()  # fields that changed an earlier rendering
         probe = [{"role": "user", "content": "hello"}]
         try:
             plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
@@ -99,6 +103,56 @@ class ChatRenderer:
         if not self._in_parts:
             return [dict(message) for message in messages]
         return [{**message, "content": list(_parts(message["content"]))} for message in messages]
+
+    def left_out(self, messages: Messages, text: str, where: str, tools: Tools = None) -> tuple[str, ...]:
+        """Return the fields of a conversation that the template does not show.
+
+        A field is shown if its texts are in the rendering, or if the rendering without it is another one. Texts alone
+        prove nothing until a field has changed a rendering once: a short name is in many texts.
+
+        Args:
+            messages: the conversation.
+            text: the result of :meth:`render`.
+            where: file and row, for errors.
+            tools: the tools that it was rendered with.
+        """
+        squeezed = "".join(text.split())
+        holders: dict[str, list[int]] = {}
+        for index, message in enumerate(messages):
+            for name, value in message.items():
+                if name == "role" or name in _LINKS or (name == "name" and message["role"] == "tool") or not value:
+                    continue
+                if name == "content":
+                    # The loss mask proves the texts of the assistant. Images have no text.
+                    if message["role"] == "assistant" or IMAGE_MARK in value:
+                        continue
+                    name = f"content of {message['role']} messages"
+                    if _is_in(value, squeezed):
+                        continue
+                elif name in self._shows and _all_in(value, squeezed):
+                    continue
+                holders.setdefault(name, []).append(index)
+        found = [name for name, indices in holders.items() if not self._is_shown(name, messages, indices, text, tools)]
+        if tools and not ("tools" in self._shows and _all_in(tools, squeezed)):
+            found += [] if self._is_shown("tools", messages, (), text, tools) else ["tools"]
+        return tuple(found)
+
+    def _is_shown(self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools) -> bool:
+        """Return whether the rendering without a field of some messages, or without the tools, is another one."""
+
+        def without(message: Message) -> Message:
+            if name not in message:
+                return {**message, "content": ""}
+            return {key: value for key, value in message.items() if key != name}
+
+        changed = [without(message) if index in indices else message for index, message in enumerate(messages)]
+        try:
+            is_shown = self.render(changed, "", tools=None if name == "tools" else tools) != text
+        except RowError:
+            is_shown = True
+        if is_shown:
+            self._shows.add(name)
+        return is_shown
 
     def assistant_spans(
         self, messages: Messages, text: str, where: str, chosen: Sequence[int], tools: Tools = None
@@ -278,11 +332,23 @@ def _holds(written: str, message: Message) -> bool:
     if "".join(message["content"].split()) not in "".join(written.split()):
         return False
     calls = message.get("tool_calls") or ()
-    return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in _texts(call))
+    return all(text in written or json.dumps(text)[1:-1] in written for call in calls for text in texts_in(call))
 
 
-def _texts(value: object) -> Iterator[str]:
-    """Yield the texts in a tool call that a template must show."""
+def _is_in(text: str, squeezed: str) -> bool:
+    """Return whether a text, or the same as JSON, is in another one whose white space was removed."""
+    forms = (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+    return any("".join(form.split()) in squeezed for form in forms)
+
+
+def _all_in(value: object, squeezed: str) -> bool:
+    """Return whether a value has texts, and all of them are in a text whose white space was removed."""
+    texts = list(texts_in(value))
+    return bool(texts) and all(_is_in(text, squeezed) for text in texts)
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Yield the texts in a value; of a tool call those that a template must show."""
     if isinstance(value, Mapping):
         inner: Iterable[Any] = [value["function"]] if "function" in value else value.values()
     else:
@@ -290,7 +356,7 @@ def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     for each in inner:
-        yield from _texts(each)
+        yield from texts_in(each)
 
 
 def _put_back(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _OTHER_ROLES = {
     "function": "tool", "observation": "tool", "ipython": "tool", "tool_response": "tool",
 }  # fmt: skip
 _CALLS = ("function_call", "tool_call")  # ShareGPT roles: the assistant calls a tool, the text is the call as JSON
-_KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # fields that chat templates know
+_CALL_FIELDS = ("tool_calls", "function_call")
 _FLAGS = ("train", "training", "weight")
 
 
@@ -55,7 +55,7 @@ def _read_message(
 ) -> dict[str, Any]:
     role_name = columns.get("role") or ("from" if "from" in message and "role" not in message else "role")
     content_name = columns.get("content") or ("value" if "value" in message and "content" not in message else "content")
-    calls = message.get("tool_calls")
+    calls = _calls_of(message, where)
     if role_name not in message or (content_name not in message and not calls):
         seen = field_names(message)
         raise RowError(
@@ -70,8 +70,17 @@ def _read_message(
     read["content"] = _content(content, where, content_name, images, may_be_missing=bool(calls))
     if calls:
         read["tool_calls"] = [_tool_call(call, where) for call in (calls if isinstance(calls, list) else [calls])]
-    read.update({key: message[key] for key in _KEPT if isinstance(message.get(key), str)})
-    return read
+    consumed = {*read, role_name, content_name, *_CALL_FIELDS, *_FLAGS}
+    # Templates read many fields (`reasoning_content`, `name`, `recipient`): all are passed.
+    return read | _others(message, consumed)
+
+
+def _calls_of(message: Mapping[str, Any], where: str) -> Any:
+    """Return the tool calls of a message: a list of them, one, or None. An older name is ``function_call``."""
+    given = {name: parse_inner_json(message[name], where, name) for name in _CALL_FIELDS if message.get(name)}
+    if len(given) > 1:
+        raise RowError(where, "a message has both `tool_calls` and `function_call`", "Keep one of them")
+    return next(iter(given.values()), None)
 
 
 def _role(role: object, where: str) -> str:
@@ -85,9 +94,9 @@ def _role(role: object, where: str) -> str:
 
 
 def _content(content: object, where: str, name: str, images: ImagePlaces, *, may_be_missing: bool) -> str:
-    if content is None and may_be_missing:
+    if (content is None and may_be_missing) or content == []:
         return ""
-    if isinstance(content, list) and content:  # parts, as chat interfaces write them
+    if isinstance(content, list):  # parts, as chat interfaces write them
         parts = [part if isinstance(part, dict) else {"type": kind(part)} for part in content]
         other = [str(part.get("type")) for part in parts if not (_is_text(part) or part.get("type") in _IMAGES)]
         if other:
@@ -171,18 +180,34 @@ _PLACEHOLDER = "<image>"
 _SAYS_WHICH = ("image_url", "image", "url", "path", "base64", "bytes")
 
 
-def _tool_call(call: object, where: str) -> dict[str, Any]:
+def _tool_call(given_call: object, where: str) -> dict[str, Any]:
     """Return a call with its arguments as an object, which chat templates of all families accept."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+    call = given_call if isinstance(given_call, dict) else {}
+    function = call.get("function") or call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RowError(where, "a tool call needs the `name` of its function", reason="a tool call without a name")
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str) and arguments.strip():
-        arguments = parse_inner_json(arguments, where, "arguments")
-    read: dict[str, Any] = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
-    if isinstance(call, dict) and isinstance(call.get("id"), str):
-        read["id"] = call["id"]
-    return read
+    name = "arguments" if function.get("arguments") is not None else "parameters"
+    given = function.get(name)
+    arguments = parse_inner_json(given, where, name) if isinstance(given, str) and given.strip() else given
+    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise RowError(
+            where,
+            f"`{name}` of the tool call `{function['name']}` must be an object, this is {kind(arguments)}",
+            'Write an object, such as {"city": "Rome"}, or the same as JSON text',
+            reason=f"`{name}` of a tool call is no object",
+        )
+    inner = {"name": function["name"], "arguments": arguments}
+    if function is not call:
+        inner.update(_others(function, ("name", "arguments", "parameters")))
+    rest = _others(call, ("type", "function", "name", "arguments", "parameters"))
+    return {"type": "function", "function": inner, **rest}
+
+
+def _others(value: Mapping[str, Any], names: Container[str]) -> dict[str, Any]:
+    """Return the fields of an object that have a value and none of some names."""
+    return {key: field for key, field in value.items() if key not in names and field is not None}
 
 
 def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:

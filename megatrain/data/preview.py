@@ -52,6 +52,8 @@ class RowPreview:
         num_tokens_before: Tokens of the whole row. More than ``num_tokens`` where it is cut.
         dropped: why nothing of the row is trained, or "".
         untrained_turns: why turns of the assistant are not trained that should be.
+        left_out: fields of the row that the chat template does not show.
+        special_tokens: special tokens that the text of the row itself holds.
         num_pieces: documents that the part that is shown is cut into; each begins as the text does, with its ``<bos>``.
     """
 
@@ -65,6 +67,8 @@ class RowPreview:
     dropped: str = ""
     untrained_turns: tuple[str, ...] = ()
     num_pieces: int = 1
+    left_out: tuple[str, ...] = ()
+    special_tokens: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the preview as values of JSON."""
@@ -183,6 +187,8 @@ def _preview(
         _why_dropped(data, coded, trained),
         coded.untrained_turns,
         num_pieces,
+        coded.left_out,
+        coded.special_tokens,
     )
 
 

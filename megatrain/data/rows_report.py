@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 
 class DataError(Exception):
@@ -76,6 +77,8 @@ class SourceCounts:
         num_rows_lost: rows that are dropped or cut, each once.
         num_tokens: Tokens of the rows that could be tokenized, whole.
         num_tokens_lost: Those of them that are in no document.
+        num_turns: Turns of the assistant that should be trained, in the rows that are kept.
+        num_turns_lost: Those of them that are not trained.
     """
 
     num_rows: int = 0
@@ -86,11 +89,22 @@ class SourceCounts:
     num_rows_lost: int = 0
     num_tokens: int = 0
     num_tokens_lost: int = 0
+    num_turns: int = 0
+    num_turns_lost: int = 0
 
     @property
     def share_lost(self) -> float:
-        """Return the share of the rows, or of the tokens if that is more, that is dropped or cut."""
-        return max(self.num_rows_lost / max(1, self.num_rows), self.num_tokens_lost / max(1, self.num_tokens))
+        """Return the largest share that is dropped or cut: of the rows, of the tokens, or of the turns."""
+        return max(
+            self.num_rows_lost / max(1, self.num_rows),
+            self.num_tokens_lost / max(1, self.num_tokens),
+            self.share_of_turns_lost,
+        )
+
+    @property
+    def share_of_turns_lost(self) -> float:
+        """Return the share of the assistant's turns that are not trained, in the rows that are kept."""
+        return self.num_turns_lost / max(1, self.num_turns)
 
     def __sub__(self, before: SourceCounts) -> SourceCounts:
         return SourceCounts(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
@@ -110,7 +124,10 @@ class SourceCounts:
         text = (
             f"{self.num_rows_lost:,} of {_some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
         )
-        return f"{text}dropped or cut: {', '.join(parts)}"
+        rows_lost = f"{text}dropped or cut: {', '.join(parts)}" if self.num_rows_lost else ""
+        of_all = f"{self.num_turns_lost:,} of {_some(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
+        turns_lost = f"{of_all} of the assistant are not trained" if self.num_turns_lost else ""
+        return "; ".join(filter(None, (rows_lost, turns_lost)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +147,8 @@ class DataReport:
         untrained_turns: turns of the assistant that are left untrained in rows that are kept, by reason.
         sources: the same for each source, in order.
         empty_files: files that hold nothing; None: there are none.
+        left_out: fields of rows that the chat template does not show; the field is the reason.
+        special_tokens: special tokens that the texts of rows hold; the token is the reason.
     """
 
     num_rows: int
@@ -144,6 +163,33 @@ class DataReport:
     first_untrained: str = ""
     sources: tuple[SourceCounts, ...] = ()
     empty_files: Dropped | None = None
+    left_out: tuple[Dropped, ...] = ()
+    special_tokens: tuple[Dropped, ...] = ()
+
+    def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
+        """Yield what the counts of fields and special tokens say, each with how serious it is."""
+        calls = [each for each in self.left_out if each.reason in ("tool_calls", "tools")]
+        for count, group in itertools.groupby(calls, key=lambda each: each.count):
+            same = list(group)
+            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {_some(self.num_rows, 'row')}"
+            yield (
+                "warning",
+                f"the chat template has no place for {names} ({rows}; first: {same[0].example}): set "
+                "model.chat_template to a template with tools",
+            )
+        for each in self.left_out:
+            if each not in calls:
+                yield (
+                    "note",
+                    f"the chat template leaves out `{each.reason}` of {_some(each.count, 'row')} (first: "
+                    f"{each.example})",
+                )
+        for each in self.special_tokens:
+            yield (
+                "note",
+                f"the text of {_some(each.count, 'row')} holds {each.reason}, which the tokenizer reads as its special "
+                f"token, as in transformers (first: {each.example})",
+            )
 
     @property
     def num_dropped(self) -> int:
@@ -167,6 +213,8 @@ class DataReport:
             text += f"\n  {_some(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
         for each in self.untrained_turns:
             text += f"\n  {_some(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+        for severity, remark in self.remarks():
+            text += f"\n  {'warning: ' if severity == 'warning' else ''}{remark}"
         return text
 
     def to_json(self) -> dict[str, Any]:
@@ -176,11 +224,15 @@ class DataReport:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
         """Return the report that :meth:`to_json` wrote."""
-        lists = {name: tuple(Dropped(**each) for each in values[name]) for name in ("dropped", "untrained_turns")}
+        lists = {name: tuple(Dropped(**each) for each in values[name]) for name in _LISTS}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         empty = values.get("empty_files")
         empty_files = None if empty is None else Dropped(**empty)
         return cls(**{**values, **lists, "sources": sources, "empty_files": empty_files})
+
+
+#: Fields of a report that count reasons.
+_LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
@@ -201,6 +253,8 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
         share = counts.share_lost
         is_cut = counts.num_truncated + counts.num_too_long > 0
         mend = "Raise data.max_length" if is_cut else "Fix the rows"
+        if share == counts.share_of_turns_lost:
+            mend = "Set model.chat_template to a template that shows them whole"
         if share > max_dropped:
             raise DataError(
                 name,
@@ -231,6 +285,10 @@ class RowCounts:
     _empty_files: Dropped | None = None
     _dropped: dict[str, list[Any]] = field(default_factory=dict)
     _turns: dict[str, list[Any]] = field(default_factory=dict)
+    num_turns: int = 0
+    num_turns_lost: int = 0
+    _left_out: dict[str, list[Any]] = field(default_factory=dict)
+    _special_tokens: dict[str, list[Any]] = field(default_factory=dict)
 
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be trained, or a file without rows."""
@@ -248,9 +306,18 @@ class RowCounts:
         self.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
-    def leave_turn(self, reason: str, where: str) -> None:
-        """Count a turn that is not trained in a row that is."""
-        self._turns.setdefault(reason, [0, where])[0] += 1
+    def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
+        """Count the turns of a row that is kept, with the reasons of those that are not trained."""
+        self.num_turns += num_turns
+        self.num_turns_lost += len(untrained)
+        for reason in untrained:
+            self._turns.setdefault(reason, [0, where])[0] += 1
+
+    def add_remarks(self, left_out: Iterable[str], special_tokens: Iterable[str], where: str) -> None:
+        """Count fields that the chat template does not show, and special tokens in the text of a row."""
+        for counts, names in ((self._left_out, left_out), (self._special_tokens, special_tokens)):
+            for name in names:
+                counts.setdefault(name, [0, where])[0] += 1
 
     def end_source(self) -> None:
         """Say that the rows from here on are of the next source."""
@@ -263,6 +330,8 @@ class RowCounts:
             self.num_rows_lost,
             self.num_tokens,
             self.num_tokens_lost,
+            self.num_turns,
+            self.num_turns_lost,
         )
         self.sources.append(now - self._sources_before)
         self._sources_before = now
@@ -287,6 +356,8 @@ class RowCounts:
             self.first_untrained,
             tuple(self.sources),
             self._empty_files,
+            listed(self._left_out),
+            listed(self._special_tokens),
         )
 
 

@@ -346,6 +346,7 @@ class StreamLoader(BatchLoader):
         for name, total in zip(data.source_names, self._counts, strict=True):
             losses = check_losses(replace(report, sources=(total,)), [name], data.table.max_dropped)
             said += [(f"losses of {name}", f"warning: {text}{why}") for text in losses]
+        said += [("fields", f"warning: {text}") for severity, text in report.remarks() if severity == "warning"]
         for what, text in said:
             if what not in self._said:
                 self._said.add(what)
@@ -460,11 +461,12 @@ class _WindowDraft:
             )
         whole, _ = _joined([(part, np.arange(len(part))) for part in parts])
         dropped = tuple(each for part in parts for each in part.report.dropped)
+        left_out = tuple(each for part in parts for each in part.report.left_out)
+        num_rows = sum(part.report.num_rows for part in parts)
         sources = tuple(part.report.sources[0] for part in parts)
         largest = max(part.largest_id for part in parts if len(part))
-        return replace(
-            whole, report=replace(parts[0].report, sources=sources, dropped=dropped), known_largest_id=largest
-        )
+        report = replace(parts[0].report, num_rows=num_rows, sources=sources, dropped=dropped, left_out=left_out)
+        return replace(whole, report=report, known_largest_id=largest)
 
     def close(self) -> None:
         """Close what is open of the shards."""

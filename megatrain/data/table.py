@@ -162,8 +162,8 @@ class DataConfig(Table):
         alters="by contents",
     )
     max_dropped: float = key(
-        "Largest share of the rows, or of the tokens, of a source that may be dropped or cut; with more a "
-        "run is refused. Above 0.05 there is a warning. 1: no limit.",
+        "Largest share of the rows, the tokens or the assistant's turns of a source that may be dropped or cut; with "
+        "more a run is refused. Above 0.05 there is a warning. 1: no limit.",
         0.5,
         ge=0,
         le=1,

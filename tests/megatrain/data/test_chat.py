@@ -296,11 +296,10 @@ def test_completion_masks_the_prompt_and_ends(tokenizer: Any) -> None:
     assert tokenizer.decode(coded.tokens) == "The whale is white<|endoftext|>"
 
 
-def test_completion_inside_a_word_keeps_the_prompt_as_at_inference(tokenizer: Any) -> None:
-    prompt = tokenizer("The wh")["input_ids"]
+def test_token_that_crosses_the_border_is_trained(tokenizer: Any) -> None:
     coded = RowEncoder(tokenizer).encode(PromptCompletion("The wh", "ale", "x"))
-    assert coded.tokens[: len(prompt)] == prompt
-    assert trained_runs(tokenizer, coded) == ["ale<|endoftext|>"]
+    assert coded.tokens == [*tokenizer("The whale")["input_ids"], tokenizer.eos_token_id]
+    assert trained_runs(tokenizer, coded) == [" whale<|endoftext|>"]
 
 
 def test_completion_without_prompt_or_text(tokenizer: Any) -> None:

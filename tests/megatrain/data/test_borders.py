@@ -1,0 +1,128 @@
+"""Prompts and completions are trained verbatim, wherever the border between them is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.formats import Document, PromptCompletion
+from megatrain.data.rows_report import RowError
+from tests.megatrain.data.conftest import TOKENIZER
+
+
+@pytest.fixture
+def words(word_tokenizer_file: Path) -> Any:
+    """A tokenizer with Llama 2's rules and its special tokens: every text begins with ``<s>``."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+
+    backend = Tokenizer.from_file(str(word_tokenizer_file))
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", made.bos_token_id)]
+    )
+    return made
+
+
+def trained_text(tokenizer: Any, coded: Encoded) -> str:
+    shown = [token for token, is_trained in zip(coded.tokens, coded.trained, strict=True) if is_trained]
+    return "".join(tokenizer.convert_ids_to_tokens(shown)).replace("\u2581", " ")
+
+
+#: Prompt, completion, and the text of the trained tokens: all that hold a character of the completion.
+BORDERS = [
+    ("Answer: ", "the", " the</s>"),
+    ("Answer:", " yes", " yes</s>"),
+    ("Answer:\n", "yes", "yes</s>"),
+    ("Answer:  ", "the", " the</s>"),
+    ("Call me Ishm", "ael there", None),
+    ("", "yes", " yes</s>"),
+    (" ", "yes", None),
+    ("Answer: ", " yes", None),
+    ("caf\u00e9 \U0001f600", "\U0001f600!", None),
+]
+
+
+@pytest.mark.parametrize(("prompt", "completion", "trained"), BORDERS)
+def test_text_is_verbatim_with_a_dummy_space(words: Any, prompt: str, completion: str, trained: str | None) -> None:
+    coded = RowEncoder(words).encode(PromptCompletion(prompt, completion, "x"))
+    whole = words(prompt + completion, return_offsets_mapping=True)
+    assert coded.tokens == [*whole["input_ids"], words.eos_token_id]
+    assert words.backend_tokenizer.decode(coded.tokens[1:-1]) == prompt + completion
+    expected = [end > len(prompt) for _, end in whole["offset_mapping"]]
+    assert coded.trained == [*expected, True]
+    assert trained is None or trained_text(words, coded) == trained
+
+
+@pytest.mark.parametrize(("prompt", "completion"), [(prompt, completion) for prompt, completion, _ in BORDERS])
+@pytest.mark.parametrize("trims", [False, True])
+def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) -> None:
+    """Offsets of some tokenizers leave out the white space of a token."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import ByteLevel
+
+    backend = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    backend.post_processor = ByteLevel(add_prefix_space=False, trim_offsets=trims)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+    coded = RowEncoder(tokenizer, train_on="all").encode(PromptCompletion(prompt, completion, "x"))
+    assert tokenizer.decode(coded.tokens) == f"{prompt}{completion}<|endoftext|>"
+    coded = RowEncoder(tokenizer).encode(PromptCompletion(prompt, completion, "x"))
+    # By hand, from bytes: this tokenizer writes every byte, so sizes of decoded tokens are places in the text.
+    sizes = [len(bytes_of(tokenizer, token)) for token in coded.tokens[:-1]]
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    expected = [end > len(prompt.encode()) for end in ends]
+    assert coded.trained == [False, *expected[1:], True]
+
+
+def bytes_of(tokenizer: Any, token: int) -> str:
+    """Return a token as the byte-level alphabet writes it: one character a byte."""
+    return str(tokenizer.convert_ids_to_tokens([token])[0])
+
+
+def test_white_space_at_the_end_of_a_token_before_the_completion_is_trained() -> None:
+    """The end of a line is in the token of the mark before it, and its offsets leave it out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    vocab = {token: number for number, token in enumerate(["a", ":", "\u010a", ":\u010a", "b", "<end>"])}
+    backend = Tokenizer(models.BPE(vocab, [(":", "\u010a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    coded = RowEncoder(tokenizer).encode(PromptCompletion("a:", "\nb", "x"))
+    assert tokenizer.convert_ids_to_tokens(coded.tokens) == ["a", ":\u010a", "b", "<end>"]
+    assert coded.trained == [False, True, True, True]
+
+
+def test_prompt_may_end_with_the_end_token(words: Any) -> None:
+    coded = RowEncoder(words).encode(PromptCompletion("hi</s>", "there", "x"))
+    assert coded.tokens == [*words("hi</s>there")["input_ids"], words.eos_token_id]
+    assert coded.tokens.count(words.eos_token_id) == 2
+    assert trained_text(words, coded) == " there</s>"
+    assert coded.special_tokens == ("</s>",)
+
+
+def test_special_tokens_in_a_row_are_trained_and_named(words: Any) -> None:
+    coded = RowEncoder(words).encode(PromptCompletion("q ", "The tag <s> is html, <s> too", "x"))
+    assert coded.tokens[:-1] == words("q The tag <s> is html, <s> too")["input_ids"]
+    assert coded.special_tokens == ("<s>",)
+    assert RowEncoder(words).encode(PromptCompletion("q ", "no tag", "x")).special_tokens == ()
+    assert RowEncoder(words).encode(Document("a</s>b", "x")).special_tokens == ("</s>",)
+
+
+def test_text_that_the_tokenizer_changes_is_refused(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((TOKENIZER / name).read_bytes())
+    rules = json.loads((tmp_path / "tokenizer.json").read_text())
+    rules["normalizer"] = {"type": "Replace", "pattern": {"String": "whale"}, "content": "fish"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
+    encoder = RowEncoder(load_tokenizer(str(tmp_path)))
+    with pytest.raises(RowError, match="decode to ' a fish', but the row has ' a whale'"):
+        encoder.encode(PromptCompletion("It is", " a whale", "x"))
+    assert encoder.encode(PromptCompletion("A whale", " is it", "x")).num_trained > 1
