@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,11 +82,12 @@ def _print_rest(translation: Translation, out: Path | None) -> None:
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
     head = f"{num_carried} values of {TITLES[translation.tool]} translated"
     click.echo(head if out is None else f"{head}, written to {out}", err=True)
+    is_on_screen = out is None and sys.stdout.isatty()  # the comments of the TOML text list them
     for title, lefts, colour in (
         ("no equivalent here", translation.lost, "yellow"),
         ("not needed here", translation.unneeded, None),
     ):
-        if lefts:
+        if lefts and not is_on_screen:
             click.secho(f"{title}:", fg=colour, err=True)
             for left in lefts:
                 click.echo(f"  {one_line(left)}", err=True)

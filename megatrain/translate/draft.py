@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,65 @@ class TranslationError(Exception):
         super().__init__(f"{where}: {problem}" + (f". {remedy}" if remedy else ""))
 
 
+class ReadTable(dict[str, Any]):
+    """A table of another tool's file that records which of its keys were read by name.
+
+    Tables inside it, also those in lists, are of this class. Iteration and ``in`` record nothing.
+
+    Args:
+        values: The parsed table.
+        path: The dotted path of the table, "" for the whole file.
+        read: The paths that were read, shared by all tables of a file.
+    """
+
+    def __init__(self, values: Mapping[str, Any], path: str = "", read: set[str] | None = None) -> None:
+        self.path = path
+        self.read: set[str] = set() if read is None else read
+        super().__init__({name: self._wrapped(value, self.path_of(name)) for name, value in values.items()})
+
+    def _wrapped(self, value: Any, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return ReadTable(value, path, self.read)
+        if isinstance(value, list):
+            return [self._wrapped(each, f"{path}.{number}") for number, each in enumerate(value)]
+        return value
+
+    def path_of(self, name: str) -> str:
+        """Return the dotted path of one of the keys."""
+        return f"{self.path}.{name}" if self.path else str(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(self.path_of(name))
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value, and record the key as read."""
+        self.read.add(self.path_of(name))
+        return super().get(name, default)
+
+    def unread(self, done: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Yield the path and the value of each key that was not read by name.
+
+        Args:
+            done: Paths that are listed already, with all that is below them.
+        """
+        if super().get("enabled") is False:
+            return  # a switched-off table has no effect
+        for name, value in self.items():
+            path = self.path_of(name)
+            if path not in done:
+                yield from self._unread(path, value, done)
+
+    def _unread(self, path: str, value: Any, done: Collection[str]) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, ReadTable):
+            yield from value.unread(done)
+        elif isinstance(value, list) and any(isinstance(each, ReadTable) for each in value):
+            for number, each in enumerate(value):
+                yield from self._unread(f"{path}.{number}", each, done)
+        elif path not in self.read:
+            yield path, value
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignConfig:
     """A config file of another tool, or a command line that starts it.
@@ -53,7 +112,7 @@ class ForeignConfig:
     """
 
     path: Path
-    values: dict[str, Any]
+    values: ReadTable
     tool: Tool
     num_processes: int | None = 1
     num_hosts: int = 1
@@ -90,7 +149,7 @@ def read_source(path: Path, tool: Tool | None = None) -> ForeignConfig:
             )
         return _source_of(path, line, tool, others)
     values = read_mapping(path)
-    return ForeignConfig(path, values, tool or _detect(path, values))
+    return ForeignConfig(path, ReadTable(values), tool or _detect(path, values))
 
 
 def read_command_line(words: Sequence[str], tool: Tool | None = None) -> ForeignConfig:
@@ -132,7 +191,7 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
         for name, value in launch.items()
         if not is_of_processes(line, name)
     )
-    return ForeignConfig(path, values, tool, number, hosts, unneeded, tuple(lost), line.task)
+    return ForeignConfig(path, ReadTable(values), tool, number, hosts, unneeded, tuple(lost), line.task)
 
 
 def _read_text(path: Path) -> str:
@@ -241,6 +300,7 @@ class Draft:
         entries: Our dotted key, array tables with an index -> value.
         lost: Their keys without an equivalent.
         unneeded: Their keys that nothing is needed for here.
+        handled: Their keys that ``translate_keys`` has translated or listed with all that is in them.
     """
 
     source: ForeignConfig
@@ -248,6 +308,7 @@ class Draft:
     entries: dict[str, TranslatedValue] = field(default_factory=dict)
     lost: list[Left] = field(default_factory=list)
     unneeded: list[Left] = field(default_factory=list)
+    handled: set[str] = field(default_factory=set)
 
     def translate_keys(self, rules: Mapping[str, Rule], values: Mapping[str, Any], prefix: str = "") -> None:
         """Translate keys one by one, as the tool's table in :data:`megatrain.base.other_tools.KEYS` says.
@@ -261,6 +322,10 @@ class Draft:
         for leaf, value in values.items():
             theirs = prefix + leaf
             name = names.get(theirs)
+            if theirs in rules:
+                self.source.values.read.add(theirs)
+            elif name is None or name.fate is not Fate.RULE:
+                self.handled.add(theirs)
             if value is None:
                 continue
             if name is None:
@@ -307,6 +372,14 @@ class Draft:
         """List a key as without equivalent, unless its value switches nothing on."""
         if value not in _OFF:
             self.lose(theirs, why, value)
+
+    def lose_unread(self) -> None:
+        """List the keys that no rule has read: a table is not translated because one of its keys is."""
+        self.source.values.read.update(entry.theirs for entry in self.entries.values())
+        done = self.handled | {left.theirs for left in (*self.lost, *self.unneeded)}
+        for path, value in list(self.source.values.unread(done)):
+            if value is not None and value != "auto":
+                self.lose(path, "nothing like it here", value)
 
     def drop(self, theirs: str, why: str, value: Any = None) -> None:
         """List one of their keys as not needed here."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatrain.base.other_tools import KEYS, PLANNER
+from megatrain.base.other_tools import KEYS, PLANNER, Fate
 from megatrain.translate.draft import Draft, Rule, choice, mapping
 from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, optimizer, reports
 
@@ -14,15 +14,32 @@ from megatrain.translate.trainers import attention, loaded_dtype, nvme_paths, op
 _OF_WHOLE_MATRICES = ("adafactor",)
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
 
+#: The version whose defaults are written into a translation.
+DEEPSPEED_VERSION = "0.19.6"
+#: Parameters of optimizers that have no key here: the value that is the same here, and what another value means.
+_PARAMETERS: Mapping[str, tuple[Any, str]] = {
+    "adam_w_mode": (True, "weight decay is decoupled from the gradient here, as in AdamW"),
+    "bias_correction": (True, "the moments are always corrected for their start here"),
+    "fp32_optimizer_states": (True, "see optimizer.state_dtype"),
+    "torch_adam": (None, "the update rule is the same; only the kernel differs"),
+}
+
 
 def translate_deepspeed(draft: Draft) -> None:
     """Fill a draft from a config of DeepSpeed, which names no model and no data: the user has to fill them in."""
     values = draft.source.values
+    unneeded = {name for name, key in KEYS["deepspeed"].items() if key.fate is Fate.UNNEEDED}
+    for path, value in list(values.unread(unneeded)):
+        if value == "auto":
+            draft.lose(path, "the arguments of Hugging Face's Trainer decide it, which are not in this file", value)
     draft.fill_in("task", "sft", 'or "pretrain"')
     draft.fill_in("output_dir", "outputs/first", "folder of the run")
     draft.fill_in_model()
     draft.fill_in_data()
     draft.translate_keys({}, {name: value for name, value in values.items() if value != "auto"})
+    if values.get("gradient_clipping") is None:
+        note = "DeepSpeed's default since 0.19.3; write 0 for older versions, which do not clip"
+        draft.put("optimizer.max_grad_norm", 1.0, note=note)
     nvme_paths(draft, values)
     _deepspeed_batch(draft)
     _deepspeed_optimizer(draft)
@@ -32,10 +49,17 @@ def translate_deepspeed(draft: Draft) -> None:
         if isinstance(table, Mapping) and table.get("enabled") is True:
             note = "float16 there, which needs loss scaling" if name == "fp16" else ""
             draft.put("precision.compute_dtype", "bfloat16", f"{name}.enabled", note)
+        for key in mapping(table):
+            if name == "fp16" and key != "enabled":
+                draft.drop(f"fp16.{key}", "bfloat16 needs no loss scaling")
+    if not any(mapping(values.get(name)).get("enabled") in (True, "auto") for name in ("bf16", "fp16")):
+        draft.put("precision.compute_dtype", "float32", note="DeepSpeed's default; bfloat16 is faster")
     for name in ("wandb", "tensorboard"):
         table = values.get(name)
         if isinstance(table, Mapping) and table.get("enabled") is True:
             reports(draft, name, [name])
+            if name == "wandb" and table.get("project"):
+                draft.put("logging.project", table["project"], "wandb.project")
 
 
 def put_processes(draft: Draft, number: int, num_hosts: int = 1) -> None:
@@ -85,19 +109,26 @@ def _deepspeed_optimizer(draft: Draft) -> None:
     parameters = mapping(table.get("params"))
     if "type" in table:
         optimizer(draft, "optimizer.type", table["type"])
-    for name, value in parameters.items():
-        if value in (None, "auto") or name in ("torch_adam", "adam_w_mode", "bias_correction", "fp32_optimizer_states"):
+    for name in parameters:
+        value, theirs = parameters.get(name), f"optimizer.params.{name}"
+        if value in (None, "auto"):
             continue
         if name == "betas" and isinstance(value, list) and len(value) == 2:
             if value[0] != "auto":
-                draft.put("optimizer.adam_beta1", value[0], "optimizer.params.betas")
-                draft.put("optimizer.adam_beta2", value[1], "optimizer.params.betas")
-        elif (known := KEYS["deepspeed"].get(theirs := f"optimizer.params.{name}")) is not None:
+                draft.put("optimizer.adam_beta1", value[0], theirs)
+                draft.put("optimizer.adam_beta2", value[1], theirs)
+        elif (known := KEYS["deepspeed"].get(theirs)) is not None:
             draft.put(known.ours, value, theirs)
         else:
-            draft.lose(theirs, "nothing like it here", value)
+            same, why = _PARAMETERS.get(name, (None, "nothing like it here"))
+            if value is not same:
+                draft.lose(theirs, why, value)
     if "type" in table:
         draft.default({"optimizer.adam_beta2": 0.999, "optimizer.weight_decay": 0.0})
+        if "lr" not in parameters and "adam" in str(table["type"]).lower():
+            draft.default({"optimizer.learning_rate": 1e-3})
+    elif "optimizer" not in draft.source.values:
+        draft.lose("optimizer", "the program makes it, which is not in this file; here [optimizer] describes it")
 
 
 def _deepspeed_schedule(draft: Draft) -> None:
@@ -105,26 +136,41 @@ def _deepspeed_schedule(draft: Draft) -> None:
     parameters = mapping(table.get("params"))
     kind = table.get("type")
     if kind is None:
+        note = "DeepSpeed's default without a scheduler; a Trainer takes its own arguments"
+        draft.put("optimizer.lr_scheduler_type", "constant", note=note)
         return
     if not isinstance(kind, str) or kind not in _SCHEDULES:
         draft.lose("scheduler.type", f"here: {', '.join(_SCHEDULES.values())}, and others of transformers", kind)
         return
     draft.put("optimizer.lr_scheduler_type", _SCHEDULES[kind], "scheduler.type")
-    draft.put(
-        "optimizer.warmup_steps", _given(parameters, "warmup_num_steps", 1000), "scheduler.params.warmup_num_steps"
+    for ours, name, usual in (
+        ("optimizer.warmup_steps", "warmup_num_steps", 1000),
+        ("training.max_steps", "total_num_steps", None),
+    ):
+        if (number := _given(parameters, name, usual)) is not None:
+            draft.put(ours, number, f"scheduler.params.{name}")
+    # WarmupLR without a peak takes the optimizer's rate.
+    peak = _given(parameters, "warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None)
+    if peak is not None and kind != "WarmupCosineLR":
+        note = "" if "warmup_max_lr" in parameters else f"the default of {kind}, which overrides the optimizer's lr"
+        draft.put("optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr", note)
+    others: tuple[tuple[str, Any, Any, str], ...] = (
+        ("warmup_min_lr", 0, 0, "a warm-up begins at 0"),
+        ("warmup_min_ratio", 0, 0, "a warm-up begins at 0"),
+        ("warmup_type", "log", "linear", "a warm-up rises linearly"),
+        ("cos_min_ratio", 1e-4 if kind == "WarmupCosineLR" else 0, 0, "the cosine falls to 0"),
     )
-    if _given(parameters, "total_num_steps", None) is not None:
-        draft.put("training.max_steps", parameters["total_num_steps"], "scheduler.params.total_num_steps")
-    peak = _given(parameters, "warmup_max_lr", None)
-    if peak is not None:
-        draft.put("optimizer.learning_rate", peak, "scheduler.params.warmup_max_lr")
-    if _given(parameters, "warmup_min_lr", 0):
-        draft.lose("scheduler.params.warmup_min_lr", "a warm-up begins at 0", parameters["warmup_min_lr"])
+    for name, default, same, why in others:
+        value = _given(parameters, name, default)
+        if value is not None and value != same:
+            given = "" if name in parameters else f" (the default of {kind})"
+            draft.lose(f"scheduler.params.{name}", f"{why} here{given}", value)
 
 
 def _given(parameters: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return a parameter; the default if the file has none, None if the Trainer or null decides it."""
     value = parameters.get(name, default)
-    return default if value == "auto" else value
+    return None if value == "auto" else value
 
 
 _MEGATRAIN_SECTIONS = ("model", "dataset", "training", "optimizer", "logging")

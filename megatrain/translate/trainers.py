@@ -823,10 +823,10 @@ def _axolotl_dataset(draft: Draft, key: str, source: Any, theirs: str) -> None:
     kind = fields.get("type")
     if "preference.loss_type" in draft.entries:
         draft.put(f"{key}.format", "preference", f"{theirs}.type")
-        inner = {**fields, **mapping(kind)}
         for name, ours_column in _PREFERENCE_FIELDS.items():
-            if inner.get(name) and inner[name] != ours_column:
-                draft.put(f"{key}.columns.{ours_column}", str(inner[name]), theirs)
+            column = mapping(kind).get(name) or fields.get(name)
+            if column and column != ours_column:
+                draft.put(f"{key}.columns.{ours_column}", str(column), theirs)
         for name, value in mapping(kind).items():
             if name not in _PREFERENCE_FIELDS and value:
                 draft.lose(f"{theirs}.type.{name}", "the model's chat template is used", value)

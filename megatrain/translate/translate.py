@@ -22,7 +22,7 @@ from megatrain.translate.draft import (
     read_command_line,
     read_source,
 )
-from megatrain.translate.engines import put_processes, translate_deepspeed, translate_megatrain
+from megatrain.translate.engines import DEEPSPEED_VERSION, put_processes, translate_deepspeed, translate_megatrain
 from megatrain.translate.trainers import (
     drop_evaluation_without_rows,
     translate_axolotl,
@@ -122,6 +122,7 @@ def _translate(source: ForeignConfig, folder: Path | None, base: Path | None) ->
     base = (base or Path.cwd()).resolve()
     draft = Draft(source, base)
     _TRANSLATORS[draft.source.tool](draft)
+    draft.lose_unread()
     drop_evaluation_without_rows(draft)
     _gather_processes(draft)
     if "output_dir" not in draft.entries:
@@ -234,7 +235,10 @@ def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
 
 
 def _to_toml(draft: Draft, entries: Mapping[str, TranslatedValue]) -> str:
-    lines = [f"# Translated from {draft.source.path.name} ({draft.source.title}) by `megatrain-tier import`."]
+    tool = draft.source.title
+    if draft.source.tool == "deepspeed":
+        tool += f", with the defaults of version {DEEPSPEED_VERSION}"
+    lines = [f"# Translated from {draft.source.path.name} ({tool}) by `megatrain-tier import`."]
     for title, lefts in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
         if lefts:
             lines += ["#", f"# {title}:", *(f"#   {one_line(left)}" for left in lefts)]

@@ -340,8 +340,11 @@ def test_deepspeed(tmp_path: Path) -> None:
     training, optimizer = config.training, config.optimizer
     assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 8)
     assert (training.max_steps, optimizer.max_grad_norm, config.logging.logging_steps) == (10000, 0.5, 10)
-    assert (optimizer.learning_rate, optimizer.adam_beta1, optimizer.adam_beta2) == (3e-5, 0.8, 0.98)
+    # DeepSpeed's WarmupDecayLR without a peak overrides the optimizer's rate by its default.
+    assert (optimizer.learning_rate, optimizer.adam_beta1, optimizer.adam_beta2) == (1e-3, 0.8, 0.98)
     assert (optimizer.lr_scheduler_type, optimizer.warmup_steps) == ("linear", 500)
+    assert lost(translation) == {"optimizer.params.weight_decay", "scheduler.params.warmup_type"}
+    assert "(DeepSpeed, with the defaults of version 0.19.6)" in translation.toml
     assert config.precision.compute_dtype == "bfloat16"
     assert config.tiers.nvme[0].path == Path("/mnt/drive")
     assert {"task", "output_dir", "model.model_name_or_path", "data.train.0.path"} == set(translation.to_fill_in)
@@ -360,6 +363,78 @@ def test_deepspeed(tmp_path: Path) -> None:
 def test_deepspeed_batches(tmp_path: Path, values: dict[str, Any], batch: tuple[int, int]) -> None:
     _, config = translate(tmp_path, {"zero_optimization": {"stage": 2}, **values})
     assert (config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps) == batch
+
+
+#: Part of a ds_config -> the paths that are listed as without equivalent, and values of ours.
+DEEPSPEED_GAPS: dict[str, tuple[dict[str, Any], set[str], dict[str, Any]]] = {
+    "decay coupled with the gradient": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": False, "bias_correction": False}}},
+        {"optimizer.params.adam_w_mode", "optimizer.params.bias_correction"},
+        # Without a scheduler the rate is constant, without bf16 numbers are float32, and 0.19.6 clips at 1.
+        {
+            "optimizer.learning_rate": 1e-4, "optimizer.lr_scheduler_type": "constant", "optimizer.max_grad_norm": 1.0,
+            "precision.compute_dtype": "float32",
+        },
+    ),
+    "as AdamW": (
+        {"optimizer": {"type": "Adam", "params": {"lr": 1e-4, "adam_w_mode": True, "bias_correction": True}}},
+        set(),
+        {"optimizer.optim": "adamw", "optimizer.weight_decay": 0.0},
+    ),
+    "cosine": (
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "scheduler": {
+                "type": "WarmupCosineLR",
+                "params": {"total_num_steps": 10, "warmup_num_steps": 2, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.2},
+            },
+        },
+        {f"scheduler.params.{name}" for name in ("warmup_min_ratio", "cos_min_ratio", "warmup_type")},
+        {"optimizer.lr_scheduler_type": "cosine", "optimizer.warmup_steps": 2, "optimizer.learning_rate": 1e-4},
+    ),
+    "linear warm-up": (
+        {
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "warmup_max_lr": None}},
+        },
+        set(),
+        {"optimizer.lr_scheduler_type": "constant_with_warmup", "optimizer.warmup_steps": 1000,
+         "optimizer.learning_rate": 1e-4},
+    ),
+    "auto": (
+        {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": None}}},
+        {"gradient_clipping", "optimizer.params.lr"},
+        {},
+    ),
+    "unknown keys": (
+        {
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True, "immediate_grad_update": True},
+            "fp16": {"enabled": False, "loss_scale": 4},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}, "legacy_fusion": True},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear", "new": [1]}, "other": 1},
+        },
+        {"bf16.immediate_grad_update", "optimizer.legacy_fusion", "scheduler.params.new", "scheduler.other"},
+        {"optimizer.max_grad_norm": 0.0, "precision.compute_dtype": "bfloat16"},
+    ),
+    "without optimizer": ({"bf16": {"enabled": True}}, {"optimizer"}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEEPSPEED_GAPS)
+def test_every_key_of_deepspeed_is_translated_or_listed(tmp_path: Path, case: str) -> None:
+    values, gaps, ours = DEEPSPEED_GAPS[case]
+    translation, _ = translate(tmp_path, {"train_micro_batch_size_per_gpu": 2, **values})
+    assert lost(translation) == gaps
+    assert {key: translation.entries[key].value for key in ours} == ours
+
+
+def test_a_nested_table_is_not_translated_because_one_key_is(tmp_path: Path) -> None:
+    """A table of rows in Axolotl's file, and a mixture of TRL's."""
+    text = "base_model: a/b\ndatasets: [{path: c/d, type: completion, field: body, preprocess_shards: 3, shards: 2}]\n"
+    translation, config = translate(tmp_path, text)
+    assert dict(config.data.train[0].columns) == {"text": "body"}
+    assert {"datasets.0.preprocess_shards", "datasets.0.shards"} <= lost(translation)
 
 
 def test_megatrain(tmp_path: Path) -> None:
