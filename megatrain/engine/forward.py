@@ -92,7 +92,7 @@ class StepLoss:
     """Loss of one optimizer step.
 
     Attributes:
-        loss: Mean over the trained tokens of the step, auxiliary terms of every micro-batch added.
+        loss: Mean of the micro-batches' own losses, each weighted by its share of the step's labels (decision 0099).
         num_trained_tokens: Tokens with a label, after the shift.
     """
 
@@ -400,7 +400,7 @@ class LayerRunner:
     ) -> Iterator[TokenScores]:
         """Yield the scores of one group of micro-batches, which are on the compute device; see `score`."""
         with torch.no_grad(), without_auxiliary_loss(self._graph.model), self._trunk.prepared():
-            outputs = self._trunk.run(batches, None, 0)
+            outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
             if on_hidden is not None:
                 for number, output, _ in outputs:
@@ -439,7 +439,7 @@ class LayerRunner:
         try:
             with torch.no_grad(), self._trunk.prepared():
                 batches, _, _ = self._micro_batches.place(dict(enumerate(micro_batches)), labelled)
-                outputs = self._trunk.run(batches, None, 0)
+                outputs = self._trunk.run(batches, 0)
                 self._trunk.check_visit_count()
                 return [output["logits"].float().cpu() for _, output, _ in outputs]
         finally:
@@ -476,7 +476,7 @@ class LayerRunner:
                     {number: micro_batches[number] for number in chosen},
                     {number: labelled_rows(shifted[number].reshape(-1)) for number in chosen},
                 )
-                outputs = self._trunk.run(batches, None, 0)
+                outputs = self._trunk.run(batches, 0)
                 self._trunk.check_visit_count()
                 with self._head_on(batches, rows, outputs) as (head, items):
                     found = head.log_probs(items)
@@ -519,7 +519,7 @@ class LayerRunner:
             self._objective.applied(self._graph.model),
             torch.autograd.set_multithreading_enabled(False),  # leases and greenlets belong to this thread
         ):
-            outputs = self._trunk.run(batches, num_items, seed, first_number)
+            outputs = self._trunk.run(batches, seed, first_number)
             losses, roots, grads = self._run_heads(outputs, batches, rows, losses_by_number, num_items)
             del outputs  # what the backward does not start from is freed before it
             self._trunk.check_visit_count()
@@ -537,7 +537,7 @@ class LayerRunner:
     ) -> list[Tensor]:
         """Run the forward alone and return loss terms that are sums over tokens."""
         with self._trunk.prepared():
-            outputs = self._trunk.run(batches, None, 0)
+            outputs = self._trunk.run(batches, 0)
             self._trunk.check_visit_count()
             if self._plan is None:  # the model's own loss is a mean: not every model accepts a count
                 return [output["loss"] * counts[number] for number, output, _ in outputs if counts[number]]
@@ -557,10 +557,12 @@ class LayerRunner:
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         if self._plan is None:
-            for _, output, _ in outputs:
-                losses.append(output["loss"].detach())
-                roots.append(output["loss"])
-                grads.append(torch.ones_like(output["loss"]))
+            for number, output, _ in outputs:
+                count = len(rows[number][1])
+                if count:  # the model's own loss is a mean; without a label it would be one over no tokens
+                    losses.append(output["loss"].detach() * (count / num_items))
+                    roots.append(output["loss"])
+                    grads.append(torch.full_like(output["loss"], count / num_items))
             return losses, roots, grads
         with self._head_on(batches, rows, outputs, losses_by_number) as (head, items):
             for _, terms, crossing, gradients in head.run(items, num_items):
@@ -689,14 +691,11 @@ class Trunk:
             stack.enter_context(self._context())
             yield
 
-    def run(
-        self, batches: Mapping[int, dict[str, Any]], num_items: int | None, seed: int, first_number: int = 0
-    ) -> list[SuspendedOutput]:
+    def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:
         """Run the forward of every micro-batch, in the current grad mode; to be called inside `prepared`.
 
         Args:
             batches: By number of the micro-batch, on the compute device.
-            num_items: Trained tokens that the loss is the mean over, where there is no cut; None: per micro-batch.
             seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
 
@@ -708,7 +707,7 @@ class Trunk:
         forwards = [
             SuspendedForward(
                 number,
-                self._forward_of(batch, num_items),
+                self._forward_of(batch),
                 self.visits.random,
                 self._device,
                 micro_batch_seed(seed, first_number + number),
@@ -827,7 +826,7 @@ class Trunk:
             stubs[self._head.trunk] = trunk_stub
         return installed_stubs(stubs)
 
-    def _forward_of(self, batch: dict[str, Any], num_items: int | None) -> Callable[[SuspendedForward], Any]:
+    def _forward_of(self, batch: dict[str, Any]) -> Callable[[SuspendedForward], Any]:
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
         containers = [unit for unit in self._graph.units if unit.is_container]
 
@@ -838,7 +837,7 @@ class Trunk:
                     values = suspend(UnitCall(unit.index, (), {}, None))
                     for leaf, value in values.items():
                         suspended.bind(unit.module._parameters, leaf, value)
-                return self._graph.model(**batch, num_items_in_batch=num_items, **options)
+                return self._graph.model(**batch, **options)
             except _TrunkReached as reached:  # the cut: the rest of the model's forward is left to the head phase
                 return reached.output
 

@@ -316,7 +316,7 @@ class ChunkedHead:
         hidden: Tensor = item.output["last_hidden_state"]
         crossing = [] if hidden_grad is None else [hidden]
         grads = [] if hidden_grad is None else [hidden_grad.view(hidden.shape)]
-        if self._model.has_auxiliary_loss:
+        if self._model.has_auxiliary_loss and len(item.rows):
             losses.append(self._model.auxiliary(item, num_items, crossing, grads))
         return losses, crossing, grads
 

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,7 +122,11 @@ class HeadModel:
         return loss
 
     def auxiliary(self, item: TrunkOutput, num_items: int, crossing: list[Tensor], grads: list[Tensor]) -> Tensor:
-        """Run the head once on a row without a loss of its own: what is left is the auxiliary term."""
+        """Return the routers' term of a micro-batch, times its share of the step's labels, and add its gradients.
+
+        The head runs once on a row without a loss of its own. Rows without a label do not count, as if they were not
+        in the micro-batch.
+        """
         outer: list[Tensor] = []
         inner: list[Tensor] = []
 
@@ -134,6 +138,7 @@ class HeadModel:
             return inner[-1]
 
         hidden: Tensor = item.output["last_hidden_state"]
+        item = replace(item, batch={**item.batch, **_mask_of_labelled_rows(item, hidden)})
         rest = {key: tree_map(value, leaf) for key, value in item.output.items() if key != "last_hidden_state"}
         full = copy.copy(item.output)
         full["last_hidden_state"] = hidden.detach().reshape(-1, hidden.shape[-1])[:1].unsqueeze(0)
@@ -146,13 +151,14 @@ class HeadModel:
         else:
             unlabelled = torch.full((1,), IGNORED_LABEL, dtype=torch.long, device=hidden.device)
             loss = self.loss(item, full, unlabelled, num_items)
+        share = len(item.rows) / num_items
         if loss.requires_grad and inner:
-            found = optional_gradients([loss], [torch.ones_like(loss)], inner)
+            found = optional_gradients([loss], [torch.full_like(loss, share)], inner)
             for tensor, gradient in zip(outer, found, strict=True):
                 if gradient is not None:
                     crossing.append(tensor)
                     grads.append(gradient)
-        return loss.detach()
+        return loss.detach() * share
 
     def _call_at(self, part: VocabularyPart | None, item: TrunkOutput, output: Any, made: list[Tensor]) -> Any:
         """Run the model's own forward with a part of its logits, which go to ``made``, and cross entropy taken as 0.
@@ -180,6 +186,18 @@ class HeadModel:
             return self._model(
                 **item.batch, labels=labels, shift_labels=labels, num_items_in_batch=num_items, **options
             )
+
+
+def _mask_of_labelled_rows(item: TrunkOutput, hidden: Tensor) -> dict[str, Tensor]:
+    """Return an attention mask without the rows that have no label; nothing if the micro-batch is a single row."""
+    num_rows, length = hidden.shape[:2]
+    mask = item.batch.get("attention_mask")
+    if num_rows == 1 or (mask is not None and mask.dim() != 2):
+        return {}
+    is_labelled = torch.zeros(num_rows, dtype=torch.long, device=hidden.device)
+    is_labelled.index_fill_(0, item.rows // length, 1)
+    whole = torch.ones(num_rows, length, dtype=torch.long, device=hidden.device) if mask is None else mask
+    return {"attention_mask": whole * is_labelled.unsqueeze(1).to(whole.dtype)}
 
 
 @contextmanager

@@ -74,7 +74,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
     """Return where to cut the model; None if its loss cannot be computed in pieces.
 
     The head is tried on the meta device: it must call `loss_function` once, with logits of the given rows and with the
-    shifted labels passed through.
+    shifted labels passed through, and return its value unchanged.
     """
     model = graph.model
     from transformers.loss.loss_utils import ForCausalLMLoss
@@ -90,7 +90,7 @@ def plan_head(graph: ModelGraph) -> HeadPlan | None:
         probe.run()
     except Exception:  # whatever fails on made-up rows cannot run on pieces
         return None
-    if len(probe.trunks) != 1 or len(probe.losses) != 1:
+    if len(probe.trunks) != 1 or len(probe.losses) != 1 or probe.has_own_term:
         return None
     shape, labels_are_passed = probe.losses[0]
     if shape[:2] != (1, 2) or not labels_are_passed:
@@ -155,6 +155,7 @@ class _HeadProbe:
         cut_weight: As in the plan.
         logit_nbytes: As in the plan.
         is_product: As in the plan.
+        has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
     """
 
     def __init__(self, graph: ModelGraph, candidates: Sequence[nn.Module], num_columns: int | None = None) -> None:
@@ -165,7 +166,7 @@ class _HeadProbe:
         self.losses: list[tuple[torch.Size, bool]] = []
         self.cut_weight: str | None = None
         self.logit_nbytes = 0
-        self.is_product = False
+        self.is_product = self.has_own_term = False
         self._num_columns = num_columns
         self._cut = CutProbe({}, None)
         self._saved: list[Tensor] = []  # by autograd
@@ -195,8 +196,7 @@ class _HeadProbe:
             self._cut.watching(),
         ):
             output = model(input_ids=labels, labels=labels, shift_labels=labels, num_items_in_batch=2)
-        if output["loss"] is not self._loss:  # the model scales it or adds to it, which parts would leave out
-            self.cut_weight = None
+        self.has_own_term = output["loss"] is not self._loss  # such as Bamba's z-loss, a mean over a micro-batch
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._saved.append(tensor)

@@ -82,7 +82,10 @@ def train_plainly(run: RunSpec, steps: Iterable[StepBatch], folder: Path) -> Pla
         num_trained = sum(int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches)
         total = 0.0
         for batch in batches:
-            loss = model(**batch, num_items_in_batch=num_trained, use_cache=False).loss
+            num_own = int((batch["labels"][:, 1:] != IGNORED_LABEL).sum())
+            if not num_own:
+                continue
+            loss = model(**batch, use_cache=False).loss * (num_own / num_trained)
             loss.backward()
             total += float(loss.detach())
         norms.append(float(torch.nn.utils.get_total_norm([p.grad for _, p in trained if p.grad is not None])))

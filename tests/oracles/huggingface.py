@@ -41,6 +41,16 @@ def build_model(config: Any, dtype: torch.dtype = torch.float32, freeze: Sequenc
     return model
 
 
+def add_gradients(model: Any, batch: Mapping[str, Tensor], num_items: int) -> float:
+    """Run the backward of a micro-batch's own mean loss, times its share of the step's labels, and return the loss."""
+    count = int((batch["labels"][:, 1:] != -100).sum())
+    if not count:
+        return 0.0
+    loss = model(**batch, use_cache=False).loss * (count / num_items)
+    loss.backward()
+    return float(loss.detach())
+
+
 def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], seed: int) -> Reference:
     """Accumulate the gradients of all micro-batches; the loss is the mean over all trained tokens."""
     num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
@@ -48,9 +58,7 @@ def train_step(model: Any, micro_batches: Sequence[Mapping[str, torch.Tensor]], 
     total = 0.0
     for number, batch in enumerate(micro_batches):
         torch.manual_seed(micro_batch_seed(seed, number))
-        loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
-        loss.backward()
-        total += float(loss.detach())
+        total += add_gradients(model, batch, num_items)
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     return Reference(total, gradients)
 
@@ -108,9 +116,7 @@ def train_plainly(
         num_items = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
         total = 0.0
         for batch in micro_batches:
-            loss = model(**batch, num_items_in_batch=num_items, use_cache=False).loss
-            loss.backward()
-            total += loss.item()
+            total += add_gradients(model, batch, num_items)
         norm = torch.nn.utils.get_total_norm([p.grad for _, p in named if p.grad is not None])
         for unit in dict.fromkeys("" if unit_of is None else unit_of(n) for n, _ in named):
             mine = [p for n, p in named if unit_of is None or unit_of(n) == unit]
