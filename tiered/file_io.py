@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import xxhash
 
 from tiered.errors import TieredError
-from tiered.units import PAGE_BYTES, MiB
+from tiered.units import PAGE_BYTES, MiB, format_size
 
 #: Contents under one checksum. A constant of the format: not of a tier, an engine or a machine.
 PIECE_BYTES = 16 * MiB
@@ -193,20 +193,27 @@ def open_anew(path: Path) -> TextIO:
     return open(path, "x", encoding="utf-8")  # exclusive: follows no link that appears meanwhile
 
 
-def read_document_file(path: Path) -> bytes:
+def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
     """Return the contents of a small file that a stranger may have made: a named pipe there makes nobody wait.
 
+    Args:
+        path: the file.
+        max_bytes: most bytes that are read.
+
     Raises:
-        OSError: it cannot be read, is no regular file, or has more bytes than any document of ours.
+        OSError: it cannot be read, is no regular file, or has more bytes.
     """
+    if not stat.S_ISREG(os.stat(path).st_mode):  # opening some devices acts on them
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     with open(fd, "rb") as file:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        if status.st_size > _MAX_DOCUMENT_BYTES:
-            raise OSError(errno.EFBIG, f"{status.st_size} bytes, too many for a document", str(path))
-        return file.read()
+        content = (file.read(max_bytes + 1) or b"") if status.st_size <= max_bytes else b""
+        if max(status.st_size, len(content)) > max_bytes:  # files of /proc have more bytes than their size
+            raise OSError(errno.EFBIG, f"more than {format_size(max_bytes)}", str(path))
+        return content
 
 
 def write_json(path: Path, document: Mapping[str, Any], *, durable: bool = False) -> None:

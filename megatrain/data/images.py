@@ -26,6 +26,8 @@ import xxhash
 from torch import Tensor
 
 from megatrain.data.rows_report import DataError, RowError
+from tiered.ext import read_document_file
+from tiered.units import MiB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -35,6 +37,8 @@ __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage",
 #: Stands for an image in the text of a message: a character for private use, which no text has.
 IMAGE_MARK = "\U0010f8f1"
 EXTRA = 'pip install "megatrain-tier[images]"'
+#: Most bytes of one file. A path in a row may name any file of this machine.
+MAX_IMAGE_BYTES = 256 * MiB
 _SIDES = (32, 64, 128, 256, 512, 1024, 2048)  # of images that are tried, to learn what a row may hold
 _OF_TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets")
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -89,7 +93,7 @@ class ImageRef:
             )
         path = folder / Path(unquote(address.path) if address.scheme == "file" else value)
         try:
-            content = path.read_bytes()
+            content = read_document_file(path, MAX_IMAGE_BYTES)
         except OSError as error:
             raise RowError(
                 where,
@@ -116,7 +120,7 @@ class ImageRef:
         if self.content is not None:
             return self.content
         try:
-            content = Path(self.where).read_bytes()
+            content = read_document_file(Path(self.where), MAX_IMAGE_BYTES)
         except OSError as error:
             raise DataError(self.where, f"the image cannot be read: {error.strerror or error}", "Put it back") from None
         if xxhash.xxh3_64_hexdigest(content) != self.checksum:

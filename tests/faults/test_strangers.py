@@ -28,9 +28,9 @@ from megatrain.checkpoint.document import (
     write_document,
 )
 from megatrain.checkpoint.state import CheckpointError, RunState
-from megatrain.data import files
+from megatrain.data import files, images
 from megatrain.data.files import read_file
-from megatrain.data.rows_report import DataError
+from megatrain.data.rows_report import DataError, RowError
 from megatrain.models.folder import ModelFolderError, TensorFile
 from megatrain.run.folder import RunFolder
 from megatrain_tier_cli.terminal import shown
@@ -263,6 +263,31 @@ def test_any_header_of_safetensors_is_read_or_refused(tmp_path: Path, data: st.D
 @pytest.fixture
 def small_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_ROW_BYTES", 1 << 16)
+
+
+def test_images_are_files_of_a_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 1 << 16)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "small").write_bytes(bytes(1 << 16))
+    (tmp_path / "large").write_bytes(bytes((1 << 16) + 1))
+    (tmp_path / "link").symlink_to("/dev/zero")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(1 << 40)
+    for name, reason in (
+        ("/dev/zero", "not a regular file"),
+        ("link", "not a regular file"),
+        ("pipe", "not a regular file"),
+        (".", "not a regular file"),
+        ("large", "more than 64.00 KiB"),
+        ("sparse", "more than 64.00 KiB"),
+        ("absent", "No such file or directory"),
+    ):
+        with pytest.raises(RowError, match=f"the image {tmp_path / name} cannot be read: {reason}. Paths are relative"):
+            images.ImageRef.of(name, tmp_path, "rows line 1")
+        with pytest.raises(DataError, match=f"the image cannot be read: {reason}. Put it back"):
+            images.ImageRef(str(tmp_path / name), "0").read()
+    ref = images.ImageRef.of("small", tmp_path, "rows line 1")
+    assert ref.read() == bytes(1 << 16)
 
 
 @pytest.mark.parametrize("name", ["bomb.jsonl.gz", "bomb.csv.gz", "bomb.parquet"])
