@@ -104,12 +104,14 @@ class _Window:
         after: where each source stands behind it.
         dataset: its documents.
         rows: the documents of each row that is trained on, in the order of their use.
+        first_ends: source -> row of the window from which on the source is used again, if its first turn ends here.
     """
 
     cursor: Cursor
     after: tuple[SourceCursor, ...]
     dataset: TokenDataset
     rows: list[npt.NDArray[np.int64]]
+    first_ends: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +265,7 @@ class StreamLoader(BatchLoader):
             window = self._current()
             left = window.rows[self._cursor.used :][: rows_per_step - len(parts)]
             parts += [(window.dataset, row) for row in left]
+            self._report_ends(window, range(self._cursor.used, self._cursor.used + len(left)))
             self._cursor = replace(self._cursor, used=self._cursor.used + len(left))
             if self._cursor.used == len(window.rows) and len(parts) < rows_per_step:
                 self._begin_next(window)
@@ -325,21 +328,27 @@ class StreamLoader(BatchLoader):
         if self._packing:
             members, starts = pack_documents(documents, dataset.lengths()[documents], self._max_length)
         order = np.random.default_rng((self._data_seed, _ORDER, cursor.window)).permutation(len(starts) - 1)
-        return _Window(cursor, drawing.after, dataset, [members[starts[row] : starts[row + 1]] for row in order])
+        rows = [members[starts[row] : starts[row + 1]] for row in order]
+        first_ends = {number: int(share * len(rows)) for number, share in drawing.first_ends.items()}
+        return _Window(cursor, drawing.after, dataset, rows, first_ends)
+
+    def _report_ends(self, window: _Window, used: range) -> None:
+        """Report the sources whose rows have been used once with these rows of a window, which was read ahead."""
+        for number, at in window.first_ends.items():
+            if at in used:
+                name = self._streams.data.source_names[number]
+                self._streams.on_message(
+                    f"{name} has been read to its end, and begins again with its shards in another order"
+                )
 
     def _report(self, window: _Window) -> None:
-        """Say what of a window is new to the user: sources that begin again, and where much is dropped.
+        """Say where much of a window is dropped, and which fields its chat template leaves out.
 
         Raises:
             DataError: more than ``data.max_dropped`` of a source is dropped or cut.
         """
         data, report = self._streams.data, window.dataset.report
-        turns = zip(data.source_names, window.cursor.sources, window.after, strict=True)
-        said = [
-            (name, f"{name} has been read to its end, and begins again with its shards in another order")
-            for name, before, after in turns
-            if before.turn == 0 < after.turn
-        ]
+        said: list[tuple[str, str]] = []
         counts = zip(self._counts, report.sources, strict=True)
         self._counts = [SourceCounts(*map(add, astuple(before), astuple(now))) for before, now in counts]
         why = f" (first: {report.dropped[0].example}: {report.dropped[0].reason})" if report.dropped else ""
@@ -380,6 +389,12 @@ class _WindowDraft:
         self._made = [InMemory() for _ in self._readers]
         self._encoders = [Encoder(rows, made.writer, data.encoding) for made in self._made]
         self._num_rows = self._num_characters = 0
+        self._first_ends: dict[int, int] = {}
+
+    @property
+    def first_ends(self) -> dict[int, float]:
+        """Return the sources that end here for the first time, each with the share of the rows drawn before."""
+        return {number: count / self._num_rows for number, count in self._first_ends.items()}
 
     @property
     def after(self) -> tuple[SourceCursor, ...]:
@@ -423,7 +438,10 @@ class _WindowDraft:
             self._credits[number] -= 1.0
             if not threading.main_thread().is_alive():
                 raise DataError("data.train", "the program ends, and needs no more rows")
+            turn = self._readers[number].at.turn
             row = self._readers[number].next_row()
+            if turn == 0 < self._readers[number].at.turn:
+                self._first_ends[number] = self._num_rows
             drawn[number].append(row)
             self._num_rows += 1
             self._num_characters += num_characters(row)

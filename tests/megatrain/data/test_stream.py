@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
 import random
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
+import pyarrow
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -22,6 +24,7 @@ from megatrain.data.formats import Document
 from megatrain.data.loader import LoaderPosition, StepBatch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError
+from megatrain.data.shards import Shards
 from megatrain.data.stream import StreamDataset, StreamLoader, open_dataset
 from megatrain.data.table import DataConfig, DatasetConfig
 from oracles import shards as written
@@ -142,6 +145,41 @@ def test_every_row_once_before_any_twice(tokenizer: Any, tmp_path: Path, monkeyp
     assert numbers[:41] != numbers[41:] and "begins again with its shards in another order" in said[0]
 
 
+def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window reads ahead of the steps: three turns of a source are in one window here."""
+    monkeypatch.setattr(stream, "WINDOW_ROWS", 30)
+    write(tmp_path / "shards", "jsonl", [f"{number} sea" for number in range(10)], per_shard=3)
+    said: list[str] = []
+    loader = loader_of(tokenizer, {"path": str(tmp_path / "shards")}, packing=False, rows=2, count=1, said=said)
+    counts = []
+    for _ in range(20):
+        next(loader)
+        counts.append(len(said))
+    assert counts == [0] * 5 + [1] * 15  # row 10, the first that may be a second time, is in step 6
+    assert said == [
+        f"data.train.0 ({tmp_path / 'shards'}) has been read to its end, and begins again with its shards in another order"
+    ]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
+def test_blank_lines_are_no_rows(tmp_path: Path, kind: str) -> None:
+    """A cursor counts rows: from each of them on, exactly the rest is read, with the line of the file."""
+    lines = ["", '{"text": "a"}', "", "  ", '{"text": "b"}', '{"text": "c"}', "\t", '{"text": "d"}', ""]
+    content = "\n".join(lines).encode()
+    if kind == "gz":
+        content = gzip.compress(content)
+    if kind == "zst":
+        content = pyarrow.compress(content, codec="zstd", asbytes=True)
+    (tmp_path / f"rows.jsonl{'' if kind == 'jsonl' else '.' + kind}").write_bytes(content)
+    shards = Shards(str(tmp_path))
+    expected = [("line 2", "a"), ("line 5", "b"), ("line 6", "c"), ("line 8", "d")]
+    for start in range(5):
+        found = [(" ".join(where.split()[-2:]), value["text"]) for where, value in shards.rows(0, start)]
+        assert found == expected[start:]
+
+
 def _documents(loader: StreamLoader, count: int) -> list[tuple[int, list[int]]]:
     found = []
     for step, batch in enumerate(itertools.islice(loader, count)):
@@ -173,9 +211,15 @@ def test_a_cursor_goes_on_to_the_bit(
         assert take(again, 16 - step) == expected[step:], step
 
 
-def test_weights_follow_their_schedule(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted by what the rows say they are: within a row of each share, and from the very step on."""
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 32)
+@pytest.mark.parametrize("window", [32, 29, 13])
+def test_weights_follow_their_schedule(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    """Counted by what the rows say they are: within a row of each share, and from the very step on.
+
+    Windows of most sizes begin inside a step of eight rows.
+    """
+    monkeypatch.setattr(stream, "WINDOW_ROWS", window)
     for name in "abc":
         write(tmp_path / name, "jsonl", [f"{name} sea" for _ in range(50)], per_shard=20)
     sources = (
