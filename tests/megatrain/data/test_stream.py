@@ -158,9 +158,8 @@ def test_a_source_that_ends_is_reported_when_its_rows_have_been_used(
         next(loader)
         counts.append(len(said))
     assert counts == [0] * 5 + [1] * 15  # row 10, the first that may be a second time, is in step 6
-    assert said == [
-        f"data.train.0 ({tmp_path / 'shards'}) has been read to its end, and begins again with its shards in another order"
-    ]
+    name = f"data.train.0 ({tmp_path / 'shards'})"
+    assert said == [f"{name} has been read to its end, and begins again with its shards in another order"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "gz", "zst"])
