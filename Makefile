@@ -43,8 +43,11 @@ canary: ## the newest transformers, pre-releases too: whether it has what we use
 	$(CANARY)/bin/pip install --quiet --quiet torch accelerate
 	$(CANARY)/bin/python -m megatrain.models.internals
 
-null-gpu: $(VENV)/.installed ## the GPU path on a machine without one: 1 GB is fetched, an hour; docs/null_gpu.md
+null-gpu: $(VENV)/.installed ## the GPU path on a machine without a GPU, 20 minutes after a download of 1 GB; docs/null_gpu.md
 	PYTHON=$(abspath $(BIN)/python) tests/null_gpu/run.sh $(ARGS)
+
+null-gpu-long: $(VENV)/.installed ## the tests of tests/gpu and the bench script on it, an hour
+	PYTHON=$(abspath $(BIN)/python) tests/null_gpu/run.sh long
 
 bench: $(VENV)/.installed ## step time against plain PyTorch
 	$(BIN)/python bench/step.py $(ARGS)
@@ -82,5 +85,5 @@ $(VENV)/.docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow mutants canary null-gpu bench docs help
+.PHONY: run test check format test-slow mutants canary null-gpu null-gpu-long bench docs help
 .DEFAULT_GOAL := help

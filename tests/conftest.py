@@ -87,7 +87,6 @@ LONG_BENCHES = (
     "recompute",
     "compare/deepspeed",
     "gpu",
-    "gpu_profile",
 )
 
 

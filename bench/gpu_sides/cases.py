@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 #: Values of ``config.json``: Qwen2.5's of 7B and 14B, and one of 20.1 B parameters between the published 14B and 32B.
 _QWEN = {
     "model_type": "qwen2",
@@ -50,7 +52,8 @@ class Part:
         shape: a key of ``SHAPES``. layers: fewer than the shape has; None: all of them.
         rows, length: of a step; T is their product. micro_rows: rows of a micro-batch of ours.
         num_steps: that are measured, after one that is not; 0: the first one is.
-        sides: who takes part. target: tokens/s of ours over those of the last side, at least.
+        sides: who takes part. target: tokens/s of ours over those of the last side, at least. rate: tokens/s of ours
+            on one H200, at least.
         share: hardware FLOP/s of ours over the rate of matrix products, at least.
         uses_drive: ours has an NVMe tier. tables: more tables of our config.
     """
@@ -63,6 +66,7 @@ class Part:
     layers: int | None = None
     sides: tuple[str, ...] = (OURS,)
     target: float | None = None
+    rate: float | None = None
     share: float | None = None
     uses_drive: bool = False
     tables: Mapping[str, Any] = field(default_factory=dict)
@@ -73,27 +77,37 @@ class Part:
         return self.rows * self.length
 
     def small(self) -> Part:
-        """Return the same part at a size that a CPU computes at once."""
+        """Return the same part at a size that a CPU computes at once, without liger where torch has no CUDA."""
         length = min(self.length, 64)
         rows = min(self.rows, 2)
-        has_pieces = "mlp_rows" in self.tables.get("model", {})
-        tables = merged(self.tables, {"model": {"mlp_rows": 16}} if has_pieces else {})
+        model = dict(self.tables.get("model", {}))
+        if "mlp_rows" in model:
+            model["mlp_rows"] = 16
+        if "use_liger_kernel" in model:
+            model["use_liger_kernel"] &= torch.version.cuda is not None
+        tables = {**self.tables, "model": model}
         return replace(self, rows=rows, length=length, micro_rows=1, num_steps=1, layers=None, tables=tables)
 
 
 _AGAINST_REFERENCE = (OURS, REFERENCE)
-_LONG = {"model": {"mlp_rows": 4096}}
+#: Defaults of a run on a GPU.
+_DEFAULT = {"model": {"use_liger_kernel": True}, "training": {"recompute": "auto"}}
+#: The operators of the sides that ours is compared with: every layer is recomputed, norms and MLPs are eager.
+_EQUAL_WORK = {"model": {"use_liger_kernel": False}, "training": {"recompute": "full"}}
+_LONG = {**_DEFAULT, "model": {"use_liger_kernel": True, "mlp_rows": 4096}}
 PARTS: Mapping[str, Part] = {
-    "7b_4k": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5),
-    "7b_16k": Part("7b", 16, 1024, 16, sides=_AGAINST_REFERENCE),
+    "7b_64k": Part("7b", 64, 1024, 4, num_steps=2, rate=12_000, share=0.6, tables=_DEFAULT),
+    "7b_4k": Part("7b", 4, 1024, 4, tables=_DEFAULT),
+    "7b_16k": Part("7b", 16, 1024, 4, tables=_DEFAULT),
     # 8 rows at a time: with 16, workspace pushes a few groups out of a GPU of 140 GB.
-    "7b_64k": Part("7b", 64, 1024, 8, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, share=0.6),
-    "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0),
-    "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84),
-    "14b": Part("14b", 16, 1024, 16, num_steps=2),
+    "7b_64k_equal": Part("7b", 64, 1024, 8, num_steps=2, sides=_AGAINST_REFERENCE, target=1.5, tables=_EQUAL_WORK),
+    "7b_4k_equal": Part("7b", 4, 1024, 4, sides=_AGAINST_REFERENCE, target=2.5, tables=_EQUAL_WORK),
+    "plain": Part("7b", 16, 1024, 4, sides=(OURS, PLAIN), target=1.0, tables=_EQUAL_WORK),
+    "zero3": Part("7b", 16, 1024, 4, layers=12, sides=(OURS, ZERO3), target=1.84, tables=_EQUAL_WORK),
+    "14b": Part("14b", 16, 1024, 4, num_steps=2, tables=_DEFAULT),
     # Gradients in bf16: with fp32 sums beside 12 bytes per parameter, 20 B parameters would need 350 GB.
     "20b_nvme": Part(
-        "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={"precision": {"grad_dtype": "bfloat16"}}
+        "20b", 16, 1024, 16, num_steps=1, uses_drive=True, tables={**_DEFAULT, "precision": {"grad_dtype": "bfloat16"}}
     ),
     "long_32k": Part("7b", 1, 32 << 10, 1, num_steps=2, tables=_LONG),
     "long_128k": Part("7b", 1, 128 << 10, 1, num_steps=1, uses_drive=True, tables=_LONG),
@@ -101,19 +115,15 @@ PARTS: Mapping[str, Part] = {
     "long_512k": Part("7b", 1, 512 << 10, 1, num_steps=0, layers=6, uses_drive=True, tables=_LONG),
 }
 
-#: Changes of our config that a part can be tried with, by name: "7b_4k+liger" is ours alone, with that change.
+#: Changes of our config that a part can be tried with, by name: "7b_4k+eager" is ours alone, with that change.
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "any_kernel": {"full_determinism": False},
-    "kept_graphs": {"training": {"recompute": "auto"}},
+    "full_recompute": {"training": {"recompute": "full"}},
     "bf16_gradients": {"precision": {"grad_dtype": "bfloat16"}},
-    "liger": {"model": {"use_liger_kernel": True}},
-    "compile": {"model": {"compile": True}},
-    # One micro-batch after the other: where nothing moves, graphs can wait for the backward in the memory that is free.
-    "by_micro_batch": {"advanced": {"micro_batch_order": "micro_batch"}, "training": {"recompute": "auto"}},
+    "eager": {"model": {"use_liger_kernel": False}},
+    "compile": {"model": {"use_liger_kernel": False, "compile": True}},
     "no_streaming": {"advanced": {"stream_updates": 0}},
 }
-#: Variants in which micro-batches have fewer rows than the part's.
-ROWS_OF_VARIANTS = {"by_micro_batch": 4}
 
 
 def part_named(name: str) -> Part:
@@ -126,8 +136,7 @@ def part_named(name: str) -> Part:
     part = PARTS[base]
     for variant in variants:
         tables = merged(part.tables, VARIANTS[variant])
-        rows = min(part.micro_rows, ROWS_OF_VARIANTS.get(variant, part.micro_rows))
-        part = replace(part, sides=(OURS,), target=None, share=None, tables=tables, micro_rows=rows)
+        part = replace(part, sides=(OURS,), target=None, rate=None, share=None, tables=tables)
     return part
 
 

@@ -31,6 +31,7 @@ class Job:
         num_steps: that are measured. has_warm_up: whether one comes before them that is not. budget_s: seconds for
             all of it; the step with which they would be over is the last one.
         device: "cuda" or "cpu". dtype: of the layers. scratch: folder of this side. result: file for its figures.
+        has_profile: whether one more step follows, which torch's profiler watches. profile: file for its trace, or "".
         ram, drive: size of our RAM tier, "" for auto and "tight" for a quarter above the least that works; folder of
             our NVMe tier, or "". tables: more tables of our config. trace: file for the timeline of the last step.
         megatrain: folder of the reference's checkout. layers_to_try: smaller numbers of layers, where it does not fit.
@@ -54,6 +55,8 @@ class Job:
     drive: str = ""
     tables: Mapping[str, Any] = field(default_factory=dict)
     trace: str = ""
+    has_profile: bool = False
+    profile: str = ""
     megatrain: str = ""
     layers_to_try: tuple[int, ...] = ()
     matmul: int = 8192

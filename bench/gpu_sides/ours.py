@@ -14,6 +14,7 @@ from torch import Tensor
 from bench.compare.worker import BETAS, EPSILON, LEARNING_RATE, MAX_GRAD_NORM, WEIGHT_DECAY
 from bench.gpu_sides.cases import merged
 from bench.gpu_sides.job import SEED, Job, StepSeen, fill_range
+from bench.gpu_sides.profile import profiled
 from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.base.layout import UnitLayout, entries_within
 from megatrain.base.timeline import COMPUTE
@@ -60,7 +61,8 @@ class OursSide:
         plan = plan_run(resolve(config), padded=False)
         self._plan_s = time.perf_counter() - start_s
         print(f"planned in {self._plan_s:.1f} s", file=sys.stderr, flush=True)
-        self._ours = _Traced(config, job.has_warm_up + job.num_steps, plan=plan, source=_seeded)
+        num_steps = job.has_warm_up + job.num_steps + job.has_profile
+        self._ours = _Traced(config, num_steps, plan=plan, source=_seeded)
 
     def about(self) -> dict[str, Any]:
         """Return size, precision, FLOPs of a step, homes, and what the plan predicts."""
@@ -104,6 +106,11 @@ class OursSide:
                 name = f"host_{span.name.split()[0]}"
                 phases[name] = phases.get(name, 0.0) + span.end_s - span.start_s
         return StepSeen(times.loss, {**times.parts_s, **phases}, times.num_drops)
+
+    def profile(self) -> dict[str, Any]:
+        """Take one more step, which torch's profiler watches; return the figures of its kernels and gaps."""
+        trace = Path(self._job.profile or Path(self._job.scratch, "profile.json"))
+        return profiled(lambda: self._ours.step(self._batches, LEARNING_RATE), trace, self._job.device)
 
     def finish(self) -> dict[str, Any]:
         """Make the last update, and return bytes and peaks, planned and seen, and the paths that bytes took."""

@@ -64,13 +64,18 @@ class Rows:
             row(f"{side}.steps_without_time", result["num_steps_missing"], "1")
         row(f"{side}.step", step_s(steps), "s")
         row(f"{side}.steps", [round(step["total_s"], 4) for step in steps], "s")
-        row(f"{side}.rate", self._part.tokens / step_s(steps), "tokens/s")
+        rate, target = self._part.tokens / step_s(steps), self._part.rate if side == OURS else None
+        ok = None if target is None else rate >= target
+        row(f"{side}.rate", rate, "tokens/s", target=target, ok=ok, timing=True)
         for part in steps[-1]["parts_s"]:
             seconds = [step["parts_s"][part] for step in steps if part in step["parts_s"]]
             row(f"{side}.{part}", statistics.median(seconds), "s")
         for name in ("device_bytes", "device_reserved_bytes", "host_bytes", "peak_rss", "start_host_bytes"):
             row(f"{side}.peak.{name}", result[name], "bytes")
         row(f"{side}.losses", [round(step["loss"], 5) for step in result["steps"]], "nats")
+
+        for name, (value, unit) in result.get("profile", {}).items():
+            row(f"{side}.profile.{name}", value, unit)
 
     def ours(self, result: Result, num_warm: int) -> None:
         """Print what only ours tells: FLOP/s, and what was planned beside what was seen."""

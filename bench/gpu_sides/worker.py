@@ -38,6 +38,10 @@ class Side(Protocol):
         """Take one step."""
         ...
 
+    def profile(self) -> dict[str, Any]:
+        """Take one more step under torch's profiler and return its figures. Called only if the job asks for it."""
+        ...
+
     def finish(self) -> dict[str, Any]:
         """Return what only the end of the run shows."""
         ...
@@ -68,6 +72,14 @@ def main() -> None:
             write(job.result, result)
             print(f"step {len(result['steps'])} of {num_steps} after {time.perf_counter() - begin_s:.1f} s", flush=True)
         result["num_steps_missing"] = num_steps - len(result["steps"])
+        if job.has_profile and not _is_time_up(job, begin_s, result["steps"]):
+            try:
+                result["profile"] = side.profile()
+            except Exception as error:  # torch's profiler has failed on new machines: bytes and peaks still count
+                result["profile"] = {"failed": (f"{type(error).__name__}: {error}"[:500], "reason")}
+            write(job.result, result)
+        else:
+            result["num_steps_missing"] += job.has_profile
         result |= side.finish()
         del side
         result["matmul_flops_per_s"].append(matmul_rate(job))

@@ -117,10 +117,19 @@ def test_buffers_are_dropped_within_steps_only_where_room_is_tight(
 @pytest.mark.parametrize(
     ("part", "layers", "gpu", "ram"),
     [
-        ("20b_nvme", 8, "32MiB", "36MiB"),  # without buffers of their own, copies drop seven slabs of RAM in every step
-        pytest.param("7b_64k", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
-        pytest.param("14b", 48, "124MiB", "113MiB", marks=pytest.mark.slow),  # three buffers of the GPU
-        pytest.param("20b_nvme", 38, "126MiB", "113MiB", marks=pytest.mark.slow),  # seventeen slabs
+        (
+            "20b_nvme+full_recompute+eager",
+            8,
+            "32MiB",
+            "36MiB",
+        ),  # without buffers of their own, copies drop seven slabs of RAM in every step
+        pytest.param("7b_64k_equal", 28, "110MiB", "113MiB", marks=pytest.mark.slow),
+        pytest.param(
+            "14b+full_recompute+eager", 48, "124MiB", "113MiB", marks=pytest.mark.slow
+        ),  # three buffers of the GPU
+        pytest.param(
+            "20b_nvme+full_recompute+eager", 38, "126MiB", "113MiB", marks=pytest.mark.slow
+        ),  # seventeen slabs
     ],
 )
 def test_no_step_of_a_shape_of_the_bench_allocates(part: str, layers: int, gpu: str, ram: str, tmp_path: Path) -> None:

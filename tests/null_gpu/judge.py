@@ -118,7 +118,7 @@ def known(test: str, message: str) -> str:
 
 
 def faults_of_calls(folder: Path) -> list[str]:
-    """Return what is wrong in the results of calls of `bench/gpu_first_hour.sh`, losses aside.
+    """Return what is wrong in the results of calls of `bench/gpu_fifteen.sh`, losses aside.
 
     A bench ends with 1 if any of its rows is not ok; so that is judged by the rows, and by what it printed.
     """

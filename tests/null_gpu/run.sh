@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # The GPU path on a machine without a GPU: `make null-gpu` (docs/null_gpu.md).
 #
-#   tests/null_gpu/run.sh [tests [ARGS...] | steps [PARTS...] | ranks | calls [CALLS...]]...
+#   tests/null_gpu/run.sh [short | long | kernels | order | steps [PARTS...] | ranks | calls [CALLS...] | tests [ARGS...]]
 #
-# Without words: all of it. NULL_GPU: folder of the null GPU, made where it is missing; default: temp/null_gpu.
-# PYTHON: an interpreter that has the other packages. Exit status: 1 if anything raised, waited or took what it should not.
+# short (the default): kernels, order, probe, steps and ranks, less than 20 minutes on two cores. long: calls and tests.
+# NULL_GPU: folder of the null GPU, which is built if it does not exist; default: temp/null_gpu. PYTHON: an interpreter
+# that has the other packages. Exit status: 1 if a check failed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 null=$(realpath -m "${NULL_GPU:-temp/null_gpu}")
@@ -17,6 +18,23 @@ tests() { # what raises, waits, or asserts something else than a number
   local what=("$@")
   ((${#what[@]})) || what=(tests/gpu)
   "$PYTHON" -m pytest -p null_gpu.judge -m gpu -q --timeout 1200 -W "ignore:Synchronization debug mode" "${what[@]}"
+}
+
+kernels() { # machine code of all Triton kernels for eight architectures
+  "$PYTHON" -m pytest -q -m slow tests/megatrain/test_gpu_architectures.py
+}
+
+order() { # no report of the stream sanitizer, and reports where buffers order nothing
+  "$PYTHON" tests/null_gpu/stream_order.py && "$PYTHON" tests/null_gpu/stream_order.py --control
+}
+
+probe() { # on a GPU of 80 GiB
+  local out status=0
+  out=$(mktemp -d)
+  NULL_GPU_BYTES=85520809984 bash bench/gpu_fifteen.sh --quick probe "$out" || status=1
+  grep " GB on the GPU" "$out/log.txt" || status=1
+  rm -rf "$out"
+  return "$status"
 }
 
 steps() { "$PYTHON" tests/null_gpu/steps.py "$@"; }
@@ -44,11 +62,14 @@ EOF
   return "$status"
 }
 
-calls() { # those of a first session, at a tiny size
-  local status=0 out each
+calls() { # those of the first fifteen minutes, at a tiny size, on an H200 and an H100
+  local status=0 out each gpu_bytes
   out=$(mktemp -d)
-  for each in "${@:-1 2 3 4 5}"; do
-    for each in $each; do CALL_S=1800 bash bench/gpu_first_hour.sh --quick "$each" "$out"; done # losses are none here
+  (($#)) || set -- a b
+  for gpu_bytes in 150754820096 85520809984; do
+    for each in "$@"; do # their exit status depends on losses, which are 0
+      NULL_GPU_BYTES=$gpu_bytes CALL_S=1800 bash bench/gpu_fifteen.sh --quick "$each" "$out" tests/fakes/stand_in_megatrain
+    done
   done
   "$PYTHON" - "$out" <<'EOF' || status=1
 import sys
@@ -66,9 +87,10 @@ EOF
 }
 
 status=0
-case ${1-all} in
-  all) for each in ranks steps calls tests; do "$each" || status=1; done ;;
-  tests | steps | ranks | calls) "$@" || status=1 ;;
+case ${1-short} in
+  short) for each in kernels order probe steps ranks; do "$each" || status=1; done ;;
+  long) for each in calls tests; do "$each" || status=1; done ;;
+  kernels | order | probe | tests | steps | ranks | calls) "$@" || status=1 ;;
   *) sed -n '2,8p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 exit "$status"

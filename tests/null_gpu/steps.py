@@ -1,7 +1,8 @@
 """Plans and steps of parts of `bench/gpu.py` at true size on the null GPU: what is allocated, and what the host costs.
 
-    . temp/null_gpu/env.sh; python tests/null_gpu/steps.py 7b_4k 7b_64k 14b --json --out rows.jsonl
+    . temp/null_gpu/env.sh; python tests/null_gpu/steps.py 7b_4k@h200 7b_64k@h100 --json --out rows.jsonl
 
+A part without a GPU behind @ runs on an H200. The RAM tier has the 110 GiB of `bench/gpu_fifteen.sh`.
 Host seconds, launches, leases and bytes are real; numbers and seconds of the GPU are not. Nothing is filled, and AdamW
 of the host is left out: with pages that nobody touches, 113 GiB of RAM tier fit into any machine.
 """
@@ -40,11 +41,14 @@ from megatrain.plan.plan import Plan
 from tiered.leasing import Leasing
 from tiered.tiers.ram import HostSlab
 
-DEFAULT = ("7b_4k", "7b_64k", "14b", "long_32k")
-#: Of the lent machine, where a part's RAM tier is not given.
-RAM_BYTES, FREE_RAM_BYTES = 134_000_000_000, 130_000_000_000
-#: Of parts that do not fit the GPU.
-RAM = {"14b": "113GiB"}
+#: Bytes of the GPUs that a part can be tried on, as nvidia-smi reports them.
+GPUS = {"h200": 143_771 << 20, "h100": 81_559 << 20, "rtx4090": 24_564 << 20}
+DEFAULT = (
+    *("7b_64k@h200", "7b_4k@h200", "14b@h200", "long_32k@h200"),
+    *("7b_64k@h100", "7b_4k@h100", "7b_16k@rtx4090", "7b_4k@rtx4090"),
+)
+#: Of the borrowed machine.
+RAM_BYTES, FREE_RAM_BYTES, RAM_TIER = 134_000_000_000, 130_000_000_000, "110GiB"
 #: Tensors on the GPU may be more than planned by what libraries keep, and by what the allocator rounds.
 LIBRARIES_BYTES = 256 << 20
 #: As libcudart here counts: launches of kernels, those of the driver (Triton's), waits for a stream or an event.
@@ -64,18 +68,25 @@ def main() -> int:
     )
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    for name in arguments.parts:
+        if name.partition("@")[2] not in ("", *GPUS):
+            parser.error(f"{name}: GPUs are {', '.join(GPUS)}")
     if not torch.cuda.is_available() or torch.cuda.get_device_name() != "NULL H200":
         parser.error("this is not the null GPU: read its env.sh first")
     if arguments.in_process:
         (name,) = arguments.parts
-        part = part_named(name)
+        part = part_named(name.partition("@")[0])
         part = part.small() if arguments.quick else part
         report = Report("null_gpu", as_json=arguments.json, tokens_per_step=part.tokens, out=arguments.out)
         Steps(name, part, report, arguments.launches_per_s, quick=arguments.quick).run(arguments.steps)
         sys.stdout.flush()
         os._exit(0 if report.all_ok else 1)  # nothing is worth an orderly end
     words = [word for word in sys.argv[1:] if word not in arguments.parts]
-    codes = [subprocess.call([sys.executable, __file__, name, *words, "--in-process"]) for name in arguments.parts]
+    codes = []
+    for name in arguments.parts:
+        environment = {**os.environ, "NULL_GPU_BYTES": str(GPUS[name.partition("@")[2] or "h200"])}
+        command = [sys.executable, __file__, name, *words, "--in-process"]
+        codes.append(subprocess.call(command, env=environment))
     return 1 if any(codes) else 0
 
 
@@ -134,7 +145,7 @@ class Steps:
                 device="cuda",
                 quick=self._quick,
                 num_steps=num_steps,
-                ram="" if self._quick else RAM.get(self._name.partition("+")[0], ""),
+                ram="" if self._quick else RAM_TIER,
             )
             side = OursSide(job)
             about, plan = side.about(), side._ours.plan

@@ -1,0 +1,157 @@
+"""Machine code of all Triton kernels for the GPUs of 2020 to 2026: registers, spills and the width of loads. No GPU."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatrain.engine import device_kernels
+
+#: A100, RTX 3090, RTX 4090, H100 and H200, B200, B300, RTX 5090 and RTX PRO 6000, DGX Spark.
+CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
+MODULES = {name: f"megatrain.{name}.triton_kernels" for name in ("engine", "optim")}
+MOST_REGISTERS = 128
+WIDE = re.compile(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32")
+NO_CODE = dict.fromkeys(("m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"))
+CODE = {
+    **dict.fromkeys(("m_scale", "v_scale", "signed", "unsigned"), "*fp32"),
+    **dict.fromkeys(("signed_cells", "unsigned_cells"), "*u8"),
+}
+KEYS = dict.fromkeys(("first_key", "second_key", "first", "num_elements"), "i32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One form of a kernel.
+
+    Attributes:
+        types: parameter -> Triton's type; all others are ``scalars``. constants: parameter -> value in the code.
+        aligned: parameters that a launch finds to be multiples of 16. is_wide: whether threads move 16 bytes at once.
+    """
+
+    module: str
+    kernel: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    scalars: str = "i32"
+    aligned: tuple[str, ...] = ()
+    is_wide: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def update(kernel: str, grad: str, moments: str, names: tuple[str, ...], **constants: Any) -> Case:
+    moment = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[moments]
+    types = {"weight": "*i16", "low": "*i16", "grad": grad, **dict.fromkeys(names, moment), **KEYS}
+    if moments == "int8":
+        types |= CODE
+    aligned = tuple(name for name, kind in types.items() if kind.startswith("*"))
+    constants = {"block_elements": 1024, **({} if moments == "int8" else NO_CODE), **constants}
+    return Case("optim", kernel, types, constants, "fp32", (*aligned, "num_elements"), is_wide=True)
+
+
+BLOCK, WARPS = device_kernels._BLOCK_COLUMNS, device_kernels._LOGIT_WARPS
+FACTORS = dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
+LOGITS = {"logits": "*bf16", "labels": "*i64"}
+CASES = {
+    "adamw, bf16 gradients": update("adamw", "*i16", "fp32", ("m", "v")),
+    "adamw, fp32 gradients": update("adamw", "*fp32", "fp32", ("m", "v")),
+    "adamw, bf16 moments": update("adamw", "*fp32", "bf16", ("m", "v")),
+    "adamw, int8 moments": update("adamw", "*fp32", "int8", ("m", "v")),
+    "lion": update("lion", "*i16", "fp32", ("m",)),
+    "sgd": update("sgd", "*i16", "fp32", ("m",), nesterov=True),
+    "average": Case(
+        "optim", "average", {"weight": "*i16", "low": "*i16", "ema": "*fp32", "share": "fp32"},
+        {"block_elements": 1024},
+        aligned=("weight", "low", "ema", "num_elements"), is_wide=True,
+    ),
+    "squared_norms": Case(
+        "optim", "squared_norms", {"grad": "*fp32", "partials": "*fp64", "num_elements": "i64"},
+        {"block_elements": 65_536, "num_lanes": 64, "unrolled": 16}, options={"num_warps": 1},
+    ),
+    "sum_in_order": Case("optim", "sum_in_order", {"values": "*fp64", "total": "*fp64"}, {}, options={"num_warps": 1}),
+    "group_rows": Case(
+        "engine", "group_rows", {"indexes": "*i64", "groups": "*i32"},
+        {"block_rows": device_kernels._BLOCK_ROWS, "block_others": device_kernels._BLOCK_OTHERS},
+    ),
+    "add_rows": Case(
+        "engine", "add_rows", {"place": "*fp32", "rows": "*bf16", "groups": "*i32"}, {"block_columns": BLOCK},
+    ),
+    "copy_rows": Case(
+        "engine", "copy_rows", {"found": "*bf16", "rows": "*bf16", "indexes": "*i64"},
+        {"block_columns": BLOCK, "unit": 8}, is_wide=True,
+    ),
+    "take_in_logits": Case(
+        "engine", "take_in_logits", {**LOGITS, **dict.fromkeys(("largest", "exponentials", "of_label"), "*fp32")},
+        {"block_columns": device_kernels._BLOCK_LOGITS, "unit": 8, "totals": None}, is_wide=True,
+        options={"num_warps": WARPS},
+    ),
+    "gradient_of_logits": Case(
+        "engine", "gradient_of_logits",
+        {**LOGITS, **FACTORS, "gradient": "*bf16", "log_sums": "*fp32"},
+        {"block_columns": BLOCK, "unit": 8, "weights": None}, is_wide=True,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, ModuleType]]:
+    """Return the modules of kernels, imported for Triton's compiler."""
+    pytest.importorskip("triton")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        for name, path in MODULES.items():
+            patch.delitem(sys.modules, path, raising=False)
+            patch.delattr(importlib.import_module(f"megatrain.{name}"), "triton_kernels", raising=False)
+        yield {name: importlib.import_module(path) for name, path in MODULES.items()}
+        for path in MODULES.values():
+            sys.modules.pop(path)
+
+
+def resources(cubin: bytes, folder: Path) -> dict[str, int]:
+    """Return what cuobjdump says that the kernel of a cubin takes, by its names: REG, STACK, SHARED, LOCAL."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    tool = Path(importlib.import_module("triton").__file__ or "").parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
+    return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout)}
+
+
+@pytest.mark.slow
+def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
+    jitted = importlib.import_module("triton").JITFunction
+    for name, module in compiler.items():
+        kernels = {kernel for kernel in module.__all__ if isinstance(getattr(module, kernel), jitted)}
+        assert kernels == {case.kernel for case in CASES.values() if case.module == name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_kernel_spills_nothing(capability: int, name: str, compiler: dict[str, ModuleType], tmp_path: Path) -> None:
+    triton = importlib.import_module("triton")
+    target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
+    case = CASES[name]
+    module = compiler[case.module]
+    kernel = getattr(module, case.kernel)
+    constants = {key: value for key, value in case.constants.items() if key in kernel.arg_names}
+    signature = dict.fromkeys(kernel.arg_names, case.scalars)
+    signature |= {key: kind for key, kind in case.types.items() if key in signature}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in case.aligned if key in signature}
+    source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=target, options={**module.LAUNCH_OPTIONS, **case.options})
+    found = resources(compiled.asm["cubin"], tmp_path)
+    print(capability, name, found)
+    assert found["REG"] <= MOST_REGISTERS
+    assert found["STACK"] == found["LOCAL"] == 0
+    assert bool(WIDE.search(compiled.asm["ptx"])) or not case.is_wide
