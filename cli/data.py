@@ -147,7 +147,8 @@ def _print_stats(stats: DataStats, *, is_packed: bool, max_length: int) -> None:
     )
     for name, reasons in (("dropped", report.dropped), ("turns", report.untrained_turns)):
         _print_reasons(name, reasons)
-    for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, "without a trained token")):
+    untrained = f"without a trained token (first: {report.first_untrained})"
+    for count, reason in ((report.num_too_long, "too long"), (report.num_untrained, untrained)):
         if count:
             click.echo(f"  {count:>8,}  dropped: {reason}")
     for severity, text in report.remarks():

@@ -76,6 +76,7 @@ def command(
     _check_writable(path.absolute().parent)
 
     from megatrain.config.starter import starter_toml
+    from megatrain.data.formats import CHATS
     from megatrain.plan.facts import machine_facts, model_facts
     from megatrain.resolve import default_tiers
     from megatrain.translate.templates import own_template
@@ -83,11 +84,12 @@ def command(
     folder = path.absolute().parent
     rows = None if data is None else _data_facts(data, folder, task)
     task = task or _TASKS.get("" if rows is None else rows.format, "sft")
-    facts = None
+    facts, needs_template = None, False
     if model is not None:
         place = Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
         facts = model_facts(_as_written(model, folder), place)
-        if rows is not None and place is not None and place.is_dir() and not own_template(place):
+        needs_template = place is not None and place.is_dir() and not own_template(place)
+        if rows is not None and needs_template:
             rows = _without_template(rows)
     text = starter_toml(
         machine_facts(folder, default_tiers()),
@@ -109,6 +111,8 @@ def command(
     elif rows is not None and rows.format:
         columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
         click.echo(f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""))
+        if needs_template and rows.format in CHATS:
+            click.secho("model  it has no chat template, which such rows need: set model.chat_template", fg="yellow")
     if has_lora and find_spec("peft") is None:
         click.secho("needs  pip install 'megatrain-tier[lora]'", fg="yellow")
     if to_fill_in:

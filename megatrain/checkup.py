@@ -367,9 +367,12 @@ class _Checkup:
                 yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
             else:
                 yield CheckResult("data", "note", text)
-        if report.num_untrained and self._bad_rows == "error":
+        if report.num_untrained:
             text = f"{_count(report.num_untrained, 'row')} without a trained token (first: {report.first_untrained})"
-            yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
+            if self._bad_rows == "error":
+                yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
+            else:
+                yield CheckResult("data", "note", text)
         for each in report.untrained_turns:
             text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
             yield CheckResult("data", "note", text)

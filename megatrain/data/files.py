@@ -44,6 +44,8 @@ _TEXTS = ("STRING", "JSON", "ENUM", "NONE")  # logical types of parquet whose va
 _BYTES_PER_NESTED_VALUE = 16
 #: Of one row, unpacked. A long book has some MB; a small file of a stranger may unpack to more than the RAM.
 MAX_ROW_BYTES = 256 * MiB
+#: How to write rows that are spread over lines.
+LINE_PER_ROW = "Write one object per line (jq -c . FILE), or a list of them in a file named .json"
 #: Bytes of RAM for each byte of a JSON list: its text, and the objects made of it.
 _BYTES_PER_CHARACTER_OF_LIST = 8
 
@@ -225,6 +227,8 @@ def _parse_line(line: str, where: str) -> Any:
         start = line.strip()[:40]
         if line.strip() in ("[", "[{") or line.lstrip().startswith("[{"):
             raise DataError(where, "this is a JSON list, not one object per line", "Name the file .json") from None
+        if start == "{":
+            raise DataError(where, "the object goes over several lines", LINE_PER_ROW) from None
         raise DataError(
             where, f"broken JSON {_json_fault(error)}. The line begins: {start}", "Fix or remove the line"
         ) from None

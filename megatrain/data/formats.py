@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -36,15 +38,15 @@ _NEEDED = {
     "classification": ("text", "label"),
     "token_classification": ("tokens", "tags"),
 }
+#: Formats that a chat template writes as text.
+CHATS = ("messages", "sharegpt", "alpaca")
 #: Formats that are only meant where they are asked for: other tasks have rows with the same fields.
 _ASKED_FOR = ("preference", "classification", "token_classification")
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
-#: What fields are often called -> what is written for them.
-_GUESSES = {
-    "question": {"prompt": "question", "completion": "answer"},
-    "input": {"prompt": "input", "completion": "output"},
-    "content": {"text": "content"},
-}
+#: Usual names of fields, the likeliest first: of prompts, of answers, and of plain texts.
+_PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
+_ANSWERS = ("completion", "answer", "response", "output", "outputs", "target", "targets", "solution", "a")
+_PLAIN_TEXTS = ("text", "content", "body", "document", "article")
 #: Fields of rows that reinforcement learning takes.
 _PROMPT_ALONE = {"prompt", "solution", "reward", "ground_truth", "reward_model", "data_source", "ability", "extra_info"}
 
@@ -171,7 +173,7 @@ def to_row(value: object, where: str, format: Format, columns: Mapping[str, str]
                 raise DataError(where, *refused)
             if absent := absent_column(value, columns):
                 raise DataError(where, *absent)
-            raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value))
+            raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value, where))
     if format in ("messages", "sharegpt"):
         return _conversation(value, where, names, columns, folder)
     if format == "alpaca":
@@ -268,7 +270,7 @@ def _detect(
             return found
     if absent := absent_column(value, columns):
         raise DataError(where, *absent)
-    raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", _guess(value))
+    raise DataError(where, f"no field that is known: {_KNOWN}; the row has {field_names(value)}", _guess(value, where))
 
 
 def format_of(row: Row, value: Mapping[str, Any]) -> Format:
@@ -391,7 +393,7 @@ def _judged(
             return prompt, _answer(value[names[name]], where, names[name], columns)
     if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
         return prompt[:-1], prompt[-1:]
-    raise DataError(where, f"no field `{names['completion']}`; the row has {field_names(value)}", _guess(value))
+    raise DataError(where, f"no field `{names['completion']}`; the row has {field_names(value)}", _guess(value, where))
 
 
 def _answer(value: object, where: str, name: str, columns: Mapping[str, str]) -> str | _Messages:
@@ -503,18 +505,51 @@ def _better_answer(value: Mapping[str, Any]) -> str:
     return 'format = "messages" and columns = { messages = "chosen" } under this [[data.train]]'
 
 
-def _guess(value: Mapping[str, Any]) -> str:
+def _guess(value: Mapping[str, Any], where: str) -> str:
+    """Return what to write for a row whose fields have other names, with the names that it has."""
     if "prompt" in value and set(value) <= _PROMPT_ALONE:
         return (
             "A prompt without an answer is what GRPO and other reinforcement learning take; sft needs `prompt` and "
             "`completion`, or `messages`"
         )
-    called = {name.strip().casefold(): name for name in value}
-    for field, columns in _GUESSES.items():
-        if field in called:
-            shown = ", ".join(f'{ours} = "{called.get(theirs, theirs)}"' for ours, theirs in columns.items())
-            return f"Write for example columns = {{ {shown} }} under this [[data.train]]"
-    return 'Say which is which under this [[data.train]], for example columns = { text = "body" }'
+    texts = dict(_texts_in(value))
+    called = {path.rpartition(".")[2].strip().casefold(): path for path in reversed(texts)}
+    prompt, answer, text = (
+        next((called[name] for name in names if name in called), None) for names in (_PROMPTS, _ANSWERS, _PLAIN_TEXTS)
+    )
+    header = (
+        ". The first line of the file must name its columns" if re.search(r"\.[ct]sv(\.gz)? row \d+$", where) else ""
+    )
+    if prompt and not answer:
+        lists = [f"`{name}`" for name, inner in value.items() if isinstance(inner, list)]
+        but = f" ({' and '.join(lists[:3])}: lists)" if lists else ""
+        return (
+            f"`{prompt}` may be the prompt, but no field is an answer as text{but}. Add one, for example `answer`, and "
+            f"write {_columns(prompt=prompt, completion='answer')} under this [[data.train]]{header}"
+        )
+    if not (prompt and answer) and not text:
+        if not texts:
+            return "No field of the row is text. Write rows with `messages`, `prompt` and `completion`, or `text`"
+        if len(texts) == 2:
+            prompt, answer = texts
+        text = max(texts, key=lambda path: len(texts[path]))
+    shown = _columns(prompt=prompt, completion=answer) if prompt and answer else _columns(text=text)
+    return f"Write for example {shown} under this [[data.train]]{header}"
+
+
+def _columns(**names: str | None) -> str:
+    shown = ", ".join(f"{ours} = {json.dumps(theirs, ensure_ascii=False)}" for ours, theirs in names.items())
+    return f"columns = {{ {shown} }}"
+
+
+def _texts_in(value: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the text fields of a row, then those of objects within it, with dots between their names."""
+    for name, inner in value.items():
+        if isinstance(inner, str) and inner.strip():
+            yield f"{within}{name}", inner
+    for name, inner in value.items():
+        if isinstance(inner, Mapping):
+            yield from _texts_in(inner, f"{within}{name}.")
 
 
 def _text(value: object, where: str, name: str) -> str:

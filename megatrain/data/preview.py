@@ -205,7 +205,11 @@ def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
         return f"{len(coded.tokens)} tokens are more than data.max_length = {data.table.max_length}"
     if any(place.start < data.table.max_length < place.stop for place in coded.image_tokens):
         return f"data.max_length = {data.table.max_length} would cut it within an image"
-    return "" if any(trained) else "no token of it would be trained"
+    if any(trained):
+        return ""
+    is_cut = not coded.is_text and any(coded.trained)
+    within = f"no token of its first {data.table.max_length} (data.max_length) would be trained"
+    return within if is_cut else "no token of it would be trained"
 
 
 def _kind(row: PlainRow) -> str:

@@ -203,7 +203,7 @@ class DataReport:
         for count, what in (
             (self.num_truncated, "truncated"),
             (self.num_too_long, "dropped as too long"),
-            (self.num_untrained, "dropped without a trained token"),
+            (self.num_untrained, f"dropped without a trained token (first: {self.first_untrained})"),
         ):
             if count:
                 text += f", {count:,} {what}"

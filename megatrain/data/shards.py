@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from megatrain.data.files import EXTRA, MAX_ROW_BYTES, too_large, unpacked_rows
+from megatrain.data.files import EXTRA, LINE_PER_ROW, MAX_ROW_BYTES, too_large, unpacked_rows
 from megatrain.data.rows_report import DataError
 from tiered.units import MiB, format_size
 
@@ -237,7 +237,8 @@ def _parsed(raw: bytes, where: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(where, f"this is no JSON: {error}", "Fix or remove the line") from None
+        advice = LINE_PER_ROW if raw.strip() == b"{" else "Fix or remove the line"
+        raise DataError(where, f"this is no JSON: {error}", advice) from None
 
 
 def _pyarrow(path: str) -> Any:

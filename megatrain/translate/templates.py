@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 from megatrain.base.other_tools import OWN_TEMPLATE
@@ -52,11 +53,9 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
 def own_template(folder: Path) -> str:
     """Return the text of the templates in a model's folder, "" for none."""
     texts = []
-    try:
+    with suppress(OSError, ValueError, AttributeError):
         found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
         texts += [str(each.get("template")) for each in found] if isinstance(found, list) else [str(found or "")]
-        if (folder / "chat_template.jinja").is_file():
-            texts.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
-    except (OSError, ValueError, AttributeError):
-        pass
+    with suppress(OSError, ValueError):
+        texts.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
     return "".join(texts)

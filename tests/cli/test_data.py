@@ -71,7 +71,7 @@ def test_stats(config: Path) -> None:
     result = call("stats", config)
     assert result.exit_code == 0, result.output
     assert "rows       3 read, 1 dropped, 0 truncated to 64 tokens" in result.stdout
-    assert "without a trained token" in result.stdout
+    assert f"without a trained token (first: {config.parent / 'rows.jsonl'} line 3)" in result.stdout
     assert "padding" in result.stdout and "lengths" in result.stdout
     values = json.loads(call("stats", config, "--json").stdout)
     assert values["num_documents"] == 2

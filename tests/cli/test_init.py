@@ -237,6 +237,19 @@ def test_a_model_without_a_chat_template_gets_prompts_and_completions(here: Path
     ]
 
 
+def test_chats_for_a_model_without_a_chat_template_are_reported(here: Path) -> None:
+    make_run(here)
+    row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}]}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    said = "model  it has no chat template, which such rows need: set model.chat_template"
+    assert said in call("init", "a.toml", "--model", "model", "--data", "rows.jsonl").output
+    assert said not in call("init", "b.toml", "--data", "rows.jsonl").output
+    (here / "model/chat_template.jinja").write_text("{{ messages }}")
+    assert said not in call("init", "c.toml", "--model", "model", "--data", "rows.jsonl").output
+    (here / "model/tokenizer_config.json").unlink()
+    assert said not in call("init", "d.toml", "--model", "model", "--data", "rows.jsonl").output
+
+
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_what_is_written_runs_as_it_is(here: Path, task: str) -> None:
     """From `init` to generated text, and with two processes, without an edit of the file."""

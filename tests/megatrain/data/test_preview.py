@@ -65,7 +65,7 @@ def test_rows_as_they_are_trained(tmp_path: Path) -> None:
         "`completion` must be text, this is a number. Fix or remove the row",
     )
     assert second.where == f"{tmp_path / 'a.jsonl'} line 2"
-    assert third.dropped == "no token of it would be trained"
+    assert third.dropped == "no token of its first 16 (data.max_length) would be trained"
     assert (third.num_tokens, third.num_trained) == (16, 0)
     assert third.num_tokens_before > 16
 
