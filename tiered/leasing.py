@@ -341,7 +341,8 @@ class Leasing:
         """Return the home slot of a new block, after copies made way for it where they must."""
         nbytes, need = block.spec.nbytes, tier.slot_bytes(block.spec.nbytes)
         asks_again = False
-        while need <= self._room_ever(tier.name):
+        # Bytes that are free now need no look at the other blocks: a store may have 100,000.
+        while need <= tier.usage().free_bytes or need <= self._room_ever(tier.name):
             slot = self.movement.make_room(block, tier.name, for_use=-1, demand=True, home=True)
             if slot is not None:
                 return slot

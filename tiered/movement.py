@@ -23,7 +23,7 @@ from tiered.prefetch import Prefetcher
 from tiered.records import Block, Copy
 from tiered.schedule import NEVER
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import PausingTier, ReadOnlyTier, Slot, StreamTier, Tier
+from tiered.tiers.base import DescribingTier, PausingTier, ReadOnlyTier, Slot, StreamTier, Tier
 from tiered.tiers.snapshots import DurableTier
 from tiered.transfer import Transfer, Waiting
 
@@ -34,6 +34,7 @@ class Movement:
     Attributes:
         changed: condition over the store's lock, notified after every change of any copy.
         stream_tiers: by name, those on a device with streams.
+        describing_tiers: by name, those that note the shape and dtype of a home slot.
         durable_tiers: by name, those whose files commits keep by links.
         pausing_tiers: those whose writes may wait for room.
         read_only_tiers: names of those whose homes hold their contents from the start.
@@ -62,6 +63,7 @@ class Movement:
         self.order = [tier.name for tier in tiers]
         # What tiers can do besides is found out once: asking a protocol takes longer than most calls.
         self.stream_tiers = {tier.name: tier for tier in tiers if isinstance(tier, StreamTier)}
+        self.describing_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DescribingTier)}
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
         self.read_only_tiers = {tier.name for tier in tiers if isinstance(tier, ReadOnlyTier) and tier.is_read_only}

@@ -25,7 +25,7 @@ from tiered.policies import LRU, EvictionPolicy
 from tiered.records import Block, Lease, LeaseGroup
 from tiered.schedule import Mode, Schedule, Trace
 from tiered.simulation import SimulatedClock
-from tiered.tiers.base import DescribingTier, Tier, WriteCountingTier
+from tiered.tiers.base import Tier, WriteCountingTier
 from tiered.tiers.health import FullDrives, OnFull
 from tiered.transfer import Transfer
 from tiered.units import GiB
@@ -165,8 +165,8 @@ class TieredStore(BlockMapping):
             slot = self._leasing.home_slot_locked(block, tier)
             block.home.slot = slot
             self._movement.occupancy.home_bytes[home] += slot.slot_bytes
-            if isinstance(tier, DescribingTier):
-                tier.describe(slot, spec.shape, dtype)
+            if home in self._movement.describing_tiers:
+                self._movement.describing_tiers[home].describe(slot, spec.shape, dtype)
             if home in self._movement.read_only_tiers:
                 block.home.move(CopyState.FILLING)
                 block.home.move(CopyState.CLEAN)
