@@ -145,6 +145,9 @@ def exit_code_of(error: BaseException) -> int | None:
 
 def describe(error: BaseException) -> str:
     """Return the message of an error, without a traceback."""
+    if isinstance(error, IsADirectoryError) and error.filename is not None:
+        name = error.filename2 or error.filename
+        return f"{name}: is a folder, where this program keeps a file. Move that folder away, or name another one"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, MemoryError):

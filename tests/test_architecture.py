@@ -25,6 +25,7 @@ RANKS = {
     "tiered.block": 2,
     "tiered.condition": 2,
     "tiered.file_io": 2,
+    "tiered.locks": 2,
     "tiered.schedule": 2,
     "tiered.durable.manifest": 5,
     "tiered.durable.zarr_folder": 5,

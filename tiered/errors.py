@@ -142,6 +142,27 @@ class UnusableDirectoryError(TieredError):
     """A tier was given a directory that cannot be made, or that holds foreign files. Nothing was written."""
 
 
+class LockingError(TieredError, OSError):
+    """The file system of a folder has no working locks, so that two processes could use the folder at once.
+
+    Attributes:
+        path: the file that was to be locked.
+        errno: the operating system's number.
+    """
+
+    def __init__(self, path: str, cause: OSError, file_system: str) -> None:
+        self.path = path
+        self.message = (
+            f"'{path}' cannot be locked: {cause.strerror}. The file system ({file_system}) has no working flock. Use a "
+            "folder on a local drive, or mount with locks (Lustre: option flock; NFS: not nolock, local_lock=none)"
+        )
+        super().__init__(self.message)
+        self.errno = cause.errno
+
+    def __str__(self) -> str:
+        return self.message
+
+
 class LockedError(TieredError):
     """Another process uses the same directory."""
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tiered.links.route import default_links
     from tiered.links.source import BlockSource, ReadPart, SourceTier
     from tiered.links.unified import UnifiedTier, host_view
+    from tiered.locks import DirectoryLock, has_open, holder_text, lock, lock_directory, mount_of, owner_in, unescape
     from tiered.policies import Candidate, EvictionPolicy
     from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
     from tiered.tiers.base import (
@@ -45,11 +46,9 @@ if TYPE_CHECKING:
         check_ours,
         claim_directory,
         files_below,
-        lock_directory,
         refuse_links,
         reusable_bytes,
         statuses_below,
-        unlock_directory,
     )
     from tiered.tiers.health import WearCounter
     from tiered.tiers.layout import dtype_from_name
@@ -110,9 +109,15 @@ __all__ = [
     "claim_directory",
     "files_below",
     "statuses_below",
+    "DirectoryLock",
+    "has_open",
+    "holder_text",
+    "lock",
     "lock_directory",
+    "mount_of",
+    "owner_in",
+    "unescape",
     "reusable_bytes",
-    "unlock_directory",
     "WearCounter",
     "dtype_from_name",
     "drop_cached",
@@ -181,7 +186,14 @@ _HOMES = {
     "find_directories": "tiers.cleanup",
     "find_orphans": "tiers.cleanup",
     "generation_folder": "durable.manifest",
-    "lock_directory": "tiers.directory",
+    "DirectoryLock": "locks",
+    "has_open": "locks",
+    "holder_text": "locks",
+    "lock": "locks",
+    "lock_directory": "locks",
+    "mount_of": "locks",
+    "owner_in": "locks",
+    "unescape": "locks",
     "may_open_driver": "links.probe",
     "measure_leftovers": "tiers.cleanup",
     "plan_chunks": "tiers.stripe",
@@ -193,7 +205,6 @@ _HOMES = {
     "reusable_bytes": "tiers.directory",
     "route": "hops",
     "snapshot_folders": "durable.ownership",
-    "unlock_directory": "tiers.directory",
     "view_as": "tiers.ram",
 }
 

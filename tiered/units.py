@@ -26,6 +26,14 @@ _DURATION_UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
+def is_number(text: str) -> bool:
+    """Return whether a text consists of digits from 0 to 9, so that ``int`` accepts it.
+
+    ``str.isdigit`` accepts more: a file name of a stranger may be "²", for which ``int`` raises ``ValueError``.
+    """
+    return text.isascii() and text.isdecimal()
+
+
 def round_up(nbytes: int, multiple: int) -> int:
     """Return the smallest multiple of ``multiple`` that is at least ``nbytes``."""
     return -(-nbytes // multiple) * multiple

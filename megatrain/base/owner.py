@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import socket
@@ -10,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatrain.base.names import LOCK_NAME
+from tiered.ext import has_open, holder_text, owner_in
 
 __all__ = ["LockHolder", "UnreachableRunError", "catches_signal", "check_reachable", "living_owner", "send_signal"]
-
-
-_OWNER = re.compile(r"process (\d+) on ([^,\s]+)")
 
 
 class UnreachableRunError(Exception):
@@ -42,21 +39,8 @@ def living_owner(path: Path | str) -> LockHolder | None:
     Raises:
         OSError: the lock cannot be read.
     """
-    try:
-        fd = os.open(Path(path, LOCK_NAME), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        text = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-        match = _OWNER.match(text)
-        pid, host = (int(match[1]), match[2]) if match else (None, None)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return LockHolder(pid, host, text or "another process")
-        return None
-    finally:
-        os.close(fd)
+    text = holder_text(path)
+    return None if text is None else LockHolder(*owner_in(text), text)
 
 
 def check_reachable(path: Path | str, owner: LockHolder) -> None:
@@ -69,12 +53,7 @@ def check_reachable(path: Path | str, owner: LockHolder) -> None:
     if owner.pid is None or owner.host != socket.gethostname():
         raise UnreachableRunError(f"'{path}' is in use by {owner.text}. Give this command on that machine")
     try:
-        lock = os.stat(Path(path, LOCK_NAME))
-        has_lock = any(
-            os.path.samestat(os.stat(entry), lock)
-            for entry in Path(f"/proc/{owner.pid}/fd").iterdir()
-            if entry.exists()
-        )
+        has_lock = has_open(owner.pid, Path(path, LOCK_NAME))
     except PermissionError:
         raise UnreachableRunError(
             f"'{path}' is in use by {owner.text}, which belongs to another user. Give this command as that user"

@@ -16,6 +16,7 @@ from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord
 from tiered.errors import GenerationError, TieredError
 from tiered.ext import SNAPSHOT_FOLDER
+from tiered.units import is_number
 
 __all__ = [
     "check_not_in_use",
@@ -71,7 +72,7 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         CheckpointError: there is none; the message lists the steps that there are.
     """
     given = Path(os.path.abspath(run_or_folder))
-    if given.parent.name == SNAPSHOT_FOLDER and given.name.isdigit():
+    if given.parent.name == SNAPSHOT_FOLDER and is_number(given.name):
         folder = given.parent.parent
         found = [[each for each in _scan(folder) if not each.is_listed and each.number == int(given.name)]]
         tried = [each for each in found[0] if each.problem is None]

@@ -87,7 +87,7 @@ NUM_TRIES = 3
 BESIDE = ("reference/*", "metrics.jsonl", "trackers.json")
 _BESIDE_NAME = "run"
 
-_FOLDER = re.compile(r"(\d{8})-step-(\d+)")
+_FOLDER = re.compile(r"([0-9]{8})-step-([0-9]+)")
 _WITH_FOLDERS = ("file", "local", "sftp", "ssh", "smb", "ftp", "hdfs", "webhdfs", "arrow_hdfs")
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_KEY", "AZURE_STORAGE_CONNECTION_STRING")

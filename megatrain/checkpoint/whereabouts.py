@@ -21,7 +21,7 @@ from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME
 from tiered import list_generations, read_manifest
 from tiered.errors import GenerationError, TieredError
 from tiered.ext import SNAPSHOT_FOLDER
-from tiered.units import format_size
+from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
     from tiered import BlockRecord, Manifest
@@ -161,7 +161,7 @@ def _bytes_of(snap: Path, store: object) -> dict[int, int]:
     """Return inode -> bytes of the chunk files in the snapshots of one store, of which a living run may remove some."""
     sizes: dict[int, int] = {}
     for name in os.listdir(snap) if os.path.isdir(snap) else ():
-        if not name.isdigit() or _read(snap / name / _OWNER_NAME).get("id") != store:
+        if not is_number(name) or _read(snap / name / _OWNER_NAME).get("id") != store:
             continue
         for place, _, files in os.walk(snap / name):
             for file in files if os.path.basename(place) == "c" else ():

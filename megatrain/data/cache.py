@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -22,6 +21,7 @@ import xxhash
 from megatrain.data.encoding import TokenWriter
 from megatrain.data.files import suffix_of
 from megatrain.data.rows_report import DataError, DataReport
+from tiered.ext import lock
 from tiered.units import MiB, format_size
 
 if TYPE_CHECKING:
@@ -98,6 +98,7 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(13, "Permission denied")
+        _check_locks(folder)
     except OSError as error:
         reason = error.strerror or str(error)
         if cache_dir != "auto":
@@ -107,6 +108,16 @@ def cache_folder(cache_dir: str, on_message: Callable[[str], None]) -> Path | No
         )
         return None
     return folder
+
+
+def _check_locks(folder: Path) -> None:
+    """Raise ``LockingError`` if the file system of a folder has no locks; entries are made under one."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            lock(fd, folder, shared=True)
+    finally:
+        os.close(fd)
 
 
 class TokenCache:
@@ -184,12 +195,13 @@ class TokenCache:
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
         """Hold the lock of one entry; the system releases it when the process dies."""
-        with (self._folder / (key + _LOCK)).open("w") as file:
+        path = self._folder / (key + _LOCK)
+        with path.open("w") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file.fileno(), path)
             except BlockingIOError:
                 self._on_message("another process tokenizes the same data; waiting for it")
-                fcntl.flock(file, fcntl.LOCK_EX)
+                lock(file.fileno(), path, waits=True)
             yield
 
     def _make(self, key: str, encode: Encode) -> None:

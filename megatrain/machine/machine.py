@@ -26,14 +26,16 @@ from megatrain.machine.table import TiersConfig
 from tiered.ext import (
     KvikioProbe,
     may_open_driver,
+    mount_of,
     probe_kvikio,
     read_owner,
     read_store_id,
     reusable_bytes,
     snapshot_folders,
     statuses_below,
+    unescape,
 )
-from tiered.units import GiB, format_size
+from tiered.units import GiB, format_size, is_number
 
 #: Older figures are still used, and said to be old.
 STALE_DAYS = 30
@@ -420,7 +422,7 @@ def machine_key() -> str:
 def cpu_name() -> str:
     """Return the processor's name as the kernel gives it."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n"):
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
@@ -433,30 +435,18 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> F
     real = Path(os.path.realpath(existing_parent(path)))
     number = real.stat().st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    try:
-        lines = mounts.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        lines = []
-    best = FileSystem(device, "unknown", "unknown", "/")
-    for line in lines:
-        fields = line.split(" ")
-        if "-" not in fields[6:]:
-            continue
-        point, after = _unescape(fields[4]), fields.index("-", 6) + 1
-        # The last of several mounts on one point is the one that is seen.
-        if real.is_relative_to(point) and len(point) >= len(best.mount_point):
-            best = FileSystem(device, fields[after], _unescape(fields[after + 1]), point)
-    return best
+    mount = mount_of(real, mounts)
+    return FileSystem(device, mount.kind, mount.source, mount.point)
 
 
 def missing_mount(path: Path, table: Path = Path("/etc/fstab")) -> str | None:
     """Return the folder above ``path`` that the system's table mounts a drive on, where none is mounted; else None."""
     try:
-        lines = table.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = table.read_bytes().decode(errors="surrogateescape").split("\n")
     except OSError:
         return None
-    fields = [line.split() for line in lines if not line.lstrip().startswith("#")]
-    points = [os.path.realpath(_unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
+    fields = [re.split("[ \t]+", line.strip(" \t")) for line in lines if not line.lstrip().startswith("#")]
+    points = [os.path.realpath(unescape(each[1])) for each in fields if len(each) > 1 and each[1].startswith("/")]
     real = Path(os.path.realpath(path))
     above = [point for point in points if point != "/" and real.is_relative_to(point)]
     if not above:
@@ -494,11 +484,6 @@ def _reason(error: OSError | ValueError) -> str:
 
 def _key_of(host: str, cpu: str, ram_bytes: int) -> str:
     return f"{host}, {cpu}, {round(ram_bytes / GiB)} GiB"  # kernels differ by some MiB in what they report
-
-
-def _unescape(text: str) -> str:
-    """Return a field of mountinfo with its octal escapes (of space, tab, newline, backslash) resolved."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -629,7 +614,7 @@ def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
             limit, used = (folder / limit_name).read_text(), (folder / used_name).read_text()
         except OSError:
             continue
-        if limit.strip().isdigit():
+        if is_number(limit.strip()):
             found.append((int(limit), max(0, int(used) - _stat_of(folder, cache_name))))
     return found
 
@@ -637,7 +622,7 @@ def _cgroup_limits(root: Path, own: Path) -> list[tuple[int, int]]:
 def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str]]:
     """Yield folders of cgroups, and the names there of the limit, of what is used, and of the file cache in that."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in own.read_text().split("\n") if line]
     except OSError:
         lines = []
     paths = {controllers: path.lstrip("/") for _, controllers, path in lines}
@@ -651,7 +636,7 @@ def _cgroup_folders(root: Path, own: Path) -> Iterator[tuple[Path, str, str, str
 def _stat_of(folder: Path, name: str) -> int:
     """Return a line of ``memory.stat``. The cache of files is charged to a cgroup, and goes when RAM is asked for."""
     try:
-        lines = (folder / "memory.stat").read_text().splitlines()
+        lines = (folder / "memory.stat").read_text().split("\n")
     except OSError:
         return 0
     return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)

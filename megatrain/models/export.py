@@ -40,7 +40,7 @@ from megatrain.models.folder import (
 from megatrain.models.regions import Region, read_regions
 from megatrain.models.skeleton import dtypes_when_loaded
 from megatrain.models.task_head import head_of
-from tiered.units import format_size
+from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -660,7 +660,7 @@ def _fresh_sibling(out: Path, word: str) -> Path:
     """Make an empty hidden folder next to ``out``, and remove those that dead processes left."""
     for path in out.parent.glob(f".{out.name}.{word}-*"):
         pid = path.name.rpartition("-")[2]
-        if pid.isdigit() and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
+        if is_number(pid) and (int(pid) == os.getpid() or not Path("/proc", pid).exists()):
             shutil.rmtree(path, ignore_errors=True)
     sibling = out.with_name(f".{out.name}.{word}-{os.getpid()}")
     try:

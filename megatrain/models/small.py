@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain.base.errors import UnsupportedModelError
+from tiered.units import is_number
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -177,7 +178,8 @@ def _shrink_depth(values: dict[str, Any], key: str, num_layers: int) -> None:
     for name, value in lists.items():
         values[name] = value[:kept]
     for name, value in values.items():
-        if isinstance(value, dict) and value and all(str(number).isdigit() for number in value):  # layer -> what it has
+        # Layer -> what it has.
+        if isinstance(value, dict) and value and all(is_number(str(number)) for number in value):
             values[name] = {number: item for number, item in value.items() if int(number) < kept}
 
 

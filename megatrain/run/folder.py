@@ -21,6 +21,8 @@ from megatrain.run.status import STATUS_NAME
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from tiered.ext import DirectoryLock
+
 __all__ = ["LOG_NAME", "RunFolder", "committed_step"]
 
 #: Output of a run without a terminal, inside ``output_dir``.
@@ -74,14 +76,15 @@ class RunFolder:
         self.final = self.path / FINAL_NAME
         self.dead_owner: str | None = None
         self._made: list[Path] = []
-        self._lock_fd = -1
+        self._lock: DirectoryLock | None = None
 
     def __enter__(self) -> Self:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         try:
             _refuse_links(self.path)
-            self._lock_fd, self.dead_owner = _lock(self.path)
+            self._lock = _lock(self.path)
+            self.dead_owner = self._lock.dead_owner
         except BaseException:
             with contextlib.suppress(OSError):  # a folder with another run's lock is not empty and stays
                 for folder in self._made:
@@ -92,11 +95,10 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        from tiered.ext import unlock_directory
-
         self._remove_if_unused()
-        fd, self._lock_fd = self._lock_fd, -1
-        unlock_directory(fd)
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def _remove_if_unused(self) -> None:
         """Remove the folder if entering created it and it holds only the lock and the status."""
@@ -115,7 +117,7 @@ def _refuse_links(path: Path) -> None:
     refuse_links(path, _WRITTEN)
 
 
-def _lock(path: Path) -> tuple[int, str | None]:
+def _lock(path: Path) -> DirectoryLock:
     from tiered.errors import LockedError
     from tiered.ext import lock_directory
 

@@ -14,7 +14,6 @@ import zarr
 
 from tiered import CapacityError, KiB, LockedError, MiB, NvmeTier, TieredError, TransferError
 from tiered.ext import Slot
-from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import WearLimitError
 from tiered.tiers.layout import files_of, own_attributes
 
@@ -380,12 +379,3 @@ def test_drive_without_o_direct_is_used_buffered(tmp_path: Path, monkeypatch: py
     os.close(tier.open_for_read(file))
     assert tier.io_path == "posix-buffered"
     tier.close()
-
-
-def test_directory_reports_a_failing_lock_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("tiered.tiers.directory.fcntl.flock", fail)
-    with pytest.raises(OSError, match="No locks"):
-        TierDirectory(tmp_path)

@@ -19,7 +19,7 @@ from fakes.strange_values import VALUES, places_in
 from tiered import GenerationError, GenerationReader, MiB, NvmeTier, RamTier, TieredError, TieredStore
 from tiered.durable.generations import remove_generation
 from tiered.errors import UnusableDirectoryError
-from tiered.ext import remove_leftovers
+from tiered.ext import measure_leftovers, remove_leftovers
 from tiered.file_io import checksum
 
 SHAPE = (30, 1000)
@@ -228,3 +228,32 @@ def test_any_zarr_document_is_read_or_refused(made: Path, tmp_path: Path, data: 
     path.write_text(json.dumps(document))
     with contextlib.suppress(TieredError):
         list(GenerationReader(folder).problems())
+
+
+def open_committed(folder: Path) -> TieredStore:
+    tiers = [RamTier(2 * MiB, pin_memory=False), NvmeTier([folder], 4 * MiB)]
+    return TieredStore.open(str(folder), tiers, keep_generations=1)
+
+
+@pytest.mark.parametrize("name", ["²", "٣", "1²", "³/c/0"])
+def test_a_name_of_other_digits_is_no_number(folder: Path, name: str) -> None:
+    for place in ("snap", ".pool", ".pool/4096", "live/x/c"):
+        (folder / place / name).mkdir(parents=True)
+    for place in (".pool/4096/²²", "snap/²²"):
+        (folder / place).write_bytes(bytes(4096))
+    with open_committed(folder) as store:
+        commit(store, 5.0)
+    assert measure_leftovers(folder).owner is None and remove_leftovers(folder)
+    with open_committed(folder) as store:
+        assert store["m"][0, 0] == 5
+
+
+def test_a_folder_in_place_of_a_kept_file_stays(folder: Path) -> None:
+    (folder / ".pool" / "122880" / "1" / "mine").mkdir(parents=True)
+    (folder / ".pool" / "file").touch()
+    with open_committed(folder) as store:
+        commit(store, 5.0)
+        commit(store, 6.0)
+        store.unregister(*store)
+        store.register("again", SHAPE, torch.float32, home="nvme")
+    assert (folder / ".pool" / "122880" / "1" / "mine").is_dir()

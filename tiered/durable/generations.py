@@ -41,9 +41,10 @@ from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import list_members
 from tiered.errors import CapacityError, GenerationError, TransferError
 from tiered.leasing import Leasing
+from tiered.locks import lock_directory
 from tiered.movement import Movement
 from tiered.records import Block
-from tiered.tiers.directory import TierDirectory, lock_directory, unlock_directory
+from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import HomeFiles, dtype_name, files_of
 from tiered.tiers.snapshots import DurableTier
@@ -103,6 +104,8 @@ class Generations:
             if self._last is not None:
                 self._last.wait_before_next()
             store, full = self._ready_directory()
+            if self._directory is not None:
+                self._directory.check_lock()
             number = self._next_number(store)
             commit = Commit(self._movement, number)
             frozen = FrozenBlocks(self._movement, self._leasing, store, number, full, self._owner_tier(store))
@@ -479,7 +482,7 @@ def remove_generation(
     directory = Path(os.path.abspath(path))
     if generation not in list_generations(directory):
         read_manifest(directory, generation)  # raises, and says which there are
-    fd, _ = lock_directory(directory)
+    lock = lock_directory(directory)
     try:
         paths = [Path(os.path.abspath(path)) for path in search]
         identity = StoreIdentity(read_store_id(directory) or "", directory)
@@ -495,7 +498,7 @@ def remove_generation(
             if number == generation and identity.owns(folder):
                 remove_snapshot_folder(folder)
     finally:
-        unlock_directory(fd)
+        lock.release()
 
 
 def _flip_away(directory: Path, generation: int) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from tiered.errors import GenerationError, NewerFormatError
 from tiered.file_io import checksum, read_document_file, replace_file, sync_path
+from tiered.units import is_number
 
 MANIFEST_NAME = "MANIFEST.json"
 SNAPSHOT_FOLDER = "snap"
@@ -195,7 +196,7 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
     root = Path(directory, SNAPSHOT_FOLDER)
     if not root.is_dir():
         return []
-    folders = (f for f in root.iterdir() if f.name.isdigit() and not f.is_symlink())
+    folders = (f for f in root.iterdir() if is_number(f.name) and not f.is_symlink())
     return sorted(int(f.name) for f in folders if (f / MANIFEST_NAME).is_file())
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from tiered.durable.manifest import SNAPSHOT_FOLDER
 from tiered.file_io import checksum, read_document_file, write_json
 from tiered.tiers.directory import STORE_NAME
+from tiered.units import is_number
 
 OWNER_NAME = "OWNER.json"
 _UNFINISHED_NOTE = Path(OWNER_NAME).with_suffix(".tmp").name
@@ -96,14 +97,14 @@ def snapshot_folders(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[
     for path in paths:
         snap = Path(path, SNAPSHOT_FOLDER)
         for folder in sorted(snap.iterdir()) if snap.is_dir() else ():
-            if folder.name.isdigit() and folder.is_dir() and not folder.is_symlink():
+            if is_number(folder.name) and folder.is_dir() and not folder.is_symlink():
                 yield int(folder.name), folder
 
 
 def numbers_taken(paths: Sequence[str | os.PathLike[str]]) -> set[int]:
     """Return the numbers that have an entry under ``snap/`` of these paths, whatever it is: a link, too."""
     snaps = [snap for path in paths if (snap := Path(path, SNAPSHOT_FOLDER)).is_dir()]
-    return {int(entry.name) for snap in snaps for entry in snap.iterdir() if entry.name.isdigit()}
+    return {int(entry.name) for snap in snaps for entry in snap.iterdir() if is_number(entry.name)}
 
 
 def remove_snapshot_folder(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 from collections import Counter
@@ -12,8 +11,10 @@ from pathlib import Path
 
 from tiered.durable.manifest import list_generations
 from tiered.durable.ownership import Owner, read_owner, read_store_id, remove_snapshot_folder, snapshot_folders
-from tiered.tiers.directory import LOCK_NAME, lock_directory, read_document, unlock_directory
+from tiered.locks import LOCK_NAME, holder_text, lock_directory
+from tiered.tiers.directory import read_document
 from tiered.tiers.layout import DOCUMENT_NAME, own_attributes
+from tiered.units import is_number
 
 _DOCUMENT_NAMES = (DOCUMENT_NAME, Path(DOCUMENT_NAME).with_suffix(".tmp").name)
 
@@ -53,7 +54,7 @@ def _is_ours(folder: Path) -> bool:
 
 def measure_leftovers(path: Path) -> Leftovers:
     """Return what could be removed from a directory of a file tier. Changes nothing."""
-    return replace(_measure(path), owner=living_owner(path))
+    return replace(_measure(path), owner=holder_text(path))
 
 
 def _measure(path: Path) -> Leftovers:
@@ -75,7 +76,7 @@ def remove_leftovers(path: Path) -> Leftovers:
         LockedError: a living process uses it; nothing was removed.
         OSError: a file cannot be removed.
     """
-    fd, _ = lock_directory(path)
+    lock = lock_directory(path)
     try:
         found = _measure(path)
         for file, is_ours in list(_files(path)):
@@ -86,7 +87,7 @@ def remove_leftovers(path: Path) -> Leftovers:
                 if not os.path.islink(folder) and not os.listdir(folder):
                     os.rmdir(folder)
     finally:
-        unlock_directory(fd)
+        lock.release()
     return found
 
 
@@ -106,28 +107,13 @@ def _files(path: Path) -> Iterator[tuple[Path, bool]]:
 
 
 def _is_live_file(file: Path) -> bool:
-    if file.parent.name == "c" and file.name.isdigit():
+    if file.parent.name == "c" and is_number(file.name):
         return True  # a chunk file, or a symbolic link to one on another path
     return file.name in _DOCUMENT_NAMES and not file.is_symlink()
 
 
 def _is_pool_file(file: Path) -> bool:
-    return file.name.isdigit() and file.parent.name.isdigit() and file.parent.parent.name == ".pool"
-
-
-def living_owner(path: Path) -> str | None:
-    """Return the living process that uses a directory of a tier or a store, or None."""
-    try:
-        fd = os.open(path / LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return os.pread(fd, 4096, 0).decode(errors="replace").strip() or "another process"
-    finally:
-        os.close(fd)
-    return None
+    return is_number(file.name) and is_number(file.parent.name) and file.parent.parent.name == ".pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +138,7 @@ class Orphan:
 
 def find_orphans(path: Path) -> list[Orphan]:
     """Return the orphans on one path of a file tier; none while a living process uses the path. Changes nothing."""
-    return [] if living_owner(path) is not None else _find(path)
+    return [] if holder_text(path) is not None else _find(path)
 
 
 def remove_orphan(orphan: Orphan) -> Orphan:
@@ -162,13 +148,13 @@ def remove_orphan(orphan: Orphan) -> Orphan:
         LockedError: a living process uses the path; nothing was removed.
         OSError: a file cannot be removed.
     """
-    fd, _ = lock_directory(orphan.path.parent.parent)
+    lock = lock_directory(orphan.path.parent.parent)
     try:
         owner = read_owner(orphan.path)
         if owner is not None and not _is_known(orphan.generation, owner):
             remove_snapshot_folder(orphan.path)
     finally:
-        unlock_directory(fd)
+        lock.release()
     return orphan
 
 
@@ -197,12 +183,12 @@ def _is_known(number: int, owner: Owner) -> bool:
     directory = Path(owner.path)
     if read_store_id(directory) != owner.id:
         return False
-    return number in list_generations(directory) or living_owner(directory) is not None
+    return number in list_generations(directory) or holder_text(directory) is not None
 
 
 def _chunk_files(folder: Path) -> Iterator[os.stat_result]:
     for parent, _, names in os.walk(folder):
         for name in names:
             status = os.lstat(os.path.join(parent, name))
-            if name.isdigit() and stat.S_ISREG(status.st_mode):
+            if is_number(name) and stat.S_ISREG(status.st_mode):
                 yield status

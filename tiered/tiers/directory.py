@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
-import time
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from tiered.errors import LockedError, UnusableDirectoryError
+from tiered.errors import UnusableDirectoryError
 from tiered.file_io import make_folder, read_document_file, write_json
+from tiered.locks import LOCK_NAME, DirectoryLock, lock_directory, mount_of
 from tiered.tiers.health import WEAR_NAME, WearCounter
 from tiered.tiers.layout import DOCUMENT_NAME, FORMAT_VERSION, group_document, own_attributes
-from tiered.units import PAGE_BYTES, format_size
+from tiered.units import PAGE_BYTES, format_size, is_number
 
-LOCK_NAME = "LOCK"
 #: In a directory of generations: the id of their store (``durable/ownership.py``).
 STORE_NAME = "STORE.json"
 _LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
@@ -103,6 +101,7 @@ class TierDirectory:
 
     Raises:
         LockedError: another tier, here or in another process, uses it.
+        UnusableDirectoryError: its file system does not count the links of a file.
         TieredError: it holds foreign files, or ours in a newer format; or its count of bytes is unreadable.
     """
 
@@ -120,15 +119,17 @@ class TierDirectory:
             problem = f"'{self.path}' cannot be made a directory: {error.strerror}. Name another directory"
             raise UnusableDirectoryError(problem) from error
         check_ours(self.path)
-        self._lock_fd, self.dead_owner = lock_directory(self.path)
+        self._lock: DirectoryLock | None = lock_directory(self.path)
+        self.dead_owner = self._lock.dead_owner
         try:
             self.wear = WearCounter(self.path, max_written_bytes)
         except BaseException:
-            unlock_directory(self._lock_fd)
+            self._lock.release()
             raise
         try:
             check_ours(self.path)  # again, under the lock: no other process can be making it now
             self._write_own_document()
+            self._check_link_counts()
             self._recover_pool()
             self._recycle_live()
         except BaseException:
@@ -145,10 +146,38 @@ class TierDirectory:
 
     def close(self) -> None:
         """Give up the lock; the files stay. Idempotent."""
-        fd, self._lock_fd = self._lock_fd, -1
-        if fd >= 0:
+        lock, self._lock = self._lock, None
+        if lock is not None:
             self.wear.close()
-            unlock_directory(fd)
+            lock.release()
+
+    def check_lock(self) -> None:
+        """Raise ``LockedError`` if the LOCK file was deleted or replaced: another process may use the directory."""
+        assert self._lock is not None, "directory used after close"
+        self._lock.check()
+
+    def _check_link_counts(self) -> None:
+        """Refuse a file system that counts no links: commits keep files by links, and a linked file is never written.
+
+        One that refuses links is left alone: the first commit there fails, and says so.
+        """
+        probe = self._pool / "1" / "1"  # where the next process deletes it, if this one dies here
+        try:
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.unlink(missing_ok=True)
+            os.link(self.path / LOCK_NAME, probe)
+        except OSError:
+            return
+        num_links = os.stat(probe).st_nlink
+        probe.unlink()
+        probe.parent.rmdir()
+        if num_links < 2:
+            mount = mount_of(Path(os.path.realpath(self.path)))
+            raise UnusableDirectoryError(
+                f"'{self.path}': the file system ({mount.kind} of {mount.source}, mounted at {mount.point}) does not "
+                "count the links of a file, so that a later write would change committed data. "
+                "Name a directory on another drive"
+            )
 
     def leftovers(self) -> str | None:
         """Return a sentence about what a dead process left here and this one took over, None if nothing."""
@@ -221,12 +250,15 @@ class TierDirectory:
 
     def _recover_pool(self) -> None:
         for folder in self._pool.iterdir() if self._pool.is_dir() else ():
-            if folder.is_symlink():  # nobody makes one here: what it leads to is not ours
+            if folder.is_symlink() or not folder.is_dir():  # nobody makes a link here: what it leads to is not ours
                 folder.unlink()
                 continue
             for path in folder.iterdir():
                 status = path.lstat()
-                if folder.name == str(status.st_size) and path.name.isdigit() and _is_reusable(status):
+                if stat.S_ISDIR(status.st_mode):  # of others, and stays; its name is not used
+                    self._next_id = max(self._next_id, int(path.name) if is_number(path.name) else 0)
+                    continue
+                if folder.name == str(status.st_size) and is_number(path.name) and _is_reusable(status):
                     self._pooled.setdefault(status.st_size, []).append(path)
                     self.pool_bytes += status.st_size
                     self._next_id = max(self._next_id, int(path.name))
@@ -266,41 +298,6 @@ def open_directories(
     return opened
 
 
-def lock_directory(path: Path) -> tuple[int, str | None]:
-    """Lock a directory for this process; return the file to give to ``unlock_directory``, and a dead owner's name.
-
-    Raises:
-        LockedError: another tier, here or in another process, uses it.
-        OSError: it cannot be locked.
-    """
-    fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 4096, 0).decode(errors="replace").strip()
-        os.close(fd)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise
-        raise LockedError(str(path), owner or "another process") from None
-    dead_owner = os.pread(fd, 4096, 0).decode(errors="replace").strip() or None
-    started = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    try:
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(), 0)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the lock holds without its owner's name
-            os.close(fd)
-            raise
-    return fd, dead_owner
-
-
-def unlock_directory(fd: int) -> None:
-    """Give up a lock; its owner's name goes, so that the next one can distinguish an end from a death."""
-    with contextlib.suppress(OSError):  # a drive that died, or became read-only
-        os.ftruncate(fd, 0)
-    os.close(fd)
-
-
 def reusable_bytes(path: Path) -> int:
     """Return the bytes that a tier on this path takes over from earlier ones instead of asking the drive for them."""
     if own_attributes(read_document(path)) is None:
@@ -315,7 +312,7 @@ def files_below(root: Path) -> Iterator[Path]:
         if os.path.basename(folder) == "c":
             for name in names:
                 path = Path(folder, name)
-                if name.isdigit() and not path.is_symlink():
+                if is_number(name) and not path.is_symlink():
                     yield path
 
 
@@ -402,7 +399,7 @@ def documents_and_folders(root: Path) -> Iterator[Path]:
     """Yield all folders from ``root`` down and the files in them that are no chunk files."""
     for folder, _, names in os.walk(root):
         yield Path(folder)
-        yield from (Path(folder, name) for name in names if not name.isdigit())
+        yield from (Path(folder, name) for name in names if not is_number(name))
 
 
 def _preallocate(path: Path, nbytes: int) -> None:

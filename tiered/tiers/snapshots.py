@@ -145,8 +145,14 @@ class Snapshots:
     # -- taking a snapshot -------------------------------------------------------------------------------------
 
     def mark(self, generation: str, owner: StoreIdentity) -> None:
-        """Make the folders of a snapshot on all paths, with a note of its owner. Raises ``OSError``."""
+        """Make the folders of a snapshot on all paths, with a note of its owner.
+
+        Raises:
+            LockedError: the LOCK file of a path was deleted or replaced.
+            OSError: a drive refused.
+        """
         for directory in self._directories:
+            directory.check_lock()
             owner.mark(directory.snap / generation)
 
     def take(self, slot: Slot, generation: str) -> None:

@@ -22,9 +22,8 @@ from megatrain.base.owner import LockHolder, UnreachableRunError, catches_signal
 from megatrain.run import status as status_module
 from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, StatusWriter, read_status, write_status
-from tiered import LockedError
+from tiered import LockedError, locks
 from tiered.durable.manifest import Manifest, write_manifest
-from tiered.tiers import directory
 
 ROOT = Path(__file__).parents[3]
 METRICS = StepMetrics(
@@ -89,7 +88,7 @@ def test_a_dead_owner_is_nobody(tmp_path: Path) -> None:
 
 
 def test_the_name_of_the_lock_is_that_of_the_store() -> None:
-    assert LOCK_NAME == directory.LOCK_NAME
+    assert LOCK_NAME == locks.LOCK_NAME
 
 
 def test_a_folder_of_a_run_that_never_began_goes(tmp_path: Path) -> None:
@@ -120,15 +119,15 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 
 def test_a_look_at_the_lock_does_not_keep_a_run_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, refused = directory.lock_directory, []
+    real, refused = locks.lock_directory, []
 
-    def refuse_once(path: Path) -> tuple[int, str | None]:
+    def refuse_once(path: Path) -> locks.DirectoryLock:
         if not refused:
             refused.append(path)
             raise LockedError(str(path), "another process")
         return real(path)
 
-    monkeypatch.setattr(directory, "lock_directory", refuse_once)
+    monkeypatch.setattr(locks, "lock_directory", refuse_once)
     with RunFolder(tmp_path):
         assert refused == [tmp_path]
         assert living_owner(tmp_path) is not None

@@ -1,0 +1,154 @@
+"""Locks of directories: deleted while in use, on file systems without locks, and without counts of links."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiered import GiB, LockedError, MiB, NvmeTier, RamTier, TieredStore
+from tiered.errors import LockingError, UnusableDirectoryError
+from tiered.locks import LOCK_NAME, holder_text, lock_directory, mount_of
+from tiered.tiers.cleanup import measure_leftovers
+from tiered.tiers.directory import TierDirectory
+
+_OTHER_PROCESS = """
+import sys
+from tiered import NvmeTier, MiB, LockedError
+try:
+    NvmeTier([sys.argv[1]], MiB)
+except LockedError:
+    sys.exit(7)
+"""
+
+
+def refuse_locks(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -> None:
+    """Let ``flock`` fail as it does on a file system without locks."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def make_store(path: Path) -> TieredStore:
+    return TieredStore([RamTier(MiB, pin_memory=False), NvmeTier([path], GiB)])
+
+
+def test_a_deleted_lock_lets_no_second_process_in(tmp_path: Path) -> None:
+    with make_store(tmp_path):
+        (tmp_path / LOCK_NAME).unlink()
+        command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path)]
+        assert subprocess.run(command, check=False, timeout=60).returncode == 7
+    TierDirectory(tmp_path).close()
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_commit_refuses_when_its_lock_is_gone(tmp_path: Path, replaces: bool) -> None:
+    with make_store(tmp_path) as store:
+        store.put("x", torch.arange(9.0))
+        store.commit().wait()
+        (tmp_path / LOCK_NAME).unlink()
+        if replaces:
+            (tmp_path / LOCK_NAME).touch()
+        with pytest.raises(LockedError, match="deleted or replaced while in use"):
+            store.commit().wait()
+        assert store["x"].tolist() == list(range(9))
+    with TieredStore.open(str(tmp_path), [RamTier(MiB, pin_memory=False), NvmeTier([tmp_path], GiB)]) as store:
+        assert store["x"].tolist() == list(range(9))
+
+
+def test_a_commit_to_a_folder_without_a_tier_refuses_too(tmp_path: Path) -> None:
+    with TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path)) as store:
+        store.put("x", torch.arange(9.0))
+        store.commit().wait()
+        (tmp_path / LOCK_NAME).unlink()
+        with pytest.raises(LockedError, match="deleted or replaced while in use"):
+            store.commit().wait()
+
+
+def test_a_file_that_is_deleted_before_it_is_locked_is_not_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, deleted = fcntl.flock, []
+
+    def delete_first(fd: int, operation: int) -> None:
+        if not deleted:
+            deleted.append(os.fstat(fd).st_ino)
+            (tmp_path / LOCK_NAME).unlink()
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", delete_first)
+    lock = lock_directory(tmp_path)
+    lock.check()
+    assert f"process {os.getpid()} on" in (tmp_path / LOCK_NAME).read_text()
+    lock.release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    refuse_locks(monkeypatch, number)
+    with pytest.raises(LockingError) as caught:
+        NvmeTier([tmp_path], MiB)
+    text, mount = str(caught.value), mount_of(tmp_path.resolve())
+    assert f"'{tmp_path / LOCK_NAME}' cannot be locked: {os.strerror(number)}" in text
+    assert f"{mount.kind} of {mount.source}, mounted at {mount.point}" in text and "local drive" in text
+    assert caught.value.errno == number
+
+
+def test_looking_for_the_owner_needs_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = lock_directory(tmp_path)
+    refuse_locks(monkeypatch)
+    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    assert (holder_text(tmp_path) or "").startswith(mine)
+    lock.release()
+    assert holder_text(tmp_path) is None
+    for text, is_held in ((mine, False), ("process 1 on elsewhere", True), ("", False)):
+        (tmp_path / LOCK_NAME).write_text(text)
+        assert (holder_text(tmp_path) is not None) == is_held, text
+    (tmp_path / LOCK_NAME).write_text("")
+    assert measure_leftovers(tmp_path).owner is None
+
+
+def test_a_file_system_that_counts_no_links_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.stat
+
+    def count_one(path: int | str | Path, **options: object) -> os.stat_result:
+        found = real(path, **options)  # type: ignore[arg-type]
+        return os.stat_result([*found[:3], 1, *found[4:]])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", count_one)
+        with pytest.raises(UnusableDirectoryError, match="does not count the links of a file"):
+            TierDirectory(tmp_path)
+    directory = TierDirectory(tmp_path)  # the refusal gave the lock back
+    directory.close()
+    assert not any((tmp_path / ".pool").iterdir())
+
+
+def test_a_file_system_that_refuses_links_can_hold_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: object, target: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), source, None, target)
+
+    monkeypatch.setattr(os, "link", refuse)
+    with make_store(tmp_path) as store:
+        store.put("x", torch.arange(9.0))
+        with pytest.raises(OSError, match="cannot be linked into generation"):
+            store.commit().wait()
+        assert store["x"].tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("name", ["a\u2028b", "a\u0085b", "a\rb", "a\x0cb", "a\x1cb"])
+def test_the_table_of_mounts_has_lines_of_the_kernel(tmp_path: Path, name: str) -> None:
+    mounts = tmp_path / "mountinfo"
+    line = f"22 21 8:2 / /mnt/{name} rw - tmpfs tmpfs rw\n"
+    mounts.write_bytes(b"21 1 8:1 / / rw - ext4 /dev/root rw\n" + line.encode())
+    assert mount_of(Path(f"/mnt/{name}/x"), mounts).kind == "tmpfs"
+    assert mount_of(Path("/mnt"), mounts).kind == "ext4"
