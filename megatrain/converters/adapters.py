@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from megatrain.base.layout import entries_within
+from megatrain.base.limited import LimitError, run_limited
 from megatrain.converters.beyond_text import modules_beyond_text
 from megatrain.models.carried import carried_modules
 from megatrain.models.checkpoint_names import tied_groups
@@ -375,6 +376,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, bey
     """Have peft put its layers into a skeleton; return its config, with the modules that it chose."""
     peft = _peft()
     config, is_new = _peft_config(table), table.adapter_name_or_path is None
+    _check_patterns(config, [name for name, _ in model.named_modules()], table)
     _check_supported(config, model)
     if beyond_text and (is_new or carried_modules(model) is not None):
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
@@ -398,6 +400,50 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, bey
     vars(model).pop("peft_config", None)  # transformers would take it for a model that peft looks after
     config.modules_to_save = list(saved_modules or ()) or None
     return config
+
+
+_NAME_OF_MODULE = re.compile(r"[\w.]+")
+
+
+def _check_patterns(config: Any, names: Sequence[str], table: LoraConfig) -> None:
+    """Match the patterns of peft's settings within limits: an adapter of a stranger may bring an endless one.
+
+    Raises:
+        AdapterError: a pattern is none, or takes too long.
+    """
+    layers = config.layers_pattern or ()
+    kinds: dict[str, Sequence[str]] = {  # as peft writes them around its settings
+        "{}": [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)],
+        r"(?:^|.*?\.){}\.(?P<idx>\d+)\.": [layers] if isinstance(layers, str) else layers,
+        r"(^|.*\.){}($|\..*)": config.modules_to_save or (),
+        r"(.*\.)?({})$": [*(config.rank_pattern or ()), *(config.alpha_pattern or ())],
+    }
+    found = [
+        (form, each) for form, settings in kinds.items() for each in settings if not _NAME_OF_MODULE.fullmatch(each)
+    ]
+    patterns = [form.replace("{}", each) for form, each in found if each != "all-linear"]
+    if not patterns:
+        return
+
+    def match_all() -> str:
+        for pattern in patterns:
+            try:
+                expression = re.compile(pattern)
+            except (re.error, RecursionError) as error:
+                return f"{pattern!r} is not a regular expression: {error}"
+            for name in names:
+                expression.fullmatch(name)
+                expression.match(name)
+        return ""
+
+    file = "" if table.adapter_name_or_path is None else f" ({Path(table.adapter_name_or_path, ADAPTER_CONFIG)})"
+    try:
+        problem = run_limited(match_all)
+    except LimitError as error:
+        longest = max(patterns, key=len)
+        problem = f"{longest if len(longest) < 200 else f'{longest[:200]} ...'!r} cannot be matched: {error}"
+    if problem:
+        raise AdapterError(f"{_where(table)}{file}: {problem}. List the names of the modules instead")
 
 
 def _check_layer(where: str, path: str, layer: Any) -> None:
@@ -563,7 +609,7 @@ def read_adapter_settings(folder: Path | str) -> Any:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise AdapterError(f"{where}{path} is missing. Name a folder that peft wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{where}{path} cannot be read as JSON ({error}). Copy it again") from error
     kind = values.get("peft_type") if isinstance(values, dict) else None
     if kind != "LORA":

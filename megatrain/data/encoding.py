@@ -15,6 +15,7 @@ from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
 from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Classified, Labels, Tagged, as_number
+from megatrain.data.masks import TEMPLATE_FILE
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
     if chat_template != "auto":
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+            setattr(tokenizer, TEMPLATE_FILE, chat_template)
         except (OSError, UnicodeDecodeError) as error:
             reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error.strerror)
             raise DataError(

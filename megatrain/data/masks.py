@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.limited import LimitError, run_limited
 from megatrain.data.images import IMAGE_MARK
 from megatrain.data.rows_report import DataError, RowError
 
@@ -33,6 +34,9 @@ OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
 _SENTINEL = "qzsentinel"
+#: Attribute of a tokenizer: the file that its chat template was read from, if that is no file of its own.
+TEMPLATE_FILE = "chat_template_file"
+_MOST_TRIED = 8  # kinds of conversations that are rendered within limits first
 #: Fields that link a result to its call. A template shows them or not; they hold no text to train.
 _LINKS = ("id", "tool_call_id")
 
@@ -46,6 +50,11 @@ class MessageSpan:
     end: int
 
 
+def template_source(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Return the file of a tokenizer's chat template, or the folder of the tokenizer that brings the template."""
+    return str(getattr(tokenizer, TEMPLATE_FILE, tokenizer.name_or_path))
+
+
 class ChatRenderer:
     """Renders conversations with one tokenizer's chat template and finds the assistant's part.
 
@@ -54,7 +63,7 @@ class ChatRenderer:
         in_parts: give it messages as lists of parts, texts and images, as templates of image-text models want them.
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or one that needs too much time or memory.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, in_parts: bool = False) -> None:
@@ -68,7 +77,8 @@ class ChatRenderer:
             )
         self._tokenizer = tokenizer
         self._shows: set[str] = set()  # fields that changed an earlier rendering
-        probe = [{"role": "user", "content": "hello"}]
+        probe: Messages = [{"role": "user", "content": "hello"}]
+        self._tried_roles: set[tuple[str, ...]] = set()  # rendered within limits
         try:
             plain, prompted = (self.render(probe, "", add_generation_prompt=prompt) for prompt in (False, True))
         except RowError:
@@ -82,21 +92,55 @@ class ChatRenderer:
 
         Raises:
             RowError: the template refuses it, for example because roles do not alternate.
+            DataError: the template needs too much time or memory.
         """
+        roles = tuple(str(message.get("role")) for message in messages)
+        if len(self._tried_roles) < _MOST_TRIED and roles not in self._tried_roles:
+            self._tried_roles.add(roles)
+            self._check_limits(messages, tools)
         try:
-            text = self._tokenizer.apply_chat_template(
-                self._shown(messages),
-                tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = self._apply(messages, tools, add_generation_prompt=add_generation_prompt)
         except Exception as error:  # a template raises what it likes
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise RowError(
                 where, f"the chat template refuses this conversation: {reason}", "Fix or remove the row"
             ) from None
+        return text
+
+    def _apply(self, messages: Messages, tools: Tools, *, add_generation_prompt: bool) -> str:
+        text = self._tokenizer.apply_chat_template(
+            self._shown(messages),
+            tools=None if tools is None else [dict(tool) for tool in tools],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
         assert isinstance(text, str), type(text)
         return text
+
+    def _check_limits(self, messages: Messages, tools: Tools) -> None:
+        """Render a conversation within limits: the template is a program, and may be of a stranger.
+
+        Raises:
+            DataError: the template needs too much time or memory.
+        """
+
+        def render() -> None:
+            for prompted in (False, True):
+                try:
+                    self._apply(messages, tools, add_generation_prompt=prompted)
+                except (MemoryError, OverflowError):
+                    raise
+                except Exception:  # a template raises what it likes; `render` reports that
+                    return
+
+        try:
+            run_limited(render)
+        except LimitError as error:
+            raise DataError(
+                template_source(self._tokenizer),
+                f"the chat template cannot be used: {error} for one conversation",
+                "Name another file as model.chat_template",
+            ) from None
 
     def _shown(self, messages: Messages) -> list[dict[str, Any]]:
         """Return messages as the template takes them."""

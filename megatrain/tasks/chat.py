@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatrain.base.limited import LimitError, run_limited
 from megatrain.base.names import CHECKPOINTS_NAME, trained_model
 from megatrain.models.folder import ModelFolder, TensorFile
 from tiered.units import format_size
@@ -202,6 +203,23 @@ class Chat:
         return tokens.to(self.model.device)
 
 
+def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
+    """Render a conversation within limits: the template is a program, and may be of a stranger."""
+
+    def render() -> None:
+        try:
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (MemoryError, OverflowError):
+            raise
+        except Exception:  # a template raises what it likes; the caller reports that
+            return
+
+    try:
+        run_limited(render)
+    except LimitError as error:
+        raise ChatError(f"the chat template of {tokenizer.name_or_path} cannot be used: {error}") from None
+
+
 def prompt_tokens(
     tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
 ) -> torch.Tensor:
@@ -223,6 +241,8 @@ def prompt_tokens(
     else:
         first = [{"role": "system", "content": system}] if system else []
         messages = [*first, *earlier, {"role": "user", "content": prompt}]
+        if not earlier:
+            _check_template(tokenizer, messages)
         try:
             tokens = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

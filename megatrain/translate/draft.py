@@ -26,6 +26,8 @@ _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 #: Commands of TRL that train what is trained here.
 TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_YAML_VALUES = 1_000_000  # with aliases replaced by their values
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 _COMMAND_LINE = Path("command line")  # where a file's name stands otherwise
 
@@ -196,13 +198,53 @@ def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequenc
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            found = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(found) > _MAX_CONFIG_BYTES:
+            raise TranslationError(path, f"more than {_MAX_CONFIG_BYTES} bytes, too many for the config of a run")
+        return "\n".join(found.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
     except FileNotFoundError:
         raise TranslationError(path, "there is no such file", "Check the path") from None
     except UnicodeDecodeError as error:
         raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
     except OSError as error:
         raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML whose aliases stand for a limited number of values.
+
+    Raises:
+        yaml.YAMLError: no YAML, or aliases of aliases that stand for too many values.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_aliases(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _check_aliases(root: yaml.Node) -> None:
+    """Refuse a document that grows without bound when its aliases are replaced by their values."""
+    sizes: dict[int, int] = {}  # by identity of a node, with all that is below it
+
+    def size_of(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        sizes[id(node)] = 1  # an alias of a value above it: refused where the values are checked
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = (part for item in below for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = total = 1 + sum(map(size_of, nodes))
+        if total > _MAX_YAML_VALUES:
+            problem = f"its aliases stand for more than {_MAX_YAML_VALUES} values"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+        return total
+
+    size_of(root)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -213,7 +255,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """
     text = _read_text(path)
     try:
-        values = json.loads(text) if path.suffix.lower() == ".json" else yaml.safe_load(text)
+        values = json.loads(text) if path.suffix.lower() == ".json" else load_yaml(text)
     except json.JSONDecodeError as error:
         raise TranslationError(path, f"line {error.lineno}: this is not JSON: {error.msg}") from None
     except yaml.YAMLError as error:

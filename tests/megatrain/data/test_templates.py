@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from megatrain.base import limited
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
-from megatrain.data.rows_report import RowError
+from megatrain.data.rows_report import DataError, RowError
 
 FOLDER = Path(__file__).parents[2] / "data/chat_templates"
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -209,3 +210,27 @@ def test_ends_that_the_tokenizer_spells_out_are_trained(tokenizer: Any) -> None:
     first, last = trained_runs(tokenizer, coded)
     assert first == "Call me Ishmael.[[over]]"
     assert last.endswith("[[over]]<|endoftext|>")
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
+BOMBS = {
+    "loops": ENDLESS + "{% endfor %}{% endfor %}",
+    "loops in an answer": "{% if messages | length > 1 %}" + ENDLESS + "{% endfor %}{% endfor %}{% endif %}hello",
+    "doubling": "{% set x = namespace(t='ab') %}{% for i in range(60) %}{% set x.t = x.t ~ x.t %}{% endfor %}{{ x.t }}",
+    "format": "{{ '{:>9999999999}'.format(1) }}",
+    "center": "{{ 'a'.center(9999999999) }}",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_template_without_end_is_refused_by_its_file(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limited, "MAX_CPU_S", 1)
+    monkeypatch.setattr(limited, "MAX_EXTRA_BYTES", 256 << 20)
+    path = tmp_path / "bomb.jinja"
+    path.write_text(BOMBS[name])
+    encoder = RowEncoder(load_tokenizer(str(TOKENIZER), chat_template=str(path)))
+    messages = [{"role": role, "content": text} for role, text in TURNS]
+    with pytest.raises(DataError, match=r"bomb\.jinja.*the chat template cannot be used: it takes more than"):
+        encoder.encode(Conversation("rows.jsonl, row 1", messages))

@@ -70,3 +70,22 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TranslationError, match="not UTF-8"):
         read_mapping(tmp_path / "a.yaml")
+
+
+def test_aliases_of_aliases_are_limited(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.yml"
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)]
+    path.write_text("\n".join(lines))
+    with pytest.raises(TranslationError, match=r"bomb\.yml: line 6: .*aliases stand for more than 1000000 values"):
+        read_mapping(path)
+    path.write_text("\n".join(lines[:3]) + "\nb: {<<: &c {d: 1}, e: *a0}\nf: *c")
+    assert read_mapping(path)["b"] == {"d": 1, "e": ["x"] * 10} and len(read_mapping(path)["a2"]) == 10
+    path.write_text("a: &a [*a]")
+    with pytest.raises(TranslationError, match=r"bomb\.yml"):
+        read_mapping(path)
+
+
+def test_a_file_without_end_is_refused() -> None:
+    with pytest.raises(TranslationError, match=r"/dev/zero: more than 16777216 bytes"):
+        read_mapping(Path("/dev/zero"))

@@ -1,0 +1,44 @@
+"""Work within limits of time and memory: what ends returns its result, the rest is an error that says which limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+
+import pytest
+
+from megatrain.base import limited
+from megatrain.base.limited import LimitError, run_limited
+
+
+@pytest.fixture(autouse=True)
+def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "MAX_CPU_S", 1)
+    monkeypatch.setattr(limited, "MAX_EXTRA_BYTES", 256 << 20)
+
+
+def test_the_result_comes_back_from_another_process() -> None:
+    number, text = run_limited(lambda: (os.getpid(), "x" * 300_000))
+    assert number != os.getpid() and text == "x" * 300_000
+
+
+def test_a_pattern_that_never_ends() -> None:
+    with pytest.raises(LimitError, match="more than 1 s of processor time"):
+        run_limited(lambda: re.fullmatch(r"(([a-z_.0-9]+)+)+!", "model.layers.0.self_attn.q_proj"))
+
+
+def test_a_text_without_bound() -> None:
+    with pytest.raises(LimitError, match="more than 256 MiB of memory"):
+        run_limited(lambda: "a".center(9_999_999_999)[:1])
+
+
+def test_threads_of_the_caller_are_no_obstacle() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    thread.start()
+    try:
+        assert run_limited(lambda: 7) == 7
+    finally:
+        stop.set()
+        thread.join()
