@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from megatrain.base import limited
 from megatrain.base.observer import RunObserver, RunSummary, StepMetrics
 from megatrain.base.precision import high_half
 from megatrain.checkpoint.state import CheckpointError
@@ -219,7 +220,7 @@ def adapter_of(model: Path, folder: Path) -> Path:
     return folder / "out/final"
 
 
-def test_wrong_adapters_are_refused_by_name(model: Path, tmp_path: Path) -> None:
+def test_wrong_adapters_are_refused_by_name(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = adapter_of(model, tmp_path / "a")
 
     def refusal(change: Any, base: Path = model) -> str:
@@ -248,6 +249,12 @@ def test_wrong_adapters_are_refused_by_name(model: Path, tmp_path: Path) -> None
     assert "is missing" in refusal(lambda folder: (folder / "adapter_config.json").unlink())
     assert "is not a folder" in refusal(shutil.rmtree)
     assert "cannot be read as JSON" in refusal(lambda folder: (folder / "adapter_config.json").write_text("{"))
+    assert "cannot be read as JSON" in refusal(lambda folder: (folder / "adapter_config.json").write_text("[" * 99999))
+    monkeypatch.setattr(limited, "MAX_CPU_S", 1)
+    for values in ({"target_modules": "(([a-z_.0-9]+)+)+!"}, {"rank_pattern": {"(([a-z_.0-9]+)+)+!": 2}}):
+        text = refusal(edit(**values))
+        assert "copy/adapter_config.json" in text and "more than 1 s of processor time" in text
+    assert "is not a regular expression" in refusal(edit(target_modules="(q_proj"))
 
 
 @pytest.mark.parametrize(
