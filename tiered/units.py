@@ -29,7 +29,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*"
 def is_number(text: str) -> bool:
     """Return whether a text consists of digits from 0 to 9, so that ``int`` accepts it.
 
-    ``str.isdigit`` accepts more: a file name of a stranger may be "²", for which ``int`` raises ``ValueError``.
+    ``str.isdigit`` accepts more: the name of a file may be a superscript two, for which ``int`` raises ``ValueError``.
     """
     return text.isascii() and text.isdecimal()
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
-import pickle
 import resource
 import select
 import signal
@@ -37,7 +37,7 @@ def run_limited(act: Callable[[], Result]) -> Result:
     A regular expression or a template cannot be interrupted in its own process, nor its memory bounded.
 
     Args:
-        act: must not use a device, start threads or change files. Its result is pickled.
+        act: must not use a device, start threads or change files. Its result is a JSON value.
 
     Raises:
         LimitError: a limit was reached.
@@ -59,14 +59,14 @@ def run_limited(act: Callable[[], Result]) -> Result:
         os.waitpid(pid, 0)
     if not answer:
         raise LimitError(f"it takes more than {MAX_CPU_S} s of processor time")
-    is_done, result = pickle.loads(answer)  # written by this very program
+    is_done, result = json.loads(answer)
     if not is_done:
         raise LimitError(f"it takes more than {MAX_EXTRA_BYTES >> 20} MiB of memory")
     return result  # type: ignore[no-any-return]
 
 
 def _run_child(act: Callable[[], Any], writing: int) -> None:
-    """Call the function, write its pickled result and end this process. Never returns."""
+    """Call the function, write its result and end this process. Never returns."""
     try:
         gc.disable()  # objects of the parent are not destroyed a second time
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
@@ -75,9 +75,9 @@ def _run_child(act: Callable[[], Any], writing: int) -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
         _limit_memory()
         try:
-            answer = pickle.dumps((True, act()))
+            answer = json.dumps([True, act()]).encode()
         except (MemoryError, OverflowError):
-            answer = pickle.dumps((False, None))
+            answer = json.dumps([False, None]).encode()
         while answer:
             answer = answer[os.write(writing, answer) :]
     finally:

@@ -215,7 +215,7 @@ def load_yaml(text: str) -> Any:
     """Parse YAML whose aliases stand for a limited number of values.
 
     Raises:
-        yaml.YAMLError: no YAML, or aliases of aliases that stand for too many values.
+        YAMLError: the text is no YAML, or its aliases stand for too many values.
     """
     loader = yaml.SafeLoader(text)
     try:

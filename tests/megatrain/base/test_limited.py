@@ -19,7 +19,7 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_result_comes_back_from_another_process() -> None:
-    number, text = run_limited(lambda: (os.getpid(), "x" * 300_000))
+    number, text = run_limited(lambda: [os.getpid(), "x" * 300_000])
     assert number != os.getpid() and text == "x" * 300_000
 
 
