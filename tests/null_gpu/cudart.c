@@ -102,7 +102,7 @@ int null_attribute(int attribute) {
         case 38: return 62914560;        // L2
         case 39: return 2048;            // threads of a multiprocessor
         case 75: return 9;               // compute capability
-        case 76: return 0;
+        case 76: case 100: return 0;     // 100: uses the host's page tables
         case 81: return 233472;          // shared memory of a multiprocessor
         case 97: return 232448;          // of a block that asks for it
         case 106: return 32;             // blocks of a multiprocessor

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from fakes.virtual_cuda import VirtualCuda
+from fakes.virtual_cuda import Allocation, VirtualCuda
 from tiered import KiB, NvmeTier, Tier, TieredStore, TransferError
 from tiered.ext import Link, ReadPart, SourceTier, UnifiedTier, default_links
 from tiered.links import unified
@@ -73,6 +73,33 @@ def test_memory_that_cannot_be_pinned_is_refused() -> None:
         with pytest.raises(TransferError, match="CUDA cannot pin"):
             tier.allocate(SIZE, name="block", home=True)
         assert tier.usage().used_bytes == 0
+
+
+@pytest.mark.parametrize("uses_host_page_tables", [False, True])
+def test_nothing_is_registered_for_a_device_that_uses_the_page_tables_of_the_host(
+    uses_host_page_tables: bool, device: VirtualCuda
+) -> None:
+    pinned = []
+
+    def view(memory: torch.Tensor, of: torch.device) -> torch.Tensor:
+        pinned.append(device.is_page_locked(memory))
+        return device.tensor(memory, Allocation(device, 0))
+
+    with (
+        mock.patch.object(unified, "uses_host_page_tables", return_value=uses_host_page_tables),
+        mock.patch.object(unified, "device_view", view),
+        TieredStore([UnifiedTier(1 << 20)]) as store,
+    ):
+        store.put("a", torch.full((SIZE,), 3.0))
+        with store.acquire("a", "ram", "rw") as lease:
+            lease.tensor.mul_(2)
+        assert torch.equal(store["a"], torch.full((SIZE,), 6.0))
+    assert pinned == [not uses_host_page_tables]
+
+
+def test_a_machine_without_a_driver_has_no_device_that_uses_the_page_tables_of_the_host() -> None:
+    with mock.patch.object(unified.ctypes, "CDLL", side_effect=OSError):
+        assert not unified.uses_host_page_tables.__wrapped__(0)
 
 
 def test_a_file_is_written_after_the_kernel_that_made_its_bytes(tmp_path: Path, device: VirtualCuda) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,9 @@ from tiered.tiers.ram import HostSlab, RamTier
 from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, round_up
 
+#: CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS_USES_HOST_PAGE_TABLES
+_USES_HOST_PAGE_TABLES = 100
+
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class UnifiedBuffer(DeviceBuffer):
@@ -37,7 +41,9 @@ class UnifiedBuffer(DeviceBuffer):
 
 
 class UnifiedTier(GpuTier):
-    """One memory of host and GPU, of at most ``capacity_bytes``: slots are pinned slabs that the device computes in.
+    """One memory of host and GPU, of at most ``capacity_bytes``: the device computes in slabs of the host.
+
+    The slabs are pinned, except where the GPU uses the host's page tables and so reads any memory of the host.
 
     For a GPU that has no memory of its own: a copy from RAM to it would only double the bytes. A slot's tensor is on
     the device; files are read into its slab and written from it as those of a RamTier are, once the device has done
@@ -52,8 +58,9 @@ class UnifiedTier(GpuTier):
         super().__init__(capacity_bytes, name=name, device=device, alignment_bytes=PAGE_BYTES)
 
     def _make(self, nbytes: int) -> DeviceBuffer:
-        slab = HostSlab(nbytes, pin=self._is_cuda)
-        if nbytes and self._is_cuda and not slab.is_pinned:
+        needs_pin = self._is_cuda and not uses_host_page_tables(self._device.index or 0)
+        slab = HostSlab(nbytes, pin=needs_pin)
+        if nbytes and needs_pin and not slab.is_pinned:
             slab.close()
             raise OSError(errno.ENOMEM, f"CUDA cannot pin them ({os.strerror(errno.ENOMEM)})")
         return UnifiedBuffer(device_view(slab.tensor, self._device) if self._is_cuda else slab.tensor, slab=slab)
@@ -174,16 +181,32 @@ class _AddressForCuda:
         }
 
 
+@functools.cache
+def uses_host_page_tables(device: int) -> bool:
+    """Return whether a CUDA device uses the host's page tables: it then reads memory that CUDA has not registered."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        found = ctypes.c_int()
+        failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _USES_HOST_PAGE_TABLES, device)
+    except (OSError, AttributeError):  # no driver of CUDA, such as with ROCm
+        return False
+    return not failed and bool(found.value)
+
+
 def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return pinned host memory as a tensor of a CUDA device, no copy: its address is the same there.
+    """Return host memory as a tensor of a CUDA device, no copy: its address is the same there.
 
     Args:
-        memory: 1-D uint8, pinned. It must stay pinned while the device uses the view.
+        memory: 1-D uint8. It must stay mapped, and pinned if the device needs that, while the device uses the view.
         device: that computes.
     """
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8, device=device)
-    view: torch.Tensor = torch.as_tensor(_AddressForCuda(memory), device=device)
+    if memory.is_pinned():
+        view: torch.Tensor = torch.as_tensor(_AddressForCuda(memory), device=device)
+    else:  # CUDA does not know such memory, and torch refuses it there
+        storage = torch._C._construct_storage_from_data_pointer(memory.data_ptr(), device, memory.numel())
+        view = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     assert view.data_ptr() == memory.data_ptr(), "the device's address of pinned memory is another one than the host's"
     return view
 
