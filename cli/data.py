@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .options import config_options, json_option, load
+from .terminal import leave_out_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,11 +45,13 @@ def preview_command(
 
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import preview_rows
-    from megatrain.resolve import resolve_data, resolve_model
+    from megatrain.resolve_rows import resolve_data, resolve_folders
 
-    model = resolve_model(loaded.config)
-    tokenizer = load_tokenizer(model.tokenizer_folder, chat_template=model.table.chat_template)
-    previews = preview_rows(resolve_data(loaded.config), tokenizer, count, row)
+    data = resolve_data(loaded.config)
+    if data.images_folder is None:
+        leave_out_torch()
+    tokenizer = load_tokenizer(resolve_folders(loaded.config)[1], chat_template=loaded.config.model.chat_template)
+    previews = preview_rows(data, tokenizer, count, row)
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
         return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from .terminal import screens
+from .terminal import OWN_PROCESS, screens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +36,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.tasks.chat", "ChatError", EXIT_CONFIG),
     ("megatrain.tasks.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
     ("megatrain.ranks.world", "WorldError", EXIT_CONFIG),
-    ("megatrain.models.folder", "ModelFolderError", EXIT_CONFIG),
+    ("megatrain.base.errors", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.base.errors", "UnsupportedModelError", EXIT_CONFIG),
     ("megatrain.models.internals", "TransformersVersionError", EXIT_CONFIG),
     ("megatrain.models.graph", "FreezeError", EXIT_CONFIG),
@@ -290,4 +290,4 @@ def completion_command(ctx: click.Context, shell: str) -> int:
 def main() -> None:
     """Run the command line; the console command megatrain-tier."""
     _let_gpu_memory_grow()
-    command_group.main(prog_name=PROGRAM)
+    command_group.main(prog_name=PROGRAM, obj=OWN_PROCESS)

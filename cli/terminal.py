@@ -17,11 +17,26 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, Self, TextIO, cast
 
-__all__ = ["FRAMES", "RunOutput", "Screen", "Spinner", "frames_for", "screens", "shown", "without_collector"]
+import click
 
+__all__ = [
+    "FRAMES",
+    "OWN_PROCESS",
+    "RunOutput",
+    "Screen",
+    "Spinner",
+    "frames_for",
+    "leave_out_torch",
+    "screens",
+    "shown",
+    "without_collector",
+]
+
+#: Object of the context of a command that is its process's only one.
+OWN_PROCESS = object()
 #: Braille dots, as most spinners are drawn; the second where the terminal has ASCII only.
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
@@ -183,6 +198,19 @@ def screens() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def leave_out_torch() -> None:
+    """Have transformers work without torch, which takes seconds to import, if this process runs one command only.
+
+    Tokenizers and chat templates need no torch, but transformers imports it wherever it is installed.
+    """
+    if (
+        click.get_current_context().find_root().obj is OWN_PROCESS
+        and not {"torch", "transformers"} & sys.modules.keys()
+    ):
+        sys.modules["torch"] = cast("ModuleType", None)  # an import raises ImportError
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that models are not available
 
 
 @contextmanager

@@ -6,8 +6,7 @@ What is below the trainer takes these records and knows no config. Each record l
 from __future__ import annotations
 
 import functools
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,11 +15,10 @@ from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
 from megatrain.config.resolved import resolved_values, to_toml
-from megatrain.converters.heads import HeadSpec, class_names
+from megatrain.converters.heads import HeadSpec
 from megatrain.converters.spec import ModelSpec
-from megatrain.data.dataset import NAME, DataSpec
+from megatrain.data.dataset import NAME
 from megatrain.data.encoding import load_tokenizer, pad_token_id
-from megatrain.data.labels import Labels
 from megatrain.data.rows_report import DataError
 from megatrain.data.scores import ScoresError, read_kind
 from megatrain.engine.cross_entropy import CrossEntropy
@@ -30,11 +28,11 @@ from megatrain.engine.table import RecomputeChoice
 from megatrain.machine import machine
 from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
-from megatrain.models.folder import read_config_json
 from megatrain.models.hub import locate
 from megatrain.plan.budgets import tier_names
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.resolve_rows import resolve_data, resolve_folders, resolve_labels
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.distillation import Distillation
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
     from typing import Literal
 
     from megatrain.config.schema import RunConfig
-    from megatrain.data.table import DatasetConfig
     from megatrain.machine.machine import PlannedMachine
 
 __all__ = [
@@ -164,28 +161,6 @@ def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
     )
 
 
-def resolve_labels(config: RunConfig) -> Labels | None:
-    """Return the classes of a run; None: it has none.
-
-    Raises:
-        ConfigError: neither the config nor the model's folder names them.
-    """
-    if config.task != "classify":
-        return None
-    table = config.classify
-    names = table.labels
-    if not names:
-        hub = locate(config.model.model_name_or_path, config.model.revision)
-        folder = config.model.model_name_or_path if hub is None else str(hub.folder)
-        names = class_names(read_config_json(Path(folder)))
-    if len(names) < 2:
-        said = "classify.labels names no classes, and the model's config.json none either"
-        text = said if not names else "classify.labels names one class alone: there is nothing to tell apart"
-        problem = Problem("classify.labels", text, 'Write for example labels = ["negative", "positive"] in [classify]')
-        raise ConfigError("[classify]", [problem])
-    return Labels(tuple(names), table.level)
-
-
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
     """Return what judges texts in the place of the language model's head; None: the run trains words."""
     if not TASK_FACTS[config.task].says_no_words:
@@ -213,11 +188,7 @@ def resolve_model(config: RunConfig) -> ModelSpec:
     """
     table = config.model
     hub = locate(table.model_name_or_path, table.revision)
-    folder = table.model_name_or_path if hub is None else str(hub.folder)
-    tokenizer_folder = folder
-    if table.tokenizer_name_or_path is not None:
-        tokenizer = locate(table.tokenizer_name_or_path, None)
-        tokenizer_folder = table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
+    folder, tokenizer_folder = resolve_folders(config)
     return ModelSpec(
         table,
         folder,
@@ -225,37 +196,6 @@ def resolve_model(config: RunConfig) -> ModelSpec:
         hub,
         lora=config.lora if config.lora.is_on else None,
         of_task=_head(config, tokenizer_folder),
-    )
-
-
-def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
-    """Return what is trained on.
-
-    Args:
-        config: the run's, checked.
-        sources: instead of ``[[data.train]]``, with nothing kept from training.
-    """
-    loss, labels, keys = resolve_preference(config), resolve_labels(config), dict[str, Any]()
-    facts = TASK_FACTS[config.task]
-    if sources is not None:
-        is_streamed = config.data.streaming and all(source in config.data.train for source in sources)
-        keys |= {"train": tuple(sources), "val_size": None, "streaming": is_streamed}
-    if facts.formats:
-        own = config.data.train if sources is None else sources
-        row_format = facts.formats[labels is not None and labels.level == "token"]
-        keys |= {
-            "train": tuple(source.model_copy(update={"format": row_format}) for source in own),
-            "train_on": "completion",
-        }
-    is_reward = config.task == "reward"
-    return DataSpec(
-        table=config.data.model_copy(update=keys),
-        only_text=config.task == "pretrain",
-        seed=config.data_seed,
-        images_folder=None if config.model.images == "off" else resolve_model(config).folder,
-        scores=config.distill.scores if config.task == "distill" and sources is None else None,
-        preferences="texts" if is_reward else "" if loss is None else "pairs" if loss.is_paired else "answers",
-        labels=labels,
     )
 
 

@@ -59,6 +59,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
         "megatrain.generation",
         "megatrain.open_run",
         "megatrain.resolve",
+        "megatrain.resolve_rows",
         "megatrain.rows",
         "megatrain.saving",
         "megatrain.scoring",

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from pathlib import Path
 
-__all__ = ["ConfigError", "Problem", "UnsupportedModelError"]
+__all__ = ["ConfigError", "ModelFolderError", "Problem", "UnsupportedModelError"]
 
 
 class UnsupportedModelError(Exception):
@@ -61,3 +62,15 @@ class ConfigError(Exception):
             elsewhere = f"{problem.where}, " if problem.where and problem.where != source else ""
             lines.append(f"  {elsewhere}{problem}")
         super().__init__("\n".join(lines))
+
+
+class ModelFolderError(Exception):
+    """A model folder cannot be used; the text says what is wrong, where, and what to do.
+
+    Attributes:
+        path: the file or folder at fault.
+    """
+
+    def __init__(self, path: Path, problem: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {problem}")

@@ -12,9 +12,11 @@ __all__ = [
     "COPIES_NAME",
     "ELEMENT_WISE",
     "FINAL_NAME",
+    "INDEX_FILE",
     "LOCK_NAME",
     "RANKS_NAME",
     "RESOLVED_NAME",
+    "SINGLE_FILE",
     "run_of_final",
     "trained_model",
 ]
@@ -29,6 +31,9 @@ RANKS_NAME = "RANKS.json"
 RESOLVED_NAME = "config.resolved.toml"
 #: The trained model, inside ``output_dir``.
 FINAL_NAME = "final"
+#: Weights inside a model's folder: one file, or the index of several.
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 #: The lock of a folder, as ``tiered`` names it.
 LOCK_NAME = "LOCK"
 

@@ -21,15 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlparse
 
-import torch
 import xxhash
-from torch import Tensor
 
 from megatrain.data.rows_report import DataError, RowError
 from tiered.ext import read_document_file
 from tiered.units import MiB
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["IMAGE_MARK", "ImageProcessor", "ImageRef", "Inserted", "NamedImage", "refs_from_bytes", "refs_to_bytes"]
@@ -271,6 +270,8 @@ class ImageProcessor:
         Raises:
             DataError: an image cannot be read any more.
         """
+        import torch
+
         found: dict[str, Tensor] = {}
         images = [[self._decode(ref) for ref in own] for own in refs if own]
         if images:
@@ -288,6 +289,8 @@ class ImageProcessor:
         Raises:
             DataError: the rows are too short for an image.
         """
+        import torch
+
         row: list[int] = []
         images: list[Any] = []
         for image, tokens in reversed(self._fitting):
@@ -329,8 +332,10 @@ class ImageProcessor:
         return found
 
     def _pixels(self, images: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        import torch
+
         made = self._call([str(self._token) * len(own) for own in images], images, return_tensors="pt", padding=True)
-        return {name: value for name, value in made.items() if name not in _OF_TEXT and isinstance(value, Tensor)}
+        return {name: value for name, value in made.items() if name not in _OF_TEXT and isinstance(value, torch.Tensor)}
 
     def _call(self, text: Sequence[Any], images: Sequence[Sequence[Any]], **options: Any) -> Mapping[str, Any]:
         # Rows begin with what the chat template writes: no further <bos>.

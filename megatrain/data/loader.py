@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
 from megatrain.data.encoding import CHOSEN
@@ -18,10 +17,13 @@ from megatrain.data.packing import pack_documents
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
+
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.images import ImageProcessor
     from megatrain.data.scores import TeacherScores
 
+# Functions import torch themselves: a preview of rows needs none.
 _SHUFFLE, _PACK = 0, 1  # streams of random numbers that must not be the same
 
 
@@ -232,6 +234,8 @@ class BatchLoader:
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of exactly ``max_length`` tokens; what is left of a row is one more, untrained, document."""
+        import torch
+
         shape = (len(rows), self._max_length)
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
         labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
@@ -250,6 +254,8 @@ class BatchLoader:
 
     def _made(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return rows of one document each; of preferences first all first documents, then all second ones."""
+        import torch
+
         if self._rows_per_example == 1:
             return self._padded(rows)
         firsts = [list(row) for row in rows]
@@ -266,6 +272,8 @@ class BatchLoader:
 
     def _margins(self, firsts: Sequence[Sequence[int]], labels: torch.Tensor) -> torch.Tensor | None:
         """Return the margins of pairs whose texts are judged, in whose place the labels get zeros; None: of others."""
+        import torch
+
         if self._dataset.labels_of(int(self._members[0])) is None:
             return None
         is_there = labels != IGNORED_LABEL
@@ -286,6 +294,8 @@ class BatchLoader:
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
         """Return one document per row, padded on the right to the longest of this micro-batch."""
+        import torch
+
         documents = [self._document(row[0]) if row else None for row in rows]
         shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)

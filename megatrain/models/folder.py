@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
+from megatrain.base.errors import ModelFolderError as ModelFolderError
+from megatrain.base.names import INDEX_FILE as INDEX_FILE
+from megatrain.base.names import SINGLE_FILE as SINGLE_FILE
 from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, method_of
 
 if TYPE_CHECKING:
@@ -23,8 +26,6 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"  # what tells a folder of peft's from a model's
 PIECE_BYTES = 16 << 20  # how much of a tensor is in flight while its dtype changes
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors format
@@ -55,18 +56,6 @@ _DTYPES = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _QUANTIZED_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-
-class ModelFolderError(Exception):
-    """A model folder cannot be used; the text says what is wrong, where, and what to do.
-
-    Attributes:
-        path: the file or folder at fault.
-    """
-
-    def __init__(self, path: Path, problem: str) -> None:
-        self.path = path
-        super().__init__(f"{path}: {problem}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megatrain.models.folder import INDEX_FILE, SINGLE_FILE, ModelFolderError
+from megatrain.base.errors import ModelFolderError
+from megatrain.base.names import INDEX_FILE, SINGLE_FILE
 from tiered.units import format_size
 
 __all__ = [

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoint.state import installed_versions, now_text
-from megatrain.machine.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
-from megatrain.plan.show import headline, table_rows
-from megatrain.plan.simulate import measured_rates, simulate_step
 
 if TYPE_CHECKING:
     from megatrain.base.observer import RunSummary
@@ -64,6 +61,10 @@ def write_summary(summary: RunSummary, output_dir: Path) -> None:
 
 def _plan_values(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values; sizes in bytes, times in seconds."""
+    # Not at the top: readers of records need no torch.
+    from megatrain.plan.show import headline, table_rows
+    from megatrain.plan.simulate import measured_rates, simulate_step
+
     rates = measured_rates(plan)
     estimate = plan.estimate
     replayed = simulate_step(plan, plan.run.num_fullest_tokens, rates) if rates is not None and estimate else None
@@ -88,6 +89,8 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
 
 def _describe_machine(run: RunSpec, device: str) -> dict[str, Any]:
     """Return what the run is on: processor, RAM, GPU, and its drives."""
+    from megatrain.machine.machine import cpu_name, file_system_of, load_profile, total_ram_bytes
+
     profile = load_profile().machine
     places = {"output_dir": run.output_dir, **{str(drive.path): drive.path for drive in run.tiers.table.nvme}}
     systems = {name: file_system_of(path) for name, path in places.items()}

@@ -137,6 +137,11 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
             return {"rpo_alpha": 1.0, **values}
         return values
 
+    @property
+    def is_paired(self) -> bool:
+        """Whether an example has a chosen and a rejected answer."""
+        return self.loss_type != "kto"
+
 
 class RewardConfig(Table, json_schema_extra=all_alter("yes")):
     """``[reward]``: with ``task = "reward"``, the loss of a pair."""

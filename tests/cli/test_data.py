@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner, Result
 
-from processes.saved_run import QUICKSTART, command_group
+from processes.saved_run import QUICKSTART, call_in_new_process, command_group
 
 CONFIG = """task = "sft"
 output_dir = "out"
@@ -55,6 +55,14 @@ def test_preview_marks_what_is_trained(config: Path) -> None:
     assert "dropped: no token of it would be trained" in result.stdout
     one = call("preview", config, "-n", "1").stdout
     assert "row 1" in one and "row 2" not in one
+
+
+def test_preview_imports_no_torch(config: Path) -> None:
+    """In a process of its own; what it shows is what a process with torch shows."""
+    alone, has_torch = call_in_new_process("data", "preview", config)
+    assert alone.returncode == 0 and not has_torch, alone.stderr
+    assert "PyTorch" not in alone.stderr, "transformers reports nothing"
+    assert alone.stdout == call("preview", config).stdout and "<assistant>\n[[Ahab." in alone.stdout
 
 
 def test_preview_of_one_row(config: Path) -> None:

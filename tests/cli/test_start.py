@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from processes.saved_run import NVME, SavedRun, make_run
+from processes.saved_run import NVME, SavedRun, call_in_new_process, make_run
 
 
 @pytest.fixture(scope="module")
@@ -190,3 +190,9 @@ def test_a_continued_run_does_not_call_its_adapters_new(tmp_path: Path) -> None:
     on = run.run("--set", "max_steps=4", "--allow-config-change", more=lora, steps=2)
     assert "continuing after step 2 of 4" in on.stdout, on.output
     assert "modules (from the checkpoint of step 2 in " in on.stdout and "(new)" not in on.stdout
+
+
+def test_a_report_imports_no_torch(trained: SavedRun) -> None:
+    report, has_torch = call_in_new_process("report", trained.out)
+    assert report.returncode == 0 and not has_torch, report.stderr
+    assert report.stdout == trained.call("report", trained.out).stdout and "fits" not in report.stdout

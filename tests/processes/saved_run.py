@@ -73,6 +73,19 @@ def command_words() -> list[str]:
     return [sys.executable, "-m", package]
 
 
+def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str], bool]:
+    """Give a command in a new interpreter; return what it did, and whether it imported torch."""
+    script = (
+        "import sys, runpy, atexit\n"
+        "atexit.register(lambda: print('torch:', sys.modules.get('torch') is not None, file=sys.stderr))\n"
+        f"sys.argv = ['megatrain-tier', *{[str(word) for word in words]!r}]\n"
+        f"runpy.run_module({command_words()[-1]!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.count("torch: ") == 1, done.stderr
+    return done, "torch: True" in done.stderr
+
+
 @dataclass
 class SavedRun:
     """A folder with a model and data, and runs in it."""
