@@ -45,6 +45,7 @@ ARGUMENTS = {
     "optimizer": ["--quick", "--sizes", "1", "--rounds", "1"],
     "embed_optimizer": ["--quick", "--rounds", "1", "--tokens", "1x1x16"],
     "freezing": ["--quick"],
+    "startup": ["--quick", "--rounds", "1", "--only", "preview", "--old", str(ROOT)],
     "states": ["--quick"],
     "score": ["--quick", "--rounds", "1"],
     "nvme_step": ["--quick", "--tokens", "1x1x32,1x1x64", "--steps", "1", "--rounds", "1"],
