@@ -39,18 +39,19 @@ def command() -> None:
 @json_option
 def list_command(run: Path | str, as_json: bool) -> int:
     """List the checkpoints of RUN, its output_dir, or the URL of its copies (checkpoint.save_copy)."""
-    from megatrain.checkpoint.catalog import list_checkpoints
+    from megatrain.checkpoint.catalog import list_checkpoints, list_notices
 
+    notices: list[str] = []
     if isinstance(run, str):
         from megatrain.checkpoint.remote import list_at_url
 
         infos = list_at_url(run)
     else:
-        infos = list_checkpoints(run)
+        infos, notices = list_checkpoints(run), list_notices(run)
     if as_json:
-        click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos]}))
+        click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos], "notices": notices}))
     else:
-        _print(infos)
+        _print(infos, notices)
     return 0
 
 
@@ -63,7 +64,7 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 
     RUN is its output_dir, or the URL of its copies.
     """
-    from megatrain.checkpoint.catalog import verify_checkpoints
+    from megatrain.checkpoint.catalog import list_notices, next_start, verify_checkpoints
 
     is_shown = sys.stderr.isatty() and not as_json
 
@@ -88,9 +89,16 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
                 click.echo(f"  {problem}")
             if info.note is not None:
                 click.echo(f"  note: {info.note}")
+    notices = list_notices(run) if isinstance(run, Path) else []
+    newest = next_start([info for info, problems in results if not problems])
     if as_json:
         values = [{**_fields(info), "problems": problems} for info, problems in results]
-        click.echo(json.dumps({"checkpoints": values}))
+        click.echo(json.dumps({"checkpoints": values, "notices": notices}))
+    else:
+        for notice in notices:
+            click.echo(f"note: {notice}")
+        if step is None and isinstance(run, Path):
+            click.echo(_next_start(newest))
     num_damaged = sum(bool(problems) for _, problems in results)
     if num_damaged:
         are, them = ("is", "it") if num_damaged == 1 else ("are", "them")
@@ -199,7 +207,11 @@ def _name(info: Checkpoint) -> str:
     return f"copy of {name}" if info.is_copy else name
 
 
-def _print(infos: list[Checkpoint]) -> None:
+def _next_start(newest: Checkpoint | None) -> str:
+    return "a run has nothing to continue" if newest is None else f"a run continues from {_name(newest)}"
+
+
+def _print(infos: list[Checkpoint], notices: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -213,6 +225,8 @@ def _print(infos: list[Checkpoint]) -> None:
         console.width = max(console.width, PLAIN_WIDTH)
     if not infos:
         console.print("no checkpoint: all were removed")
+        for notice in notices:
+            print_line(console, f"note: {notice}")
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("loss", "right")):
@@ -236,4 +250,6 @@ def _print(infos: list[Checkpoint]) -> None:
         if info.problem is not None:
             print_line(console, f"{_name(info)}: {info.problem}", indent=2, style="red")
     newest = next((info for info in infos if info.is_newest), None)
-    print_line(console, "a run has nothing to continue" if newest is None else f"a run continues from {_name(newest)}")
+    for notice in notices:
+        print_line(console, f"note: {notice}")
+    print_line(console, _next_start(newest))

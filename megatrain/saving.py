@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megatrain.base.names import CHECKPOINTS_NAME
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.document import read_checkpoints
 from megatrain.checkpoint.resume import is_not_after
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.weights import saved_places
@@ -40,6 +41,7 @@ def make_writer(
     *,
     loaded: Checkpoint | None,
     best: Checkpoint | None,
+    remote_save_number: int = 0,
 ) -> CheckpointWriter:
     """Return what writes checkpoints, together with the other ranks.
 
@@ -50,15 +52,19 @@ def make_writer(
         tell: Called with messages for the user.
         loaded: The checkpoint that the run goes on from; None: it starts anew.
         best: That of the best evaluation so far, which is kept; None: there is none.
+        remote_save_number: Largest number of a save whose copy is at a URL.
     """
     run = plan.run
     path = run.output_dir / CHECKPOINTS_NAME
     folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, tell)
     folder.best = best
+    copies = folder.from_first(lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None))
     return CheckpointWriter(
         folder,
         store,
         lanes=run.num_lanes,
         elements={key: place.num_elements for key, place in saved_places(plan).items()},
         is_past=lambda each: loaded is None or not loaded.is_of(run.output_dir) or is_not_after(each, loaded),
+        save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
+        starts_over=loaded is None,
     )

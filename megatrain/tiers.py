@@ -80,6 +80,7 @@ def open_store(
             links=links,
             path=str(checkpoints),
             keep_generations=run.checkpoint.table.save_total_limit,
+            overwrite=True,  # the run has already chosen what it continues
             on_full=run.tiers.table.on_disk_full,
             on_notice=on_notice,
             on_event=on_event,

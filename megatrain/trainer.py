@@ -433,7 +433,15 @@ class Trainer:
             self._saver = self.saver = Saver(
                 run.checkpoint,
                 opened.store,
-                make_writer(plan, opened.store, self.group, self._observers.on_message, loaded=checkpoint, best=best),
+                make_writer(
+                    plan,
+                    opened.store,
+                    self.group,
+                    self._observers.on_message,
+                    loaded=checkpoint,
+                    best=best,
+                    remote_save_number=self.copier.remote_save_number,
+                ),
                 self._observers,
                 self._begin_checkpoint,
                 self.copier,

@@ -24,16 +24,17 @@ def code_blocks(language: str) -> list[str]:
 def test_python_runs(source: str, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(source, encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", program.name],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "", done.stderr
+    for _ in range(2):  # the second run finds what the first one left
+        done = subprocess.run(
+            [sys.executable, "-W", "error", program.name],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", done.stderr
 
 
 def test_there_are_programs_to_run() -> None:

@@ -9,9 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder
+    from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder, top_problem
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
-    from tiered.file_io import drop_cached, open_direct, read_all, read_document_file, replace_file
+    from tiered.file_io import drop_cached, folder_clashes, open_direct, read_all, read_document_file, replace_file
     from tiered.hops import route
     from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
     from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SNAPSHOT_FOLDER",
     "generation_folder",
+    "top_problem",
     "read_owner",
     "read_store_id",
     "read_document_file",
@@ -121,6 +122,7 @@ __all__ = [
     "WearCounter",
     "dtype_from_name",
     "drop_cached",
+    "folder_clashes",
     "open_direct",
     "read_all",
     "HostSlab",
@@ -176,6 +178,7 @@ _HOMES = {
     "default_links": "links.route",
     "dtype_from_name": "tiers.layout",
     "drop_cached": "file_io",
+    "folder_clashes": "file_io",
     "open_direct": "file_io",
     "read_all": "file_io",
     "replace_file": "file_io",
@@ -185,6 +188,7 @@ _HOMES = {
     "statuses_below": "tiers.directory",
     "find_directories": "tiers.cleanup",
     "find_orphans": "tiers.cleanup",
+    "top_problem": "durable.manifest",
     "generation_folder": "durable.manifest",
     "DirectoryLock": "locks",
     "has_open": "locks",

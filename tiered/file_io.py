@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,3 +227,19 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_path(folder.parent)
+
+
+def folder_clashes(paths: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[int, int, str]]:
+    """Yield (number, number of an earlier path, how they clash) where two folders are one, or contain each other.
+
+    Symbolic links are resolved. The folders need not exist. A tier empties its folder, and all that it contains.
+    """
+    real = [Path(os.path.realpath(path)) for path in paths]
+    for number, path in enumerate(real):
+        for first, other in enumerate(real[:number]):
+            if path == other:
+                yield number, first, "is the same folder as"
+            elif other in path.parents:
+                yield number, first, "lies inside"
+            elif path in other.parents:
+                yield number, first, "contains"

@@ -13,7 +13,7 @@ import torch
 from tiered.block import BlockSpec, CopyState
 from tiered.by_name import ByName
 from tiered.durable.commit import Commit
-from tiered.durable.generations import Generations
+from tiered.durable.generations import Generations, default_path, refuse_clashes, refuse_committed
 from tiered.durable.manifest import JSON, Manifest
 from tiered.events import EventSink, StoreStats, TierStats
 from tiered.leasing import Leasing, Request
@@ -47,11 +47,17 @@ class TieredStore(BlockMapping):
         links: default: the cheapest known link between neighbouring tiers, and what a tier asks for beside them.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: how many of the last generations a commit leaves.
+        overwrite: start empty although ``path`` holds committed generations. Commits of this store then prune them, as
+            ``keep_generations`` says, unless ``load`` continues one.
         on_full: when the drive of ``path`` is full, where no tier owns it: ``pause`` until there is room, or ``error``.
         on_notice: called with a sentence for the user, from any thread; default: logged as a warning.
         max_inflight_bytes: most bytes that prefetches have under way at once.
         on_event: called for every movement and stall, under the store's lock: be quick, never call the store.
         clock: virtual time, for stores of simulated tiers and links.
+
+    Raises:
+        ValueError: tiers without different names, or whose paths contain each other.
+        GenerationError: ``path`` holds a committed generation, and ``overwrite`` is not set. The tiers stay open.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class TieredStore(BlockMapping):
         *,
         path: str | None = None,
         keep_generations: int = 2,
+        overwrite: bool = False,
         on_full: OnFull = "error",
         on_notice: Callable[[str], None] | None = None,
         max_inflight_bytes: int = 2 * GiB,
@@ -71,6 +78,10 @@ class TieredStore(BlockMapping):
         names = [tier.name for tier in tiers]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a store needs tiers with different names, got {names}")
+        path = path if path is not None else default_path(tiers)
+        refuse_clashes(tiers, path)
+        if not overwrite and path is not None:
+            refuse_committed(path)
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
             tiers, self._links, policy or LRU(), max_inflight_bytes=max_inflight_bytes, on_event=on_event, clock=clock
@@ -85,7 +96,10 @@ class TieredStore(BlockMapping):
 
     @classmethod
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
-        """Return a store with the blocks of a committed generation (default: the last one), contents verified.
+        """Return a store with the blocks of a committed generation (default: the newest), contents verified.
+
+        The newest is the one that the top file names. Where that file is older than the generations, as in a copy of a
+        live directory, it is the newest whole generation, and ``on_notice`` reports it.
 
         Blocks get the home that they had if ``tiers`` has a tier of that name, else the slowest tier.
 
@@ -93,7 +107,7 @@ class TieredStore(BlockMapping):
             GenerationError: nothing committed there, or written by a newer format.
             CorruptBlockError: damaged.
         """
-        store = cls(tiers, path=path, **options)
+        store = cls(tiers, path=path, overwrite=True, **options)
         try:
             store._generations.open(generation, store.register)
         except BaseException:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
-from megatrain.checkpoint.document import Checkpoint, forget_checkpoint, in_order
+from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, in_order
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.scan import is_there, scan
 from megatrain.checkpoint.state import CheckpointError
@@ -23,6 +23,8 @@ __all__ = [
     "checkpoints_folder",
     "find_checkpoint",
     "list_checkpoints",
+    "list_notices",
+    "next_start",
     "remove_checkpoint",
     "verify_checkpoints",
 ]
@@ -61,6 +63,29 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
     return [replace(each, is_newest=each is newest) for checkpoints in found for each in reversed(checkpoints)]
 
 
+def list_notices(run: Path | str) -> list[str]:
+    """Return what a run would report of its checkpoints' documents before it continues.
+
+    Args:
+        run: ``output_dir``, or its folder of checkpoints.
+
+    Raises:
+        CheckpointError: no checkpoint was ever saved there.
+    """
+    return [notice for folder in _folders(run) for notice in folder_notices(folder)]
+
+
+def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """Return the checkpoint that a run would continue; None: there is none.
+
+    Args:
+        checkpoints: the sound ones among ``list_checkpoints``, in its order.
+    """
+    usable = [each for each in reversed(checkpoints) if each.problem is None]
+    own, copies = ([each for each in usable if each.is_copy == is_copy] for is_copy in (False, True))
+    return next(iter(in_order(own, copies)), None)
+
+
 def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Checkpoint:
     """Return the checkpoint of a step, default the newest, that can be used as far as documents and names tell.
 
@@ -80,8 +105,6 @@ def find_checkpoint(run_or_folder: Path | str, step: int | None = None) -> Check
         folder, *_ = folders = _folders(given)
         found = [_scan(each) for each in folders]
         tried = _tried(found)
-        if step is not None:  # also one that a crash kept from becoming the current one
-            tried += [each for each in found[0] if each.is_future and each.problem is None]
     chosen = next((each for each in tried if step in (None, each.step)), None)
     if chosen is not None:
         return chosen
@@ -185,7 +208,7 @@ def _scan(folder: Path) -> list[Checkpoint]:
 
 def _tried(found: list[list[Checkpoint]]) -> list[Checkpoint]:
     """Return what a run would try of scans of checkpoints and of copies, the newest first."""
-    own, *copies = [[each for each in one if each.problem is None and not each.is_future] for one in found]
+    own, *copies = [[each for each in one if each.problem is None] for one in found]
     return in_order(own, copies[0]) if copies else own
 
 
@@ -207,6 +230,6 @@ def _problems(checkpoint: Checkpoint, on_block: Callable[[int, str], None] | Non
             on_block(checkpoint.number, record.key)
 
     try:
-        return list(CheckpointReader(checkpoint).problems(tell))
+        return list(CheckpointReader(checkpoint).problems(tell, with_top=False))
     except (TieredError, OSError) as error:
         return [str(error)]

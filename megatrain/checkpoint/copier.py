@@ -95,6 +95,11 @@ class CheckpointCopier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def remote_save_number(self) -> int:
+        """Largest number of a save whose copy was at the URL at the start; 0 without one."""
+        return 0 if self._remote is None else self._remote.save_number
+
     def offer(self, checkpoint: Checkpoint, *, is_last: bool = False) -> None:
         """Copy a checkpoint that was made, if one is due.
 

@@ -15,19 +15,21 @@ return is alike, and nothing else asks which it was but who writes.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.checkpoint.state import RunState
 from megatrain.checkpoint.whereabouts import LostPart
-from tiered import checksum, list_generations, newest_first, read_manifest
+from tiered import checksum, list_generations, read_manifest
 from tiered.errors import CorruptBlockError, GenerationError, NewerFormatError
-from tiered.ext import generation_folder, read_document_file, replace_file
+from tiered.ext import generation_folder, read_document_file, replace_file, top_problem
 
 if TYPE_CHECKING:
     from tiered import BlockRecord, Manifest
@@ -35,9 +37,11 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpoint",
     "RankGeneration",
+    "folder_notices",
     "forget_checkpoint",
     "in_order",
     "manifest_checksum",
+    "order_key",
     "prune",
     "rank_folder_name",
     "read_checkpoints",
@@ -51,7 +55,21 @@ __all__ = [
 RANKS_FORMAT = 2
 _MANIFEST_NAME = "MANIFEST.json"  # of tiered.durable.manifest
 _CARRIED_COUNT = "num_kept_tensors"  # of megatrain.models.carried, which imports torch
-_LAST = "~"  # after any date
+_LAST = (sys.maxsize, "")  # after any save
+
+
+class Saved(Protocol):
+    """A checkpoint, here or at a URL, as far as its order among those of its run is concerned."""
+
+    @property
+    def save_number(self) -> int:
+        """Number of the save; 0 where it was not counted."""
+        ...
+
+    @property
+    def saved_at(self) -> str:
+        """Date and time, ISO 8601."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +101,6 @@ class Checkpoint:
         meta: ``RunState`` as JSON; empty where it cannot be read.
         lanes: in which gradients were added (``ranks/lanes.py``).
         elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
-        is_future: newer than the current generation of its store: a crash came before it was the current one.
         nbytes: Bytes of all blocks.
         lost: what of it is gone, for each drive.
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
@@ -97,7 +114,6 @@ class Checkpoint:
     meta: Mapping[str, Any] = field(default_factory=dict)
     lanes: int = 1
     elements: Mapping[str, int] = field(default_factory=dict)
-    is_future: bool = False
     nbytes: int = 0
     lost: tuple[LostPart, ...] = ()
     problem: str | None = None
@@ -148,6 +164,12 @@ class Checkpoint:
     def saved_at(self) -> str:
         """Date and time, ISO 8601; "" where that cannot be read."""
         return str(self.meta.get("saved_at", ""))
+
+    @property
+    def save_number(self) -> int:
+        """Number of the save among all of the run; 0 where it was not counted (before December 2026)."""
+        number = self.meta.get("save_number")
+        return number if type(number) is int else 0
 
     @property
     def loss(self) -> float | None:
@@ -232,44 +254,82 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
     return in_order(list(_of_one_process(folder))[::-1], listed[::-1])[::-1]
 
 
-def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return two sequences in one, by when they were saved; of two of one time the first sequence's comes first.
+def order_key(checkpoint: Saved) -> tuple[int, str]:
+    """Return what orders checkpoints: the number of the save, which only grows whatever clocks do.
 
-    Each keeps its own order, by which its numbers grow: clocks may go back. What cannot be read has no time, and stays
-    behind what is before it.
+    Older versions did not count saves: theirs come before all counted ones, ordered by time.
+    """
+    return checkpoint.save_number, "" if checkpoint.save_number else checkpoint.saved_at
+
+
+def in_order(own: Sequence[Checkpoint], others: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Merge two sequences by the numbers of their saves; of two equal ones the first sequence's comes first.
+
+    Each sequence keeps its order. A checkpoint that cannot be read stays behind the one before it.
 
     Args:
         own: newest first.
         others: newest first; the copies of ``own``, for example.
     """
 
-    def times(checkpoints: Sequence[Checkpoint]) -> Iterator[str]:
-        time = _LAST
-        for each in checkpoints:
-            time = each.saved_at or time
-            yield time
+    def keys(checkpoints: Sequence[Checkpoint]) -> list[tuple[int, str]]:
+        found: list[tuple[int, str] | None] = []
+        number = 0
+        for each in reversed(checkpoints):
+            # An older version may have continued a counted run: what it saved follows the last counted save.
+            number = max(number, each.save_number)
+            is_known = each.save_number or each.saved_at
+            found.append((number, order_key(each)[1]) if is_known else None)
+        key = _LAST
+        return [key := each or key for each in reversed(found)]
 
-    merged, left = [], list(zip(times(others), others, strict=True))
-    for time, checkpoint in zip(times(own), own, strict=True):
-        while left and left[0][0] > time:
+    merged, left = [], list(zip(keys(others), others, strict=True))
+    for key, checkpoint in zip(keys(own), own, strict=True):
+        while left and left[0][0] > key:
             merged.append(left.pop(0)[1])
         merged.append(checkpoint)
     return [*merged, *(each for _, each in left)]
 
 
+def folder_notices(folder: Path) -> list[str]:
+    """Return what a reader of a folder of checkpoints should know: documents that are older than what they name.
+
+    Such a folder is a copy of a live run, or a crash came before the last write.
+
+    Args:
+        folder: Where checkpoints, or copies, are.
+    """
+    notices = []
+    with contextlib.suppress(NewerFormatError):  # whoever reads the generations says so
+        if list_generations(folder) and (problem := top_problem(folder)) is not None:
+            notices.append(f"{problem}. The checkpoints themselves decide: the newest whole one is continued")
+    with contextlib.suppress(GenerationError):
+        unnamed = {
+            path.name: generations
+            for path in sorted(folder.glob("rank?????"))
+            if (generations := list_generations(path))
+        }
+        if unnamed and not _of_document(folder):
+            parts = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in unnamed.items())
+            notices.append(
+                f"'{folder / RANKS_NAME}' names no checkpoint, so these generations of ranks are none: {parts}. "
+                "They stay until a run here has saved a checkpoint of its own"
+            )
+    return notices
+
+
 def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
     """Yield what one process wrote, oldest first: generations of a store in the folder itself."""
-    current = set(newest_first(folder))
     for number in list_generations(folder):
-        ranks, is_future = (RankGeneration("", number),), number not in current
+        ranks = (RankGeneration("", number),)
         try:
             meta = read_manifest(folder, number).meta
         except GenerationError as error:
             if number in list_generations(folder):  # else a living run has just removed it
                 is_newer = isinstance(error, NewerFormatError)
-                yield Checkpoint(folder, number, ranks, is_future=is_future, problem=str(error), is_foreign=is_newer)
+                yield Checkpoint(folder, number, ranks, problem=str(error), is_foreign=is_newer)
         else:
-            yield Checkpoint(folder, number, ranks, meta if isinstance(meta, dict) else {}, is_future=is_future)
+            yield Checkpoint(folder, number, ranks, meta if isinstance(meta, dict) else {})
 
 
 def _of_document(folder: Path) -> list[Checkpoint]:

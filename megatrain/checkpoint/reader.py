@@ -100,8 +100,10 @@ class CheckpointReader:
     def _shard_bytes(self, key: str) -> int:
         return self._readers[0].blocks[key].nbytes
 
-    def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
+    def problems(
+        self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
+    ) -> Iterator[str]:
         """Yield a sentence about every damage, of several ranks with the rank; reads all of it."""
         for rank, reader in enumerate(self._readers):
-            for problem in reader.problems(on_block):
+            for problem in reader.problems(on_block, with_top=with_top):
                 yield f"rank {rank}: {problem}" if self.checkpoint.is_listed else problem

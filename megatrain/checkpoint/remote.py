@@ -35,6 +35,7 @@ from megatrain.checkpoint.document import (
     Checkpoint,
     RankGeneration,
     manifest_checksum,
+    order_key,
     rank_folder_name,
     read_checkpoints,
     write_document,
@@ -162,6 +163,11 @@ class RemoteCheckpoint:
     def saved_at(self) -> str:
         """Date and time, ISO 8601."""
         return str(self.meta.get("saved_at", ""))
+
+    @property
+    def save_number(self) -> int:
+        """Number of the save among all of the run; 0 where it was not counted."""
+        return self.as_checkpoint(Path()).save_number
 
     def as_checkpoint(self, folder: Path) -> Checkpoint:
         """Return the checkpoint that it would be in a folder."""
@@ -770,11 +776,11 @@ def bring_back(
     url = spec.table.copy_url
     assert url is not None
     folder, own = RemoteFolder(url), _own(spec)
-    usable = [each for each in own if each.problem is None and not each.is_future]
+    usable = [each for each in own if each.problem is None]
     folder.claim(spec.output_dir, is_empty=not own)
-    newest = max((each.saved_at for each in usable), default="")
+    newest = max(map(order_key, usable), default=(0, ""))
     whole = folder.checkpoints()
-    newer = [each for each in whole if each.saved_at > newest]
+    newer = [each for each in whole if order_key(each) > newest]
     if not newer:
         shutil.rmtree(spec.output_dir / PART_NAME, ignore_errors=True)  # what an earlier start fetched, if anything
         return

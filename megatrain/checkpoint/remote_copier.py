@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.names import CHECKPOINTS_NAME
-from megatrain.checkpoint.document import Checkpoint, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, order_key, read_checkpoints
 from megatrain.checkpoint.remote import (
     RemoteCheckpoint,
     RemoteError,
@@ -80,6 +80,9 @@ class RemoteCopier:
         rank: number of this process.
         gather: returns what all ranks gave, by rank.
 
+    Attributes:
+        save_number: largest number of a save whose copy was at the URL at the start; 0: there was none.
+
     Raises:
         CheckpointError: the URL cannot be read.
     """
@@ -101,18 +104,18 @@ class RemoteCopier:
             if each is not None and each[0] is None:
                 raise CheckpointError(each[1])
         self._size = len(told)
-        (self._number, self._there, self._queue), _ = told[0]
+        (self.save_number, self._number, self._there, self._queue), _ = told[0]
         self._job: _Job | None = None
         self._said_waiting = False
         self._hurry, self._cancelled = threading.Event(), threading.Event()
 
-    def _look(self) -> tuple[int, set[tuple[int | None, str]], list[Checkpoint]]:
-        """Return the number of the newest copy, which there are, and the checkpoints that are to be copied."""
+    def _look(self) -> tuple[int, int, set[tuple[int | None, str]], list[Checkpoint]]:
+        """Return the largest number of a save there, that of a copy, which there are, and what is to be copied."""
         there = self._remote.checkpoints()
-        newest = max((each.saved_at for each in there), default="")
+        newest = max(map(order_key, there), default=(0, ""))
         own = read_checkpoints(self._source, on_damage=lambda error: None)
-        late = [each for each in own if each.problem is None and not each.is_future and each.saved_at > newest]
-        return max((each.number for each in there), default=0), set(map(identity, there)), late
+        late = [each for each in own if each.problem is None and order_key(each) > newest]
+        return newest[0], max((each.number for each in there), default=0), set(map(identity, there)), late
 
     # -- what the loop calls -----------------------------------------------------------------------------------------
 

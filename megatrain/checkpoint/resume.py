@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
-from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints
+from megatrain.checkpoint.document import Checkpoint, folder_notices, in_order, order_key, read_checkpoints
 from megatrain.checkpoint.scan import Lost, scan
 from megatrain.checkpoint.state import CheckpointError, RunState
 from megatrain.checkpoint.table import CheckpointSpec
@@ -115,7 +115,7 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
     """Return whether a checkpoint in a run's folder is not newer than the one that was loaded."""
     if checkpoint.is_listed == loaded.is_listed:
         return checkpoint.number <= loaded.number
-    return checkpoint.saved_at <= loaded.saved_at
+    return order_key(checkpoint) <= order_key(loaded)
 
 
 def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
@@ -128,11 +128,13 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
-    folders = [folder for run in (output_dir, *other) for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)]
-    for folder in folders:
+    for run in (output_dir, *other):
         # What cannot be read, whoever loads it says.
-        known = read_checkpoints(folder, on_damage=lambda error: None)
-        newest = next((each for each in reversed(known) if each.problem is None and not each.is_future), None)
+        own, copies, given = (
+            read_checkpoints(folder, on_damage=lambda error: None)[::-1]
+            for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
+        )
+        newest = next((each for each in (*in_order(own, copies), *given) if each.problem is None), None)
         if newest is not None:
             try:
                 table = tomllib.loads(str(newest.meta.get("config_toml", "")))
@@ -206,10 +208,10 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
         problems.append(str(error))
         on_notice(f"checkpoints of several ranks are passed over: {error}")
 
+    for notice in folder_notices(folder):
+        on_notice(notice)
     checkpoints: list[Checkpoint] = []
     for each in scan(folder, drives, on_damage=pass_over):
-        if each.is_future:
-            continue
         if each.problem is None or each.lost:
             checkpoints.append(each)
         elif each.is_foreign:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +108,7 @@ class Saver:
             self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
             self._begin()
             self._writer.begin()
+            state = replace(state, save_number=self._writer.next_save_number())
             commit = self._store.commit(state.to_meta())
             self._activity.saving = commit
             self._in_flight = commit, state, time.perf_counter() - start_s

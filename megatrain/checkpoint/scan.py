@@ -84,11 +84,7 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
     root = Path(os.path.abspath(output_dir))
     found: list[list[Checkpoint]] = []
     for name in (CHECKPOINTS_NAME, COPIES_NAME):
-        there = [
-            each
-            for each in scan(root / name, drives, reads_state=False, on_damage=lambda error: None)
-            if not each.is_future
-        ]
+        there = scan(root / name, drives, reads_state=False, on_damage=lambda error: None)
         if there and there[0].is_foreign:
             there = []  # a run would refuse all of them
         found.append([each for each in there if each.problem is None or each.lost])

@@ -30,7 +30,7 @@ _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
-_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best", "cursor")
+_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best", "cursor", "save_number")
 
 
 class CheckpointError(Exception):
@@ -65,10 +65,11 @@ class RunState:
         model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config; on
             a CPU, torch's threads; where tensors of its folder are kept as they are, their number and their checksum.
         run_name: as in the config.
-        saved_at: date and time, ISO 8601, by which checkpoints of other numbers of ranks and copies are in order.
+        saved_at: date and time, ISO 8601; for people.
         versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
+        save_number: grows with each save of the run, over all its folders and copies, and orders them; 0: not counted.
         best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
     """
 
@@ -96,6 +97,7 @@ class RunState:
     arithmetic: int = 1
     best: Mapping[str, Any] | None = None
     cursor: Mapping[str, Any] | None = None
+    save_number: int = 0
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""
@@ -142,7 +144,7 @@ class RunState:
 
     def saved_now(self) -> RunState:
         """Return the state with the present time as that of its checkpoint."""
-        # Not to the second: of one process and of several, and of copies, what was saved later goes on.
+        # Not to the second: an older version orders checkpoints by it.
         return replace(self, saved_at=now_text("microseconds"))
 
     @property

@@ -151,6 +151,9 @@ class CheckpointWriter:
         elements: Block -> elements, without what shards have past its end.
         is_past: whether a checkpoint is not newer than the one that this run went on from. Newer ones could not be
             loaded: the first save drops them, and not the one that could.
+        save_number: largest number of a save that copies elsewhere have.
+        starts_over: the run continues no checkpoint. Generations of these ranks that no document names then stay until
+            the run has saved a checkpoint of its own.
     """
 
     def __init__(
@@ -161,10 +164,18 @@ class CheckpointWriter:
         lanes: int,
         elements: Mapping[str, int],
         is_past: Callable[[Checkpoint], bool] = lambda checkpoint: True,
+        save_number: int = 0,
+        starts_over: bool = False,
     ) -> None:
         self.folder, self._lanes, self._elements, self._is_past = folder, lanes, dict(elements), is_past
+        self._save_number = max(save_number, *(each.save_number for each in folder.known), 0)
+        self._unnamed: dict[str, list[int]] = {}
+        if folder.is_listed and starts_over:
+            self._unnamed = folder.from_first(
+                lambda: {path: list_generations(folder.path / path) for path in folder.paths}
+            )
         if folder.is_listed:
-            store.keep_only(lambda: folder.generations(folder.known))
+            store.keep_only(lambda: [*folder.generations(folder.known), *self._unnamed.get(folder.own, ())])
         else:  # its generations are the checkpoints: it counts them itself, when the newest is whole
             store.keep_also(lambda: folder.generations([folder.best]))
 
@@ -173,6 +184,11 @@ class CheckpointWriter:
         drop = [each for each in self.folder.known if not self._is_past(each)]
         self.folder.change(self._num_left, drop=drop)
         self._is_past = lambda checkpoint: True  # what is made from now on
+
+    def next_save_number(self) -> int:
+        """Return the number of a save that begins: larger than that of any earlier one."""
+        self._save_number += 1
+        return self._save_number
 
     @property
     def _num_left(self) -> int:
@@ -196,6 +212,7 @@ class CheckpointWriter:
         if self.folder.rank == 0:
             left = self.folder.newest(self._past, self._num_left)
             named = {(rank.path, rank.generation) for each in left for rank in each.ranks}
+            named |= {(path, number) for path, numbers in self._unnamed.items() for number in numbers}
             for path in self.folder.paths:
                 directory = self.folder.path / path
                 for number in list_generations(directory):
@@ -228,6 +245,7 @@ class CheckpointWriter:
             number = 1 + max((each.number for each in folder.known), default=0)
         made = Checkpoint(folder.path, number, ranks, dict(meta), self._lanes, self._elements)
         folder.change(folder.keep, made=made)
+        self._unnamed = {}
         return made
 
     def _whole_on_all(self, commit: Commit) -> tuple[RankGeneration, ...]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import ValidationError
 
 from megatrain.base.errors import Problem
-from megatrain.base.names import ELEMENT_WISE
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, ELEMENT_WISE
 from megatrain.base.toml import format_value
 from megatrain.config.keys import (
     ARRAY_TABLES,
@@ -36,6 +36,7 @@ from megatrain.config.keys import (
 from megatrain.config.schema import RunConfig
 from megatrain.data.table import weights_at
 from megatrain.tasks.table import TASK_FACTS, ClassifyConfig, PreferenceConfig, RewardConfig
+from tiered.ext import folder_clashes
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -949,15 +950,18 @@ def _check_tiers(config: RunConfig) -> Iterator[Problem]:
             f'tiers.ram.pinned = "{tiers.ram.pinned.text}" is more than tiers.ram.size = "{tiers.ram.size.text}"',
             "Write at most the size",
         )
-    seen: dict[Path, int] = {}
-    for index, drive in enumerate(tiers.nvme):
-        first = seen.setdefault(drive.path, index)
-        if first != index:
-            yield Problem(
-                f"tiers.nvme.{index}.path",
-                f"tiers.nvme.{index}.path is the folder of tiers.nvme.{first}",
-                "Give each its own folder, best on its own drive",
-            )
+    names = [f"tiers.nvme.{index}.path" for index in range(len(tiers.nvme))]
+    places = [drive.path for drive in tiers.nvme]
+    for name in (CHECKPOINTS_NAME, COPIES_NAME):
+        names.append(f"output_dir/{name}")
+        places.append(config.output_dir / name)
+    clashing: set[str] = set()
+    for number, first, clash in folder_clashes(places):
+        key = names[first if number >= len(tiers.nvme) else number]  # the drive that another folder fits better
+        if first < len(tiers.nvme) and key not in clashing:
+            clashing.add(key)
+            text = f"{names[number]} {clash} {names[first]} ({places[first]})"
+            yield Problem(key, text, "Give each drive its own folder, apart from the checkpoints of output_dir")
     if len({drive.rate is None for drive in tiers.nvme}) > 1:
         yield Problem("tiers.nvme", "only some of [[tiers.nvme]] have a rate", "Give a rate to all of them or to none")
 

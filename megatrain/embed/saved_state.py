@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -19,12 +20,14 @@ from megatrain.embed.weights import mapped_copy
 from megatrain.optim.average import begin_average
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.ranks.dtensors import is_dtensor, is_whole, like_parameter, local_of
-from tiered import GenerationReader, read_manifest
+from tiered import GenerationReader, list_generations, read_manifest
 from tiered.errors import GenerationError
 
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry
     from tiered import TieredStore
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["SavedState"]
 
@@ -331,6 +334,14 @@ def _commit_changes(store: TieredStore) -> int | None:
         return generation
     if store.path is None:
         raise GenerationError("this store has no folder to save to: open_store(path=...) or open_store(nvme=[...])")
+    if generation is None and (earlier := list_generations(store.path)):
+        _log.warning(
+            "'%s' holds generations %s of an earlier program, and this one has loaded none: new checkpoints replace "
+            "them. To keep them, stop now and open the store in another folder, or load the one to continue with "
+            "load_state_dict",
+            store.path,
+            ", ".join(map(str, earlier)),
+        )
     changes = shared.num_changes
     mark = secrets.token_hex(16)
     commit = store.commit({"embedded": True, "changes": changes, _MARK: mark})

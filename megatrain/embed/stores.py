@@ -102,6 +102,7 @@ def open_store(
             tiers,
             path=None if path is None else str(Path(path, rank).expanduser()),
             keep_generations=keep_generations,
+            overwrite=True,  # load_state_dict, which comes later, decides which generation is continued
             on_full=on_full,
         )
     except BaseException:

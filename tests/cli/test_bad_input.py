@@ -204,7 +204,7 @@ CASES: dict[str, tuple[Spoil, int, tuple[str, ...]]] = {
     "drive is a file": (lambda w: w.add(NVME.replace("scratch", "data.txt")), 2, ("line 22", "data.txt is a file")),
     "drive below a file": (lambda w: w.add(NVME.replace("scratch", "data.txt/x")), 2, ("line 22", "tiers.nvme.0.path", "data.txt is a file")),
     "drive holds other files": (lambda w: (w.file("scratch/thesis.tex"), w.add(NVME)), 2, ("scratch' is not empty and was not made by tiered",)),
-    "one drive twice": (lambda w: w.add(NVME + NVME), 2, ("line 25", "is the folder of tiers.nvme.0")),
+    "one drive twice": (lambda w: w.add(NVME + NVME), 2, ("line 25", "is the same folder as tiers.nvme.0")),
 }  # fmt: skip
 
 

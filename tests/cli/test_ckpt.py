@@ -57,13 +57,13 @@ def test_ls_beside_a_living_run(run: SavedRun) -> None:
 
 def test_verify(run: SavedRun) -> None:
     result = run.call("ckpt", "verify", run.out)
-    assert (result.exit_code, result.stdout) == (0, SOUND), result.output
+    assert (result.exit_code, result.stdout) == (0, f"{SOUND}a run continues from step 6\n"), result.output
     chunk = run.out / "checkpoints/snap/00000003/model.layers.0/weight/c/0"
     chunk.write_bytes(b"\1" + chunk.read_bytes()[1:])
     result = run.call("ckpt", "verify", run.out)
     assert result.exit_code == 1
     assert "step 4 (generation 2): sound\nstep 6 (generation 3): 1 problem\n" in result.stdout
-    assert str(chunk) in result.stdout
+    assert str(chunk) in result.stdout and "a run continues from step 4\n" in result.stdout
     assert f"1 of 3 checkpoints is damaged. A run passes over it; remove it with megatrain-tier ckpt rm {run.out}" in (
         result.stderr
     )

@@ -20,7 +20,9 @@ NUM_ELEMENTS = 10_000
 
 def make_store(root: Path, keep: int = 1) -> TieredStore:
     tier = NvmeTier([root / "x/0", root / "x/1"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
-    store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=str(root / "run/out"), keep_generations=keep)
+    store = TieredStore(
+        [RamTier(MiB, pin_memory=False), tier], path=str(root / "run/out"), keep_generations=keep, overwrite=True
+    )
     for key, home in HOMES.items():
         store.register(key, (NUM_ELEMENTS,), torch.float32, home=home)
     return store

@@ -23,7 +23,7 @@ def make_store(
     """Return a store with all blocks registered; ``homes``: ``nvme``, ``ram``, or ``mixed``."""
     nvme = NvmeTier([path / drive for drive in drives], capacity_bytes, **{"chunk_bytes": 64 * KiB, **options})
     ram = RamTier(RAM_BYTES if homes == "nvme" else 4 * MiB, pin_memory=False)
-    store = TieredStore([ram, nvme], path=str(path / "generations"))
+    store = TieredStore([ram, nvme], path=str(path / "generations"), overwrite=True)
     for number, key in enumerate(KEYS):
         home = ("ram" if number % 2 else "nvme") if homes == "mixed" else homes
         store.register(key, SHAPE, torch.float32, home=home)
@@ -168,11 +168,10 @@ def test_missing_parts_and_damaged_manifests_too(tmp_path: Path, homes: str) -> 
             store.load()
         damage(tmp_path / "generations/snap/00000002/MANIFEST.json")
         (tmp_path / "generations/MANIFEST.json").write_text("{")
-        for generation in (None, 2):
-            with pytest.raises(GenerationError, match=r"cannot be read as a manifest|damaged"):
-                store.load(generation)
+        with pytest.raises(GenerationError, match=r"cannot be read as a manifest|damaged"):
+            store.load(2)
         assert newest_first(tmp_path / "generations") == [2, 1]
-        store.load(1)
+        store.load()  # the top file names nothing, so the newest whole generation is taken
         check(store, 10)
         assert commit(store, 30) == 3
     assert current_generation(tmp_path / "generations") == 3

@@ -20,6 +20,7 @@ from tiered.durable.manifest import (
     make_current,
     newest_first,
     read_manifest,
+    top_problem,
     write_manifest,
 )
 from tiered.file_io import checksum
@@ -55,8 +56,11 @@ def test_candidates_for_opening_are_listed_whatever_is_damaged(tmp_path: Path) -
     for generation in (1, 2, 12):
         write_manifest(tmp_path, sample(generation))
     assert newest_first(tmp_path) == [12, 2, 1]
+    assert top_problem(tmp_path) is None
     make_current(tmp_path, 2)
-    assert newest_first(tmp_path) == [2, 1]
+    assert newest_first(tmp_path) == [12, 2, 1], "the top file may be older: each generation with a manifest is whole"
+    assert top_problem(tmp_path) == f"'{tmp_path / MANIFEST_NAME}' names generation 2, and the newest generation is 12"
+    assert read_manifest(tmp_path).generation == 12
     (tmp_path / MANIFEST_NAME).write_text("{")
     assert newest_first(tmp_path) == [12, 2, 1]
     forget_current(tmp_path)

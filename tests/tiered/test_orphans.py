@@ -18,7 +18,9 @@ SLOT_BYTES = 48 * KiB
 
 def make_store(root: Path, name: str, *, on: str = "drive") -> TieredStore:
     tier = NvmeTier([root / on], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
-    store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=3)
+    store = TieredStore(
+        [RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=3, overwrite=True
+    )
     for key in ("a", "b"):
         store.register(key, (10_000,), torch.float32, home="nvme")
     return store

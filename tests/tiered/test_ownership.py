@@ -28,7 +28,9 @@ KEYS = ["a/weight", "b"]
 def make_store(root: Path, name: str, keep: int = 2) -> TieredStore:
     """Return a store with its own directory on the drives that all of them use."""
     tier = NvmeTier([root / "drive0", root / "drive1"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
-    store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=keep)
+    store = TieredStore(
+        [RamTier(MiB, pin_memory=False), tier], path=str(root / name), keep_generations=keep, overwrite=True
+    )
     for key in KEYS:
         store.register(key, (10_000,), torch.float32, home="nvme")
     return store
@@ -155,7 +157,9 @@ def test_a_folder_of_that_number_that_is_another_stores_is_not_adopted(tmp_path:
 def test_the_first_path_of_a_tier_can_be_a_directory_of_others_too(tmp_path: Path) -> None:
     def make(path: Path | None) -> TieredStore:
         tier = NvmeTier([tmp_path / "drive"], MiB, chunk_bytes=16 * KiB)
-        store = TieredStore([RamTier(MiB, pin_memory=False), tier], path=None if path is None else str(path))
+        store = TieredStore(
+            [RamTier(MiB, pin_memory=False), tier], path=None if path is None else str(path), overwrite=True
+        )
         store.register(KEYS[0], (10_000,), torch.float32, home="nvme")
         store.register(KEYS[1], (10_000,), torch.float32, home="ram")
         return store

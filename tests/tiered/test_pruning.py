@@ -23,7 +23,7 @@ SET_BYTES = len(KEYS) * SLOT_BYTES
 def make_store(path: Path, keep: int, home: str = "nvme") -> TieredStore:
     tier = NvmeTier([path / "drive"], (2 + max(keep, 2)) * SET_BYTES, chunk_bytes=16 * KiB)
     ram = RamTier(256 * KiB, pin_memory=False)
-    store = TieredStore([ram, tier], path=str(path / "generations"), keep_generations=keep)
+    store = TieredStore([ram, tier], path=str(path / "generations"), keep_generations=keep, overwrite=True)
     for key in KEYS:
         store.register(key, (NUM_ELEMENTS,), torch.float32, home=home)
     return store

@@ -41,7 +41,9 @@ BLOCKS = {
 
 def make_store(path: Path) -> TieredStore:
     nvme = NvmeTier([path / "a", path / "b"], 8 * MiB, chunk_bytes=256 * KiB)
-    return TieredStore([RamTier(64 * MiB, pin_memory=False), nvme], path=str(path / "generations"), keep_generations=4)
+    return TieredStore(
+        [RamTier(64 * MiB, pin_memory=False), nvme], path=str(path / "generations"), keep_generations=4, overwrite=True
+    )
 
 
 def write(store: TieredStore, times: int = 1) -> None:

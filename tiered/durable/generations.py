@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,10 +40,12 @@ from tiered.durable.ownership import (
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import list_members
 from tiered.errors import CapacityError, GenerationError, TransferError
+from tiered.file_io import folder_clashes
 from tiered.leasing import Leasing
 from tiered.locks import lock_directory
 from tiered.movement import Movement
 from tiered.records import Block
+from tiered.tiers.base import Tier
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import HomeFiles, dtype_name, files_of
@@ -58,7 +60,7 @@ class Generations:
     """Commits, prunes and loads generations. At most one commit is under way.
 
     Args:
-        path: directory of the generations; None: the first path of a file tier, or nothing to commit to.
+        path: directory of the generations; None: the store cannot commit.
         keep: how many of the last generations a commit leaves, at least 1.
         full: waits for room on the drive of ``path`` where no tier owns it.
         notice: reports what the user should read.
@@ -76,7 +78,7 @@ class Generations:
         self._movement = movement
         self._leasing = leasing
         self._file_tiers = list(movement.durable_tiers.values())
-        self.path = path if path is not None else next((tier.paths[0] for tier in self._file_tiers), None)
+        self.path = path
         self.full = full
         self._notice = notice
         self.num_kept = max(1, keep)
@@ -162,9 +164,12 @@ class Generations:
             commit.end(error, figures)
 
     def _undo(self, store: StoreIdentity, frozen: FrozenBlocks, generation: int) -> None:
+        """Remove what a failed commit has made, but not a generation that the top file names: it is whole."""
         frozen.release()
-        with contextlib.suppress(OSError):  # the next commit removes what the drive keeps now
-            self._remove(store, generation)
+        # The next commit removes what the drive keeps now. A top file that cannot be read may name this one.
+        with contextlib.suppress(OSError, GenerationError):
+            if current_generation(store.path) != generation:
+                self._remove(store, generation)
 
     def join(self) -> None:
         """Wait for the commit under way; warns of a failure that was not raised."""
@@ -317,7 +322,10 @@ class Generations:
     def _reader(self, generation: int | None) -> GenerationReader:
         if self.path is None:
             raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
-        return GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
+        reader = GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
+        if reader.notice is not None:
+            self._notice(reader.notice)
+        return reader
 
     def _loader(self, reader: GenerationReader) -> _Loader:
         store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
@@ -354,6 +362,43 @@ class Generations:
                 self._movement.changed.notify_all()
         check_pieces(home.key, home.files, block.spec.nbytes, expected, found)
         return block.spec.nbytes
+
+
+def default_path(tiers: Iterable[Tier]) -> str | None:
+    """Return the first path of a file tier, where generations go by default; None without such a tier."""
+    return next((tier.paths[0] for tier in tiers if isinstance(tier, DurableTier)), None)
+
+
+def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
+    """Refuse folders of tiers and of generations that contain each other: a tier empties what its folder contains.
+
+    Args:
+        tiers: all of the store.
+        path: directory of the generations; it may be one of the folders of a tier itself.
+
+    Raises:
+        ValueError: two of them do.
+    """
+    folders = [folder for tier in tiers if isinstance(tier, DurableTier) for folder in tier.paths]
+    if path is not None and os.path.abspath(path) not in folders:
+        folders.append(path)
+    for number, first, clash in folder_clashes(folders):
+        raise ValueError(f"'{folders[number]}' {clash} '{folders[first]}': give each a folder of its own")
+
+
+def refuse_committed(path: str) -> None:
+    """Refuse to start empty over committed generations, which the new store's commits would prune.
+
+    Raises:
+        GenerationError: the directory holds one.
+    """
+    known = list_generations(path)
+    if known:
+        raise GenerationError(
+            f"'{path}' holds generation {known[-1]}, which a new store would not read and its commits would remove. "
+            f"Continue it with TieredStore.open({path!r}, tiers), name another path, or start empty with "
+            "TieredStore(tiers, overwrite=True)"
+        )
 
 
 def _flip(folder: Path, path: Path, manifest: Manifest) -> None:
@@ -502,13 +547,13 @@ def remove_generation(
 
 
 def _flip_away(directory: Path, generation: int) -> None:
-    """Let another generation be the current one where it is ``generation``, or where it is not known which it is."""
+    """Let the newest other generation be the current one, unless the top file names one of the others already."""
     others = [number for number in newest_first(directory) if number != generation]
     try:
-        is_current = current_generation(directory) in (generation, None)
+        current = current_generation(directory)
     except GenerationError:
-        is_current = True
-    if is_current and others:
+        current = None
+    if others and current not in others:
         make_current(directory, others[0])
-    elif is_current:
+    elif not others:
         forget_current(directory)

@@ -1,8 +1,9 @@
 """Generations on disk: what a committed state consists of, its checksums, and the atomic flip to it.
 
-``snap/<generation>/MANIFEST.json`` describes a generation; ``MANIFEST.json`` at the top names the current one. The
-top file is replaced by rename after everything it names is on disk, so that a crash at any instant leaves the old
-generation or the new one, never a mixture.
+``snap/<generation>/MANIFEST.json`` describes a generation. It is written after everything it names is on disk, so
+every generation with a manifest is whole. ``MANIFEST.json`` at the top names the current generation for other programs.
+It is replaced by rename after that, so it may be older: a crash came between, or a copy was made of a live directory.
+Readers therefore take the newest whole generation, and report a top file that names another one.
 """
 
 from __future__ import annotations
@@ -126,15 +127,13 @@ def forget_current(directory: str | os.PathLike[str]) -> None:
 
 
 def read_manifest(directory: str | os.PathLike[str], generation: int | None = None) -> Manifest:
-    """Return the manifest of a generation, default the current one.
+    """Return the manifest of a generation, default the newest one.
 
     Raises:
         GenerationError: there is none, it is damaged, or a newer version of this package wrote it.
     """
     if generation is None:
-        generation = current_generation(directory)
-        if generation is None:
-            raise GenerationError(_no_current_text(directory))
+        return _newest_manifest(directory)
     path = generation_folder(directory, generation) / MANIFEST_NAME
     if not path.exists():
         known = ", ".join(map(str, list_generations(directory))) or "none"
@@ -153,12 +152,45 @@ def read_manifest(directory: str | os.PathLike[str], generation: int | None = No
     return manifest
 
 
-def _no_current_text(directory: str | os.PathLike[str]) -> str:
-    known = ", ".join(map(str, list_generations(directory)))
+def _newest_manifest(directory: str | os.PathLike[str]) -> Manifest:
+    known = newest_first(directory)
     if not known:
-        return f"nothing was committed in '{os.fspath(directory)}'"
-    top = Path(directory, MANIFEST_NAME)
-    return f"'{top}' is missing, which names the current generation. Open one by its number; there are: {known}"
+        current = current_generation(directory)
+        if current is None:
+            raise GenerationError(f"nothing was committed in '{os.fspath(directory)}'")
+        return read_manifest(directory, current)  # raises
+    if top_problem(directory) is None:
+        return read_manifest(directory, known[0])
+    problems = []
+    for number in known:
+        try:
+            return read_manifest(directory, number)
+        except NewerFormatError:
+            raise
+        except GenerationError as error:
+            problems.append(error)
+    raise problems[0]
+
+
+def top_problem(directory: str | os.PathLike[str]) -> str | None:
+    """Return why the top file does not name the newest generation, as a sentence; None if it does.
+
+    Raises:
+        NewerFormatError: a newer version of this package wrote the file.
+    """
+    known, top = list_generations(directory), Path(directory, MANIFEST_NAME)
+    try:
+        current = current_generation(directory)
+    except NewerFormatError:
+        raise
+    except GenerationError as error:
+        return str(error)
+    if not known or current == known[-1]:
+        return None
+    found = "is missing" if current is None else f"names generation {current}"
+    if current is not None and current not in known:
+        found += ", which does not exist"
+    return f"'{top}' {found}, and the newest generation is {known[-1]}"
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
@@ -177,7 +209,7 @@ def _block_record(fields: Mapping[str, Any]) -> BlockRecord:
 
 
 def current_generation(directory: str | os.PathLike[str]) -> int | None:
-    """Return the number of the last committed generation, or None if nothing was ever committed.
+    """Return the number that the top file names, None without that file. It may be older than the newest generation.
 
     Raises:
         GenerationError: the file that names it is damaged or newer than this package.
@@ -201,16 +233,11 @@ def list_generations(directory: str | os.PathLike[str]) -> list[int]:
 
 
 def newest_first(directory: str | os.PathLike[str]) -> list[int]:
-    """Return the generations to try to open, the current one first, then older ones.
+    """Return the numbers of all generations that have a manifest: the order in which a reader tries them.
 
-    Where the file that names the current one is damaged or lost, every generation that has a manifest counts.
+    The top file does not matter: a generation gets its manifest last, so it is whole whether or not the file names it.
     """
-    known = list_generations(directory)
-    try:
-        current = current_generation(directory)
-    except GenerationError:
-        current = None
-    return [number for number in reversed(known) if current is None or number <= current]
+    return list_generations(directory)[::-1]
 
 
 def store_id_in_manifests(directory: str | os.PathLike[str]) -> str | None:

@@ -27,17 +27,21 @@ from tiered.durable.arrays import (
     snapshot_of,
 )
 from tiered.durable.manifest import (
+    MANIFEST_NAME,
     SNAPSHOT_FOLDER,
     BlockRecord,
     Manifest,
     current_generation,
     generation_folder,
     generation_name,
+    list_generations,
+    newest_first,
     read_manifest,
+    top_problem,
 )
 from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
 from tiered.durable.zarr_folder import directory_document, generation_document
-from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, TieredError
+from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
 from tiered.file_io import PIECE_BYTES, pieces, read_document_file
 from tiered.tiers.directory import STORE_NAME, read_document
 from tiered.tiers.layout import (
@@ -62,13 +66,15 @@ class GenerationReader:
 
     Args:
         path: directory of the generations.
-        generation: its number, default the current one.
+        generation: its number, default the newest whole one: that of the top file where it names the newest, else the
+            newest whose files all exist.
         search: paths of file tiers, for parts that are not where they were written.
 
     Attributes:
         manifest: what the generation's document says.
         blocks: its records by key, in order of registration.
         piece_bytes: bytes of a block's contents that one checksum covers: ``read_range`` reads no less.
+        notice: why another generation was chosen than the top file names; None if it was not.
 
     Raises:
         GenerationError: there is no such generation, or its manifest is damaged or newer than this package.
@@ -83,6 +89,11 @@ class GenerationReader:
         search: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
         self.path = Path(os.path.abspath(path))
+        self.notice: str | None = None
+        if generation is None and list_generations(self.path) and (problem := top_problem(self.path)) is not None:
+            generation, passed_over = _newest_whole(self.path, search)
+            texts = [problem, *passed_over, f"Generation {generation} is the newest whole one and is used"]
+            self.notice = ". ".join(texts)
         self.manifest: Manifest = read_manifest(self.path, generation)
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
         self._name = generation_name(self.manifest.generation)
@@ -200,14 +211,19 @@ class GenerationReader:
         views = [BlockView(self.spec(key), partial(self.read_range, key)) for key in self.blocks]
         return group_of(views, {"generation": self.generation, "meta": self.manifest.meta})
 
-    def problems(self, on_block: Callable[[BlockRecord], None] | None = None) -> Iterator[str]:
+    def problems(
+        self, on_block: Callable[[BlockRecord], None] | None = None, *, with_top: bool = True
+    ) -> Iterator[str]:
         """Yield a sentence about every damage, with the file; nothing if the generation is sound. Reads all of it.
 
         Args:
             on_block: called with every block's record once it was checked.
+            with_top: whether a damaged or missing top file counts; no reader needs it.
         """
         inspection = _Inspection(self)
-        yield from inspection.manifest_problems()
+        if with_top:
+            yield from inspection.top_problems()
+        yield from inspection.store_problems()
         yield from inspection.root_problems(generation_folder(self.path, self.generation))
         for record in self.manifest.blocks:
             yield from inspection.block_problems(record)
@@ -273,6 +289,28 @@ class GenerationReader:
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
 
+def _newest_whole(path: Path, search: Sequence[str | os.PathLike[str]]) -> tuple[int, list[str]]:
+    """Return the newest generation whose manifest can be read and whose files exist, and why newer ones were not taken.
+
+    Raises:
+        GenerationError: there is none.
+    """
+    problems: list[str] = []
+    for number in newest_first(path):
+        try:
+            reader = GenerationReader(path, number, search)
+            for key in reader.blocks:
+                missing = next((file.path for file in reader.files(key) if not file.path.exists()), None)
+                if missing is not None:
+                    raise GenerationError(f"a part of block '{key}' is missing: {missing_text(missing)}")
+            return number, problems
+        except NewerFormatError:
+            raise
+        except GenerationError as error:
+            problems.append(f"generation {number} is not whole: {error}")
+    raise GenerationError(f"no generation in '{path}' is whole: {'; '.join(problems)}")
+
+
 class _Inspection:
     """Looks at the blocks of one generation, and once at each document that several of them have in common."""
 
@@ -280,14 +318,18 @@ class _Inspection:
         self._reader = reader
         self._seen: set[Path] = set()
 
-    def manifest_problems(self) -> Iterator[str]:
-        """Look at what names the generation; its own manifest was read by the reader."""
+    def top_problems(self) -> Iterator[str]:
+        """Check the file that names the current generation."""
         reader = self._reader
         try:
             if current_generation(reader.path) is None:
-                yield f"'{reader.path}' has no file that names the current generation"
+                yield f"'{reader.path / MANIFEST_NAME}' is missing, which names the current generation"
         except GenerationError as error:
             yield str(error)
+
+    def store_problems(self) -> Iterator[str]:
+        """Check the note of the store's identity."""
+        reader = self._reader
         store = reader.manifest.store
         if store and read_store_id(reader.path) != store:
             yield f"'{reader.path / STORE_NAME}' is missing or damaged: it must name the store {store}"

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from tiered.errors import TieredError, TransferError
-from tiered.file_io import flush_contents, open_direct, sync_paths
+from tiered.file_io import flush_contents, folder_clashes, open_direct, sync_paths
 from tiered.tiers.base import Ledger, Slot, TierUsage
 from tiered.tiers.directory import open_directories, write_document
 from tiered.tiers.health import FullDrives, OnFull, PathMeter, count_writes
@@ -82,8 +82,13 @@ class NvmeTier:
         on_notice: Callable[[str], None] | None = None,
         max_written_bytes: Sequence[int | None] | None = None,
     ) -> None:
-        if not paths or len({os.path.realpath(path) for path in paths}) != len(paths):
-            raise ValueError(f"tier '{name}' needs one or more different paths, got {[str(path) for path in paths]}")
+        if not paths:
+            raise ValueError(f"tier '{name}' needs one or more different paths, got none")
+        for number, first, clash in folder_clashes(paths):
+            raise ValueError(
+                f"tier '{name}' needs different paths: '{paths[number]}' {clash} '{paths[first]}'. Give each drive a "
+                "folder of its own"
+            )
         if chunk_bytes is not None and (chunk_bytes <= 0 or chunk_bytes % PAGE_BYTES):
             raise ValueError(f"chunk_bytes must be a multiple of {PAGE_BYTES}, got {chunk_bytes}")
         if past_ram and verify == "always":

@@ -13,6 +13,7 @@ from megatrain.checkpoint.catalog import (
     checkpoints_folder,
     find_checkpoint,
     list_checkpoints,
+    list_notices,
     remove_checkpoint,
     verify_checkpoints,
 )
@@ -116,10 +117,14 @@ def test_found_by_folder_and_step(run: SavedRun) -> None:
         find_checkpoint(folder / "snap/00000001", 4)
 
 
-def test_what_a_crash_kept_from_becoming_current_is_found_by_its_step(run: SavedRun) -> None:
+def test_a_top_file_that_is_older_changes_nothing_and_is_reported(run: SavedRun) -> None:
+    assert list_notices(run.out) == []
     make_current(run.out / "checkpoints", 2)
-    assert find_checkpoint(run.out).state.step == 4
-    assert find_checkpoint(run.out, 6).number == 3
+    assert find_checkpoint(run.out).state.step == 6 and find_checkpoint(run.out, 6).number == 3
+    assert [info.is_newest for info in list_checkpoints(run.out)] == [False, False, True]
+    (notice,) = list_notices(run.out)
+    assert "names generation 2, and the newest generation is 3" in notice
+    assert [problems for _, problems in verify_checkpoints(run.out)] == [[], [], []]
 
 
 def test_nothing_there(tmp_path: Path, run: SavedRun) -> None:

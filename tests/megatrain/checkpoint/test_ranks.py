@@ -63,7 +63,7 @@ def rank_store(folder: Path, rank: int, size: int) -> Iterator[TieredStore]:
     """A rank's store with its shards: every other block on its drive, the others in RAM."""
     name = store_paths(size)[rank]
     tiers = [RamTier(32 << 20), NvmeTier([str(folder / "drive" / name)], 64 << 20)]
-    with TieredStore(tiers, path=str(folder / "checkpoints" / name)) as store:
+    with TieredStore(tiers, path=str(folder / "checkpoints" / name), overwrite=True) as store:
         shards = RankShards(rank, size)
         for number, (key, length) in enumerate(SIZES.items()):
             home = "nvme" if number % 2 else "ram"

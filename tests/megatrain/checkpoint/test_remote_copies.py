@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -18,7 +19,10 @@ import pytest
 from fakes.s3_server import S3, s3_server
 from megatrain.checkpoint import remote, remote_copier
 from megatrain.checkpoint.remote import RemoteFolder
+from megatrain.config.load import load_config
+from megatrain.resolve import resolve_checkpoint
 from processes import rank_runs, saved_run
+from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import NVME, ON_NVME, SavedRun, end, make_run
 from tiered import GenerationReader
@@ -318,6 +322,36 @@ def test_the_best_and_the_newest_stay(url: str) -> None:
     assert names == ["00000001-step-10", "00000004-step-40", "00000005-step-50", "00000006-step-60"]
 
 
+@pytest.mark.parametrize(
+    ("best", "left"), [(40, [30, 40, 50]), (50, [30, 40, 50]), (None, [40, 50]), (20, [20, 40, 50])]
+)
+def test_the_best_does_not_count_among_the_newest_that_stay(best: int | None, left: list[int], url: str) -> None:
+    folder = RemoteFolder(url)
+    for number in range(1, 6):
+        part = remote.RemotePart("", number, 0, 0, "a")
+        folder.commit(remote.RemoteCheckpoint(number, 10 * number, (part,), {"saved_at": str(number)}, 1, {}))
+    folder.prune(2, best)
+    assert [each.step for each in folder.checkpoints()] == left[::-1]
+    assert sorted(path.name for path in folder_of(url).iterdir()) == [
+        f"0000000{step // 10}-step-{step}" for step in left
+    ]
+
+
+def test_one_process_sends_the_parts_of_ranks_that_are_no_more(tmp_path: Path, url: str) -> None:
+    """Two ranks saved while the URL was out of reach; one process continues, and sends what both have."""
+    run = unpack("ranks", tmp_path)
+    config = load_config(run.folder / "run.toml", overrides=[f'checkpoint.save_copy="{url}"']).config
+    copier = remote_copier.RemoteCopier(resolve_checkpoint(config), print, 0, lambda item: [item])
+    copier.finish()
+    copies = RemoteFolder(url).checkpoints()
+    assert [each.step for each in copies] == [2, 1]
+    names = sorted(str(path.relative_to(folder_of(url))) for path in folder_of(url).rglob("OBJECTS.json"))
+    ranks = ("rank00000", "rank00001")
+    assert names == [f"0000000{step}-step-{step}/{rank}/OBJECTS.json" for step in (1, 2) for rank in ranks]
+    assert all([part.path for part in each.parts] == list(ranks) for each in copies)
+    assert [list(problems) for _, problems in remote.verify_at_url(url)] == [[], []]
+
+
 def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
     """What a run keeps as its best is there after the machine is gone, and becomes its model as ever."""
     more = '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
@@ -335,6 +369,9 @@ def test_the_best_comes_back_with_the_newest(run: SavedRun, url: str) -> None:
     result = run.call("run", config("out", 10, **to(url)), "--allow-config-change")
     assert result.exit_code == 0, result.output
     assert result.output.count("bringing back the checkpoint") == 2 == len(before), result.output
+    # The newest is fetched last, so that it is the newest here, too.
+    fetched = [int(step) for step in re.findall(r"bringing back the checkpoint of step (\d+)", result.output)]
+    assert fetched == [before[1].step, 8] and "continuing after step 8 of 10" in result.output
     assert "is gone" not in result.output and weights(run) == weights(run, "whole")
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatrain.base.names import RANKS_NAME
 from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
-from megatrain.checkpoint.document import Checkpoint, RankGeneration, in_order, read_checkpoints
-from megatrain.checkpoint.resume import find_candidates
+from megatrain.checkpoint.document import Checkpoint, RankGeneration, in_order, order_key, prune, read_checkpoints
+from megatrain.checkpoint.resume import find_candidates, is_not_after
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.load import load_config
 from megatrain.resolve import resolve_checkpoint
+from megatrain.saving import make_copier
 from oracles.run_state import make_state
 from processes.golden import unpack
 from processes.saved_run import SavedRun
-from tiered import MiB, RamTier, TieredStore
+from tiered import MiB, RamTier, TieredStore, list_generations
 
 
 def of_one(number: int, saved_at: str) -> Checkpoint:
@@ -45,6 +48,33 @@ def test_of_two_of_one_second_the_later_one_goes_on() -> None:
     for own, others in (([first], [second]), ([second], [first])):
         assert in_order(own, others) == [second, first]
     assert in_order([of_before], [first]) == [first, of_before]
+
+
+def counted(number: int, save_number: int, saved_at: str) -> Checkpoint:
+    return replace(of_one(number, saved_at), meta={"saved_at": saved_at, "save_number": save_number})
+
+
+def test_the_number_of_the_save_decides_whatever_clocks_do() -> None:
+    """The clock was two hours ahead when step 6 was saved and copied; then it was set right."""
+    own = [counted(5, 5, "2026-11-28T10:02"), counted(4, 4, "2026-11-28T10:01"), counted(3, 3, "2026-11-28T12:00")]
+    copy = replace(own[2], folder=Path("copies"))
+    assert in_order(own, [copy]) == [*own, copy]
+    # One process after two: the document of the ranks has the larger number and the later time, and is older.
+    of_ranks = replace(counted(9, 2, "2027-01-01"), ranks=(RankGeneration("rank00000", 7, "0" * 16),))
+    assert in_order(own, [of_ranks]) == [*own, of_ranks] == in_order([of_ranks], own)
+    assert is_not_after(of_ranks, own[2]) and not is_not_after(own[2], of_ranks)
+    assert order_key(own[0]) > order_key(own[2]) > order_key(of_ranks)
+
+
+def test_saves_that_were_not_counted_come_before_counted_ones_in_order_of_time() -> None:
+    old = [of_one(2, "2026-11-02"), of_one(1, "2026-11-01")]
+    new = counted(3, 1, "2020-01-01")
+    between = replace(of_one(8, "2026-11-01T12"), folder=Path("copies"))
+    assert in_order([new, *old], [between]) == [new, old[0], between, old[1]]
+    # An older version continued the run: what it saved follows the last counted save.
+    after = of_one(4, "2019-01-01")
+    copy = replace(new, folder=Path("copies"))
+    assert in_order([after, new, *old], [copy, between]) == [after, new, copy, old[0], between, old[1]]
 
 
 def test_the_last_ones_stay_and_the_best(tmp_path: Path) -> None:
@@ -74,6 +104,36 @@ def test_the_writer_of_one_process_knows_what_its_store_keeps(keep: int, tmp_pat
             assert folder.known == made[-keep:]
             assert [each.ranks for each in read_checkpoints(tmp_path)] == [each.ranks for each in folder.known]
     assert not (tmp_path / RANKS_NAME).exists()
+
+
+def test_ranks_remove_what_one_process_has_saved_before_them(tmp_path: Path) -> None:
+    folder = unpack("one", tmp_path).out / "checkpoints"
+    known = read_checkpoints(folder)
+    assert [each.number for each in known] == list_generations(folder) and len(known) == 2
+    ranks = ["rank00000", "rank00001"]
+    prune(folder, known, ranks)
+    assert list_generations(folder) == [each.number for each in known]
+    prune(folder, known[1:], ranks)
+    assert list_generations(folder) == [known[1].number]
+    prune(folder, [], [""])
+    assert list_generations(folder) == [known[1].number], "the store of one process prunes its own"
+    prune(folder, [], ranks)
+    assert list_generations(folder) == []
+
+
+def test_a_copy_needs_the_room_of_all_ranks(tmp_path: Path) -> None:
+    """Homes may differ between ranks: rank 1 has five bytes on drives, this one has one."""
+
+    class Group:
+        def gather(self, item: object) -> list[object]:
+            return [item, 5 if item == 1 else item]
+
+    run = unpack("ranks", tmp_path)
+    config = load_config(run.folder / "run.toml", overrides=["checkpoint.save_copy=true"]).config
+    spec, world = resolve_checkpoint(config), SimpleNamespace(rank=0)
+    plan: Any = SimpleNamespace(checkpoint_bytes_on_drives=1, run=SimpleNamespace(checkpoint=spec, world=world))
+    group: Any = Group()
+    assert make_copier(plan, group, print)._drive_bytes == 6
 
 
 def candidates_of(run: SavedRun) -> list[Checkpoint]:

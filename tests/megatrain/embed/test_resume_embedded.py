@@ -84,6 +84,47 @@ def test_training_goes_on_with_the_same_bits(where: str, tmp_path: Path) -> None
         assert all(torch.equal(numbers, module.state_dict()[name]) for name, numbers in weights.items())
 
 
+def test_a_generation_of_that_number_of_another_run_is_not_taken_for_the_saved_one(tmp_path: Path) -> None:
+    """Both stores have committed their generation 1, and nothing has changed since."""
+    with small_store(tmp_path / "one") as store:
+        module, optimizer = build(store)
+        steps(module, optimizer, 0, 3)
+        state = optimizer.state_dict()
+        expected = {name: numbers.clone() for name, numbers in module.state_dict().items()}
+    with small_store(tmp_path / "two") as store:
+        module, optimizer = build(store, seed=9)
+        steps(module, optimizer, 7, 9)
+        own = optimizer.state_dict()
+        assert own["tiered"]["generation"] == state["tiered"]["generation"] == 1
+        optimizer.load_state_dict(state)
+        found = module.state_dict()
+        assert all(torch.equal(numbers, found[name]) for name, numbers in expected.items())
+        optimizer.load_state_dict(own)
+        assert not torch.equal(module.state_dict()["0.weight"], expected["0.weight"])
+
+
+def test_a_program_that_loads_nothing_hears_of_the_generations_that_it_replaces(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for run in range(2):
+        caplog.clear()
+        with small_store(tmp_path / "one") as store:
+            module, optimizer = build(store)
+            steps(module, optimizer, 0, 1)
+            optimizer.state_dict()
+            assert ("holds generations 1, 2 of an earlier program" in caplog.text) == (run == 1)
+            steps(module, optimizer, 1, 2)
+            caplog.clear()
+            state = optimizer.state_dict()
+            assert "earlier program" not in caplog.text
+    with small_store(tmp_path / "one") as store:
+        module, optimizer = build(store)
+        optimizer.load_state_dict(state)
+        steps(module, optimizer, 2, 3)
+        optimizer.state_dict()
+        assert "earlier program" not in caplog.text
+
+
 def test_saving_twice_without_a_change_commits_once(tmp_path: Path) -> None:
     with small_store(tmp_path) as store:
         module, optimizer = build(store)

@@ -1,0 +1,95 @@
+"""Work that is on disk is continued: with a top file that is older, and with clocks that were set back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatrain.checkpoint import state
+from megatrain.checkpoint.catalog import list_checkpoints
+from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
+from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+from tiered import MiB, RamTier, TieredStore
+from tiered.durable.manifest import MANIFEST_NAME, list_generations, make_current
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A run of 6 steps, all in RAM, saved at 2, 4 and 6."""
+    run = make_run(tmp_path_factory.mktemp("trained") / "w")
+    result = run.run(steps=6)
+    assert result.exit_code == 0, result.output
+    return run
+
+
+@pytest.fixture
+def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
+    return trained.copy(tmp_path / "w")
+
+
+def step_of(text: str) -> int:
+    found = re.search(r"continuing after step (\d+)", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+@pytest.mark.parametrize("top", [1, None])
+def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest(
+    top: int | None, run: SavedRun
+) -> None:
+    """Before, such a run started from the model, and its first save removed the sound checkpoints."""
+    final = (run.out / "final/model.safetensors").read_bytes()
+    folder = run.out / "checkpoints"
+    for number in (1, 3):
+        shutil.rmtree(folder / f"snap/{number:08d}")
+    shutil.rmtree(run.out / "final")
+    if top is None:
+        (folder / MANIFEST_NAME).unlink()
+    else:
+        make_current(folder, top)
+    text = f"{folder / MANIFEST_NAME}' " + ("is missing" if top is None else "names generation 1, which does not exist")
+    listed, verified = (run.call("ckpt", word, run.out) for word in ("ls", "verify"))
+    checked = run.call("check", run.folder / "run.toml")
+    for result in (listed, verified, checked):
+        assert result.exit_code == 0, result.output
+        assert text in " ".join(result.output.split()), result.output
+    for result in (listed, verified):
+        assert "a run continues from step 4\n" in result.output
+    assert "starts from the model" not in checked.output
+    result = run.run(steps=6)
+    assert result.exit_code == 0 and text in result.output and step_of(result.output) == 4
+    assert list_generations(folder) == [2, 3]
+    assert (run.out / "final/model.safetensors").read_bytes() == final
+
+
+def test_a_clock_that_was_set_back_costs_nothing(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of an old checkpoint with a later time was continued, and the newer checkpoints were dropped."""
+    run.folder.joinpath("drive").mkdir()
+    shutil.rmtree(run.out)
+    options = {"placement": ON_NVME, "more": NVME, "checkpoint": "save_copy = 2"}
+    times = iter(f"20{year:02d}-01-01T00:00:00.000000+00:00" for year in range(99, 0, -1))
+    monkeypatch.setattr(state, "now_text", lambda timespec="seconds": next(times))
+    assert run.run(steps=6, **options).exit_code == 0  # saved at 2, 4 and 6; 4 is copied, and 6 as the last
+    final = (run.out / "final/model.safetensors").read_bytes()
+    shutil.rmtree(run.out / "final")
+    shutil.rmtree(run.out / "copies/snap/00000003")
+    infos = list_checkpoints(run.out)
+    assert [(info.step, info.is_copy, info.save_number) for info in infos] == [
+        (2, False, 1), (4, False, 2), (6, False, 3), (4, True, 2),
+    ]  # fmt: skip
+    assert infos[3].saved_at > infos[2].saved_at, "the copy of step 4 looks newer by the clock"
+    assert "a run continues from step 6\n" in run.call("ckpt", "ls", run.out).output
+    result = run.run(steps=6, **options)
+    assert result.exit_code == 0 and step_of(result.output) == 6, result.output
+    assert (run.out / "final/model.safetensors").read_bytes() == final
+
+
+def test_a_save_gets_a_larger_number_than_any_checkpoint_or_copy(run: SavedRun) -> None:
+    folder = CheckpointFolder(run.out / "checkpoints", 0, lambda item: [item], 3, print)
+    with TieredStore([RamTier(MiB, pin_memory=False)], path=str(run.folder / "other")) as store:
+        for elsewhere, numbers in ((0, [4, 5]), (3, [4, 5]), (9, [10, 11])):
+            writer = CheckpointWriter(folder, store, lanes=1, elements={}, save_number=elsewhere)
+            assert [writer.next_save_number(), writer.next_save_number()] == numbers

@@ -1,0 +1,228 @@
+"""No committed work is lost: by a top file that is older, by a failing drive, by a store that starts over, by paths."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tiered import GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, Tier, TieredStore, TransferError
+from tiered.durable import manifest
+from tiered.durable.manifest import (
+    MANIFEST_NAME,
+    current_generation,
+    forget_generation,
+    list_generations,
+    make_current,
+    read_manifest,
+)
+
+KEYS = {"a": "nvme", "b/c": "ram"}
+CALLS = ("replace", "rename", "unlink", "link", "symlink", "mkdir", "rmdir", "fsync", "fdatasync", "pwrite", "pwritev")
+
+
+def tiers(root: Path) -> list[Tier]:
+    drive = NvmeTier([root / "drive"], MiB, chunk_bytes=16 * KiB, on_notice=lambda text: None)
+    return [RamTier(MiB, pin_memory=False), drive]
+
+
+def make(root: Path, values: int, keep: int = 2) -> None:
+    with TieredStore(tiers(root), keep_generations=keep) as store:
+        for value in range(1, values + 1):
+            write(store, value)
+            store.commit({"value": value}).wait(60)
+
+
+def write(store: TieredStore, value: float) -> None:
+    for key, home in KEYS.items():
+        store.put(key, torch.full((5000,), float(value)), home=home)
+
+
+def value_of(store: TieredStore) -> float:
+    (value,) = {float(each) for key in KEYS for each in store[key].unique()}
+    return value
+
+
+def opened_value(root: Path, notices: list[str] | None = None) -> float:
+    with TieredStore.open(str(root / "drive"), tiers(root), on_notice=(notices or []).append) as store:
+        return value_of(store)
+
+
+@pytest.mark.parametrize("top", [3, 1, 77, None, "damaged"])
+def test_the_newest_generation_is_opened_whatever_the_top_file_names(top: int | str | None, tmp_path: Path) -> None:
+    make(tmp_path, 4)
+    path = tmp_path / "drive" / MANIFEST_NAME
+    if isinstance(top, int):
+        make_current(tmp_path / "drive", top)
+    elif top is None:
+        path.unlink()
+    else:
+        path.write_text("{")
+    notices: list[str] = []
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), on_notice=notices.append) as store:
+        assert value_of(store) == 4
+        (notice,) = notices
+        assert str(path) in notice and "Generation 4 is the newest whole one" in notice
+        assert list_generations(tmp_path / "drive") == [3, 4], "opening removes nothing"
+        write(store, 5)
+        assert store.commit({"value": 5}).generation == 5
+    assert list_generations(tmp_path / "drive") == [4, 5] and current_generation(tmp_path / "drive") == 5
+    assert opened_value(tmp_path) == 5
+    assert read_manifest(tmp_path / "drive").meta["value"] == 5
+
+
+def test_a_top_file_that_names_the_newest_is_not_reported(tmp_path: Path) -> None:
+    make(tmp_path, 2)
+    reader = GenerationReader(tmp_path / "drive")
+    assert (reader.generation, reader.notice) == (2, None)
+
+
+@pytest.mark.parametrize("part", ["file", "manifest", "array"])
+def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: str, tmp_path: Path) -> None:
+    """``cp -r`` of a live store read the top file first, and the newest generation while it was removed."""
+    make(tmp_path, 3, keep=3)
+    make_current(tmp_path / "drive", 1)
+    newest = tmp_path / "drive/snap/00000003"
+    if part == "file":
+        (newest / "b/c/c/0").unlink()
+    elif part == "array":
+        shutil.rmtree(newest / "a")
+    else:
+        (newest / MANIFEST_NAME).write_text("{")
+    reader = GenerationReader(tmp_path / "drive")
+    assert reader.generation == 2
+    assert reader.notice is not None and "generation 3 is not whole: " in reader.notice
+    assert opened_value(tmp_path) == 2
+    assert read_manifest(tmp_path / "drive").generation == (2 if part == "manifest" else 3)
+    forget_generation(tmp_path / "drive", 1)
+    shutil.rmtree(tmp_path / "drive/snap/00000002")
+    with pytest.raises(GenerationError, match=r"no generation in .* is whole: generation 3 is not whole"):
+        GenerationReader(tmp_path / "drive")
+
+
+def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> None:
+    make(tmp_path, 1)
+    refused = tiers(tmp_path)
+    with pytest.raises(GenerationError, match=r"holds generation 1.*TieredStore\.open\('.*drive', t.*overwrite=True"):
+        TieredStore(refused)
+    with TieredStore.open(str(tmp_path / "drive"), refused) as store:  # the very tiers
+        assert value_of(store) == 1
+    with TieredStore(tiers(tmp_path), overwrite=True) as store:
+        assert list(store) == []
+        store.put("other", torch.ones(10))
+        assert store.commit().generation == 2
+    assert list_generations(tmp_path / "drive") == [1, 2], "the older one goes when keep_generations newer ones exist"
+    with pytest.raises(GenerationError, match="holds generation 2"):
+        TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "drive"))
+
+
+@pytest.mark.parametrize("inner", ["x/live", "x/sub/y", "x"])
+def test_drives_that_contain_each_other_are_refused(inner: str, tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to("x")
+    nested = tmp_path / inner.replace("x", "link", 1)
+    for paths in ([tmp_path / "x", nested], [nested, tmp_path / "x"]):
+        with pytest.raises(ValueError, match=r"different paths: .* (lies inside|contains|is the same folder as) '"):
+            NvmeTier(paths, MiB)
+    assert list((tmp_path / "x").iterdir()) == [], "nothing was made"
+    first = NvmeTier([tmp_path / "x"], MiB)
+    with pytest.raises(ValueError, match="give each a folder of its own"):
+        TieredStore([RamTier(MiB, pin_memory=False), first], path=str(nested))
+    if inner != "x":
+        second = NvmeTier([nested], MiB, name="second")
+        with pytest.raises(ValueError, match="lies inside"):
+            TieredStore([RamTier(MiB, pin_memory=False), first, second])
+        second.close()
+    first.close()
+
+
+# -- a drive that refuses ---------------------------------------------------------------------------------------------
+
+
+def failing_at(number: int, patch: pytest.MonkeyPatch, error: int = errno.EIO) -> list[str]:
+    """Let the system call of this number, and no other, fail; return the list that gets its name and arguments."""
+    left, failed = [number], []
+
+    def hook(name: str) -> None:
+        real: Callable[..., Any] = getattr(os, name)
+
+        def refusing(*arguments: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                failed.append(f"{name}{arguments[1:] if name.startswith('pwrite') else arguments}")
+                raise OSError(error, os.strerror(error), arguments[0] if isinstance(arguments[0], str | Path) else None)
+            return real(*arguments, **options)
+
+        patch.setattr(os, name, refusing)
+
+    for name in CALLS:
+        hook(name)
+    return failed
+
+
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_store_opens_after_any_failing_system_call_of_a_commit(
+    stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_failed = num_raised = 0
+    for number in range(0, 1000, stride):
+        root = tmp_path / str(number)
+        make(root, 2)
+        store = TieredStore.open(str(root / "drive"), tiers(root), on_notice=lambda text: None)
+        write(store, 3)
+        store.wait_idle()
+        raised = False
+        with monkeypatch.context() as patch:
+            failed = failing_at(number, patch)
+            try:
+                store.commit({"value": 3}).wait(60)
+            except TransferError:
+                raised = True
+        try:
+            store.close()
+        except TransferError:
+            raised = True
+        if not failed:
+            break
+        num_failed, num_raised = num_failed + 1, num_raised + raised
+        current, known = current_generation(root / "drive"), list_generations(root / "drive")
+        assert current in known and current == known[-1], (failed, current, known)
+        value = opened_value(root)
+        assert value in ((2, 3) if raised else (3,)), (failed, value)
+        assert value == read_manifest(root / "drive", current).meta["value"], failed
+        assert list(GenerationReader(root / "drive").problems()) == [], failed
+        shutil.rmtree(root)
+    else:
+        raise AssertionError("a commit makes fewer calls")
+    assert num_failed * stride > 40 and num_raised > num_failed / 2
+
+
+def test_a_flush_that_fails_after_the_rename_keeps_the_generation_that_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 2)
+    real, has_failed = manifest.replace_file, []
+
+    def replace_file(path: Path, text: str, **options: Any) -> None:
+        real(path, text, **options)
+        if path == tmp_path / "drive" / MANIFEST_NAME and not has_failed:
+            has_failed.append(path)
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path.parent))
+
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path)) as store:
+        write(store, 3)
+        monkeypatch.setattr(manifest, "replace_file", replace_file)
+        with pytest.raises(TransferError, match="generation 3 cannot be written"):
+            store.commit().wait(60)
+        assert has_failed and current_generation(tmp_path / "drive") == 3
+    assert opened_value(tmp_path) == 3
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path)) as store:
+        write(store, 4)
+        assert store.commit().generation == 4
+    assert opened_value(tmp_path) == 4 and list_generations(tmp_path / "drive") == [3, 4]
