@@ -74,6 +74,8 @@ def command(
     import torch
 
     from megatrain.base.names import run_of_final
+    from megatrain.checkpoint.catalog import find_checkpoint
+    from megatrain.checkpoint.state import CheckpointError
     from megatrain.export import export_checkpoint
     from megatrain.models.export import exported_step
     from megatrain.models.hub import push
@@ -81,7 +83,13 @@ def command(
 
     run = run_of_final(checkpoint)
     if run is not None:
-        checkpoint, step = run, exported_step(checkpoint) if step is None else step
+        final, step = checkpoint, exported_step(checkpoint) if step is None else step
+        try:
+            find_checkpoint(run, step)
+        except CheckpointError as error:
+            copy = f"cp -r {shlex.quote(str(final))} {shlex.quote(str(out))}"
+            raise CheckpointError(f"{error}. '{final}' is the whole model of step {step} already: {copy}") from error
+        checkpoint = run
     is_shown = sys.stderr.isatty() and not as_json
 
     shown = -1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import CheckpointCopier
 from megatrain.checkpoint.remote import bring_back, lanes_at_url
 from megatrain.checkpoint.resume import (
+    ConfigChangedError,
     LostCheckpointsError,
     already_done,
     check_changes,
@@ -22,11 +22,14 @@ from megatrain.checkpoint.resume import (
     find_candidates,
     lanes_of_newest,
 )
-from megatrain.checkpoint.state import ARITHMETIC, RunState, installed_versions
+from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import config_from_toml
+from megatrain.models.hub import missing_weights
+from megatrain.models.load import open_loader
 from megatrain.optim.base import decays
 from megatrain.resolve import resolve_best
 from megatrain.run.loggers import METRICS_NAME, last_evaluations
+from megatrain.weights import folder_record
 from tiered import checksum
 
 if TYPE_CHECKING:
@@ -72,8 +75,7 @@ class RunStart:
         """
         run, are_lost = self.plan.run, False
         if run.checkpoint.table.copy_url is not None:
-            check = partial(self._check_changes, allow=self.allows_changes)
-            bring_back(run.checkpoint, self.tell, check)
+            bring_back(run.checkpoint, self.tell, self._check_before_fetch)
         try:
             candidates = find_candidates(run.checkpoint, self.tell)
         except LostCheckpointsError as lost:
@@ -124,6 +126,20 @@ class RunStart:
             with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.tell) as copier:
                 copier.offer(checkpoint, is_last=True)
                 copier.finish()
+
+    def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint at a URL that this run could not continue, before any of it is fetched."""
+        model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
+        try:
+            self._check_changes(checkpoint, allow=self.allows_changes)
+            # Weights that are not yet fetched from a hub are compared once they are here.
+            if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
+                folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
+        except (CheckpointError, ConfigChangedError) as error:
+            raise type(error)(
+                f"{error}\nThat checkpoint is at '{url}', and nothing of it was fetched. For a run of its own, name "
+                "another URL in checkpoint.save_copy"
+            ) from error
 
     def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
         check_changes(

@@ -45,7 +45,7 @@ from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
 from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
-from megatrain.run.folder import RunFolder, open_to_all
+from megatrain.run.folder import LockKeeper, RunFolder, open_to_all
 from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
 from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
@@ -318,17 +318,20 @@ class Trainer:
             yield
             return
         given = self.observer
+        folder = RunFolder(self.run.output_dir)
+        keeper = LockKeeper(folder, given.on_message)
         with (
-            RunFolder(self.run.output_dir) as folder,
+            folder,
             StatusWriter(
                 folder.path,
                 run_name=self.run.name,
                 activity=self.activity,
                 is_paused=self.is_paused,
                 exit_code_of=self._exit_code_of,
+                on_interval=keeper.look,
             ) as status,
         ):
-            self.observer = Observers([given, status])
+            self.observer = Observers([keeper, given, status])
             self.group.listen(
                 on_notice=self.observer.on_message, on_failure=lambda why: status.fail(str(why), why.exit_code)
             )

@@ -188,6 +188,37 @@ class AdaptedWeights:
             self._loader.load_buffers()
 
 
+def folder_record(plan: Plan, origin: Origin | None, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+    """Return what a checkpoint records of the model's folder: of tensors, and of weights, that it has no copy of.
+
+    Args:
+        origin: The model's folder; None: the weights come from elsewhere.
+        checkpoint: The one that the run continues.
+
+    Raises:
+        CheckpointError: the folder has others than the run of the checkpoint began with.
+    """
+    if origin is None:
+        return {}
+    before, found = {} if checkpoint is None else checkpoint.state.model, dict[str, Any]()
+    carried = origin.carried
+    if carried.names:
+        found |= carried.record()
+        if before.get(CARRIED_CHECKSUM, found[CARRIED_CHECKSUM]) != found[CARRIED_CHECKSUM]:
+            raise CheckpointError(
+                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. "
+                "Bring the original files back, or name another output_dir"
+            )
+    if any(block.in_folder for block in plan.program.blocks.values()):
+        found[BASE_CHECKSUM] = origin.folder.fingerprint()
+        if before.get(BASE_CHECKSUM, found[BASE_CHECKSUM]) != found[BASE_CHECKSUM]:
+            raise CheckpointError(
+                f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds what "
+                "was trained only. Bring the original files back, or name another output_dir"
+            )
+    return found
+
+
 class Weights:
     """The durable blocks of a run, unit by unit. Used by the thread that trains.
 
@@ -236,7 +267,7 @@ class Weights:
                 that the run began with.
         """
         checkpoint = self._load_first_whole(candidates) if candidates else None
-        self.carried = {**self._carried_record(checkpoint), **self._base_record(checkpoint)}
+        self.carried = folder_record(self._plan, self.source.origin, checkpoint)
         layouts = self._plan.graph.layouts.values()
         if checkpoint is None:
             self._fill(list(layouts))
@@ -332,33 +363,6 @@ class Weights:
                 found = reader.read_range(stored, (at - begin) * size, (stop - begin) * size)
                 out[at - start : stop - start] = found.view(out.dtype)
             begin = end
-
-    def _carried_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        origin = self.source.origin
-        if origin is None or not origin.carried.names:
-            return {}
-        carried, record = origin.carried, origin.carried.record()
-        before = {} if checkpoint is None else checkpoint.state.model
-        if before.get(CARRIED_CHECKSUM, record[CARRIED_CHECKSUM]) != record[CARRIED_CHECKSUM]:
-            raise CheckpointError(
-                f"{carried.folder.path}: {carried}, but they are no longer those that {checkpoint} began with. "
-                "Bring the original files back, or name another output_dir"
-            )
-        return record
-
-    def _base_record(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
-        """Return what tells the folder's weights, of which a checkpoint has no copy, from others."""
-        origin = self.source.origin
-        if origin is None or not any(block.in_folder for block in self._plan.program.blocks.values()):
-            return {}
-        record = {BASE_CHECKSUM: origin.folder.fingerprint()}
-        before = {} if checkpoint is None else checkpoint.state.model
-        if before.get(BASE_CHECKSUM, record[BASE_CHECKSUM]) != record[BASE_CHECKSUM]:
-            raise CheckpointError(
-                f"{origin.folder.path}: its weights are no longer those that {checkpoint} began with, which holds what "
-                "was trained only. Bring the original files back, or name another output_dir"
-            )
-        return record
 
     def _weight(self, layout: UnitLayout) -> BlockPlan:
         """Return the block of a weight, or of its first part: they are alike."""

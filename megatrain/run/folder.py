@@ -6,24 +6,29 @@ Only locking imports torch and the store: ``status``, ``save`` and ``stop`` look
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shlex
 import stat
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from megatrain.base.names import CHECKPOINTS_NAME, FINAL_NAME, LOCK_NAME
+from megatrain.base.observer import RunObserver
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.run.status import STATUS_NAME
+from tiered.errors import LockedError, TieredError
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from megatrain.base.observer import StepMetrics
     from tiered.ext import DirectoryLock
 
-__all__ = ["LOG_NAME", "RunFolder", "committed_step"]
+__all__ = ["LOG_NAME", "LockKeeper", "RunFolder", "committed_step"]
 
 #: Output of a run without a terminal, inside ``output_dir``.
 LOG_NAME = "run.log"
@@ -77,6 +82,7 @@ class RunFolder:
         self.dead_owner: str | None = None
         self._made: list[Path] = []
         self._lock: DirectoryLock | None = None
+        self._locking = threading.Lock()
 
     def __enter__(self) -> Self:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
@@ -100,15 +106,66 @@ class RunFolder:
         if lock is not None:
             lock.release()
 
+    def keep_lock(self) -> str | None:
+        """Lock the folder again if its lock file was removed; return a message about that, None if nothing happened.
+
+        Raises:
+            LockedError: another run has locked the folder since.
+            OSError: the folder itself is gone.
+        """
+        with self._locking:
+            assert self._lock is not None
+            try:
+                self._lock.check()
+                return None
+            except LockedError:
+                if not self.path.is_dir():
+                    text = "the folder was removed while this run used it, and its checkpoints with it"
+                    raise OSError(errno.ENOENT, text, str(self.path)) from None
+            self._lock.release()
+            self._lock = _lock(self.path)
+        path = self.path / LOCK_NAME
+        return (
+            f"warning: '{path}' was removed while this run uses the folder. It is locked again; checkpoints may be "
+            f"gone, too: megatrain-tier ckpt ls {shlex.quote(str(self.path))}"
+        )
+
     def _remove_if_unused(self) -> None:
         """Remove the folder if entering created it and it holds only the lock and the status."""
-        if self.path not in self._made or not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
+        if self.path not in self._made or not self.path.is_dir():
+            return
+        if not {LOCK_NAME, STATUS_NAME}.issuperset(os.listdir(self.path)):
             return
         with contextlib.suppress(OSError):  # another process has just put a file there
             for name in (STATUS_NAME, LOCK_NAME):
                 (self.path / name).unlink(missing_ok=True)
             for folder in self._made:
                 folder.rmdir()
+
+
+class LockKeeper(RunObserver):
+    """Checks once a second, and after each step, that the run still holds the lock of its folder.
+
+    Args:
+        folder: The folder of the run, locked.
+        tell: called with messages for the user.
+    """
+
+    def __init__(self, folder: RunFolder, tell: Callable[[str], None]) -> None:
+        self._folder, self._tell = folder, tell
+
+    def look(self) -> None:
+        """Lock the folder again if its lock file is gone; what fails is raised after the step."""
+        with contextlib.suppress(TieredError, OSError):
+            self._report()
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        """Lock the folder again if its lock file is gone."""
+        self._report()
+
+    def _report(self) -> None:
+        if (text := self._folder.keep_lock()) is not None:
+            self._tell(text)
 
 
 def _refuse_links(path: Path) -> None:

@@ -160,6 +160,7 @@ class StatusWriter(RunObserver):
         activity: what the run is doing.
         is_paused: whether the run waits for space on a drive. Called at every message.
         exit_code_of: returns the exit code of the process after an error, or after a summary.
+        on_interval: called by the thread that writes, once a second. It must not raise.
     """
 
     def __init__(
@@ -170,7 +171,9 @@ class StatusWriter(RunObserver):
         activity: Activity | None = None,
         is_paused: Callable[[], bool] = lambda: False,
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
+        on_interval: Callable[[], None] = lambda: None,
     ) -> None:
+        self._on_interval = on_interval
         self._path = path
         self._activity = activity or Activity()
         self._is_paused = is_paused
@@ -259,6 +262,7 @@ class StatusWriter(RunObserver):
 
     def _keep_writing(self) -> None:
         while not self._over.wait(_INTERVAL_S):
+            self._on_interval()
             self._write(True, activity=asdict(self._activity.look()))
 
     def _write(self, force: bool, **changes: Any) -> None:

@@ -82,6 +82,30 @@ def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
     assert f"stopped at step {last}" in run.call("status", run.out).stdout
 
 
+def test_a_living_run_locks_its_folder_again_after_the_lock_was_removed(run: SavedRun, start: Start) -> None:
+    """``rm -rf`` of the folder of a living run removes the lock, and may miss what the run writes meanwhile."""
+    process = start()
+    (run.out / "LOCK").unlink()
+    deadline = time.monotonic() + 60
+    while living_owner(run.out) is None:
+        assert process.poll() is None and time.monotonic() < deadline, "the run did not lock its folder again"
+        time.sleep(0.05)
+    shown = run.call("status", run.out).stdout
+    assert f"{process.pid} on " in shown and "not running" not in shown
+    result = run.call("stop", run.out)
+    assert result.exit_code == 0, result.output
+    assert process.wait(60) == 75
+    assert f"warning: '{run.out / 'LOCK'}' was removed while this run uses the folder" in process.communicate()[1]
+
+
+def test_a_run_whose_folder_was_removed_says_so(run: SavedRun, start: Start) -> None:
+    process = start(checkpoint=NO_STRATEGY)
+    run.out.rename(run.folder / "removed")
+    assert process.wait(60) == 1
+    error = process.communicate()[1]
+    assert f"{run.out}: the folder was removed while this run used it" in error, error
+
+
 def test_stop_without_checkpoints(run: SavedRun, start: Start) -> None:
     process = start(checkpoint=f"{NO_STRATEGY}\nsave_on_signal = false")
     result = run.call("stop", run.out, "--json")

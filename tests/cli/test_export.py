@@ -98,6 +98,16 @@ def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
     assert " of 497.25 KiB  model.embed_tokens" in shown and "497.25 KiB of 497.25 KiB  reading it back" in shown
 
 
+def test_a_final_model_without_checkpoints_is_named_as_whole(run: SavedRun, tmp_path: Path) -> None:
+    run = run.copy(tmp_path / "w")
+    assert run.call("ckpt", "rm", run.out, "--all", "--yes").exit_code == 0
+    final = run.out / "final"
+    result = run.call("export", final, tmp_path / "model")
+    assert result.exit_code == 1, result.output
+    copy = f"'{final}' is the whole model of step 4 already: cp -r {final} {tmp_path / 'model'}"
+    assert copy in " ".join(result.output.split()), result.output
+
+
 def test_usage(run: SavedRun, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").touch()

@@ -189,7 +189,7 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
         return None
     found = "is missing" if current is None else f"names generation {current}"
     if current is not None and current not in known:
-        found += ", which does not exist"
+        found += f", but '{generation_folder(directory, current) / MANIFEST_NAME}' is missing"
     return f"'{top}' {found}, and the newest generation is {known[-1]}"
 
 

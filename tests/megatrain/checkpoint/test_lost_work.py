@@ -50,7 +50,7 @@ def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest
         (folder / MANIFEST_NAME).unlink()
     else:
         make_current(folder, top)
-    text = f"{folder / MANIFEST_NAME}' " + ("is missing" if top is None else "names generation 1, which does not exist")
+    text = f"{folder / MANIFEST_NAME}' " + ("is missing" if top is None else "names generation 1, but '")
     listed, verified = (run.call("ckpt", word, run.out) for word in ("ls", "verify"))
     checked = run.call("check", run.folder / "run.toml")
     for result in (listed, verified, checked):
