@@ -319,7 +319,7 @@ class Trainer:
             return
         given = self.observer
         folder = RunFolder(self.run.output_dir)
-        keeper = LockKeeper(folder, given.on_message)
+        keeper = LockKeeper(folder, lambda text: self.observer.on_message(text))
         with (
             folder,
             StatusWriter(
