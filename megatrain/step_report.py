@@ -89,7 +89,7 @@ class StepMeter:
         now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
         before, self._moved_beside = self._moved_beside, now
         links = MovedByLink(
-            added(link_bytes(moved), added(now.num_bytes, before.num_bytes, -1)),
+            added(moved.due_bytes, added(now.num_bytes, before.num_bytes, -1)),
             added({name: link.busy_s for name, link in moved.links.items()}, added(now.busy_s, before.busy_s, -1)),
         )
         return StepUsage(step_s, moved, links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -63,6 +64,8 @@ class StoreStats:
         evictions_dirty: those that were written back first.
         written_bytes: per durable path.
         schedule_misses: accesses that a set schedule did not foresee.
+        due_bytes: by ``"src->dst"``, bytes for all uses up to the present tick. Copies fetched for later uses do not
+            count; write-backs count from their start. So a window from one tick to another does not depend on timing.
     """
 
     tiers: Mapping[str, TierStats]
@@ -75,6 +78,7 @@ class StoreStats:
     evictions_dirty: int = 0
     schedule_misses: int = 0
     written_bytes: Mapping[str, int] = field(default_factory=dict)
+    due_bytes: Mapping[str, int] = field(default_factory=dict)
 
     def __sub__(self, earlier: StoreStats) -> StoreStats:
         links = {}
@@ -106,6 +110,7 @@ class StoreStats:
             links=links,
             stall_s={cause: seconds - earlier.stall_s.get(cause, 0.0) for cause, seconds in self.stall_s.items()},
             written_bytes={path: n - earlier.written_bytes.get(path, 0) for path, n in self.written_bytes.items()},
+            due_bytes={link: n - earlier.due_bytes.get(link, 0) for link, n in self.due_bytes.items()},
             **counts,
         )
 
@@ -121,3 +126,33 @@ class Counters:
     evictions_clean: int = 0
     evictions_dirty: int = 0
     schedule_misses: int = 0
+
+
+class DueBytes:
+    """Bytes that links move, by the use that they move for. Changed under the store's lock."""
+
+    def __init__(self) -> None:
+        self._asked = Counter[tuple[str, str]]()
+        self._ahead: list[tuple[int, tuple[str, str], int]] = []  # for uses of later ticks
+
+    def ask(self, link: tuple[str, str], nbytes: int, *, for_use: int, now: int) -> None:
+        """Count bytes on a link; negative ones take back what could not be moved.
+
+        Args:
+            link: source and destination.
+            nbytes: of the transfer.
+            for_use: tick of the use that they move for.
+            now: the present tick.
+        """
+        self._asked[link] += nbytes
+        self._ahead = [each for each in self._ahead if each[0] > now]
+        if for_use > now:
+            self._ahead.append((for_use, link, nbytes))
+
+    def up_to(self, now: int) -> Mapping[tuple[str, str], int]:
+        """Return the bytes for uses up to a tick, by link."""
+        found = Counter(self._asked)
+        for tick, link, nbytes in self._ahead:
+            if tick > now:
+                found[link] -= nbytes
+        return found

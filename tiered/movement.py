@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from tiered.block import CopyState
 from tiered.condition import StoreCondition
 from tiered.errors import UninitializedBlockError
-from tiered.events import Counters, Event, EventSink
+from tiered.events import Counters, DueBytes, Event, EventSink
 from tiered.hops import route
 from tiered.links.base import Link
 from tiered.occupancy import Occupancy
@@ -39,6 +39,7 @@ class Movement:
         pausing_tiers: those whose writes may wait for room.
         read_only_tiers: names of those whose homes hold their contents from the start.
         time_s: the clock that stalls are measured with.
+        due: bytes per link, by the use that they move for.
         occupancy: what slots take of each tier.
         prefetcher: follows the schedule, which it knows.
         inflight_bytes: sum over the transfers that bring a copy in.
@@ -73,6 +74,7 @@ class Movement:
         self.links = {(link.src, link.dst): link for link in links}
         self.policy = policy
         self.counters = Counters()
+        self.due = DueBytes()
         self.on_event = on_event
         self.occupancy = Occupancy(tiers, self.blocks)
         self.prefetcher = Prefetcher(self, max_inflight_bytes)
@@ -133,7 +135,7 @@ class Movement:
         if slot is None:
             return self.no_room(block, tier)
         self.occupancy.take_slot(target, slot)
-        self._fill(block, source, target)
+        self._fill(block, source, target, for_use)
         return self.rest_of(target, "fill")
 
     @staticmethod
@@ -152,21 +154,22 @@ class Movement:
         """Return the tier from which ``dst`` is filled on the way from ``src``: ``src`` itself or a neighbour."""
         return route(self.order, src, dst, self.links)[-1][0]
 
-    def _fill(self, block: Block, source: Copy, target: Copy) -> None:
+    def _fill(self, block: Block, source: Copy, target: Copy, for_use: int) -> None:
         assert source.slot is not None and target.slot is not None
         target.move(CopyState.FILLING)
         source.readers += 1
         block.num_transfers += 1
         nbytes = block.spec.nbytes
         self.inflight_bytes += nbytes
+        self.due.ask((source.tier, target.tier), nbytes, for_use=for_use, now=self.prefetcher.now)
         transfer = self.links[source.tier, target.tier].submit(source.slot, target.slot, nbytes)
         target.transfer = transfer
         self.mark_used(target)
         source.prefetched = False  # it was fetched for this
         # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
-        transfer.add_done_callback(lambda done: self._filled(block, source, target, done))
+        transfer.add_done_callback(lambda done: self._filled(block, source, target, for_use, done))
 
-    def _filled(self, block: Block, source: Copy, target: Copy, transfer: Transfer) -> None:
+    def _filled(self, block: Block, source: Copy, target: Copy, for_use: int, transfer: Transfer) -> None:
         with self.changed:
             source.readers -= 1
             block.num_transfers -= 1
@@ -175,6 +178,8 @@ class Movement:
             if transfer.error is None:
                 target.move(CopyState.CLEAN)
             else:
+                hop, nbytes = (source.tier, target.tier), block.spec.nbytes
+                self.due.ask(hop, -nbytes, for_use=for_use, now=self.prefetcher.now)
                 self.occupancy.release_slot(target)
                 target.move(CopyState.ABSENT)
             self._emit("fetch", block, target.tier, transfer)
@@ -194,7 +199,9 @@ class Movement:
             return Waiting("lease")
         hop = self._hop_towards(block.spec.home, copy.tier)
         middle = None if hop == block.spec.home else block.copy_in(hop)
+        hops = [(copy.tier if middle is None else hop, block.spec.home)]
         if middle is not None and not middle.state.is_valid:
+            hops.append((copy.tier, hop))
             if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
                 return Waiting("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
@@ -204,6 +211,7 @@ class Movement:
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
+        self._ask_for_write(block, hops, 1)
         if middle is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
@@ -211,10 +219,25 @@ class Movement:
             transfer = submit_two_hops(self.links, block, copy, middle)
         copy.transfer = block.home.transfer = transfer
         # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
-        transfer.add_done_callback(lambda done: self._drained(block, copy, middle, done))
+        transfer.add_done_callback(lambda done: self._drained(block, copy, middle, hops, done))
         return None
 
-    def _drained(self, block: Block, copy: Copy, middle: Copy | None, transfer: Transfer) -> None:
+    def _ask_for_write(self, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
+        """Count the bytes of a write-back on its links; a negative count: it failed."""
+        for hop in hops:
+            self.due.ask(hop, count * block.spec.nbytes, for_use=self.prefetcher.now, now=self.prefetcher.now)
+
+    def due_bytes(self) -> Mapping[tuple[str, str], int]:
+        """Return the bytes per link that all uses up to the present tick take, whenever they move."""
+        found = Counter(self.due.up_to(self.prefetcher.now))
+        for copy, block in self._held_up.items():
+            for hop in route(self.order, copy.tier, block.spec.home, self.links):
+                found[hop] += block.spec.nbytes
+        return found
+
+    def _drained(
+        self, block: Block, copy: Copy, middle: Copy | None, hops: Sequence[tuple[str, str]], transfer: Transfer
+    ) -> None:
         with self.changed:
             block.num_transfers -= 1
             self.occupancy.num_changes += 1
@@ -223,6 +246,7 @@ class Movement:
                 block.home.move(CopyState.CLEAN)
                 self.unsaved.pop(block, None)
             else:  # the copy keeps the only valid bytes; callers that wait for room or for the home get the error
+                self._ask_for_write(block, hops, -1)
                 self.failed_write_backs.append(transfer.error)
                 self.unsaved[block] = transfer.error
                 copy.move(CopyState.DIRTY)

@@ -124,6 +124,7 @@ class Lease:
 
     The copy is neither evicted nor changed by others while the lease lives. A ``w`` or ``rw`` lease is
     exclusive over all copies of the block. Leaving the ``with`` block of a ``w`` lease by an exception abandons it.
+    A write by torch through the tensor of an ``r`` lease raises ``LeaseError`` at its release.
 
     Attributes:
         tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
@@ -134,13 +135,27 @@ class Lease:
         version: number of writes released before this lease was granted.
     """
 
-    __slots__ = ("_block", "_copy", "_leasing", "_released", "key", "mode", "tensor", "thread_id", "tier", "version")
+    __slots__ = (
+        "_block",
+        "_copy",
+        "_leasing",
+        "_released",
+        "_writes",
+        "key",
+        "mode",
+        "tensor",
+        "thread_id",
+        "tier",
+        "version",
+    )
 
     def __init__(self, leasing: _Returner, block: Block, copy: Copy, mode: Mode, tensor: torch.Tensor) -> None:
         self._leasing, self._block, self._copy = leasing, block, copy
         self._released = False
         self.key, self.tier, self.mode, self.version = block.spec.key, copy.tier, mode, block.version
-        self.tensor = tensor
+        # `data` has a count of in-place writes of its own; other views of the slot share one.
+        self.tensor = tensor.data if mode == "r" else tensor
+        self._writes = _num_writes(self.tensor) if mode == "r" else 0
         self.thread_id = threading.get_ident()
 
     @property
@@ -156,7 +171,7 @@ class Lease:
                 slot is not reused before that work is done; the host does not wait.
 
         Raises:
-            LeaseError: released before.
+            LeaseError: released before, or the tensor of an ``r`` lease was written.
         """
         _end([self], abandoned=False, stream=stream)
 
@@ -222,7 +237,8 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
     """Give leases of one store back together; see ``Lease.release`` and ``Lease.abandon``.
 
     Raises:
-        LeaseError: one of them was released before; the others are as they were.
+        LeaseError: one of them was released before; the others are as they were. Or the tensor of an ``r`` lease was
+            written: all leases have ended then.
     """
     for lease in leases:
         if lease._released:
@@ -232,5 +248,17 @@ def _end(leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:
     for lease in leases:
         lease._released = True
     leases[0]._leasing.return_leases(leases, abandoned=abandoned, stream=stream)
+    written = [each for each in leases if each.mode == "r" and _num_writes(each.tensor) != each._writes]
     for lease in leases:
         del lease.tensor
+    if written and not abandoned:
+        keys = ", ".join(f"'{lease.key}'" for lease in written)
+        raise LeaseError(
+            f"the tensor of a read lease was changed in place: {keys}. The change is in memory and may be lost; "
+            "write the block again under a lease of mode 'rw' or 'w'"
+        )
+
+
+def _num_writes(tensor: torch.Tensor) -> int:
+    """Return torch's count of in-place writes to a tensor; 0 where it keeps none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -494,7 +494,12 @@ class TieredStore(BlockMapping):
                 evictions_dirty=counters.evictions_dirty,
                 schedule_misses=counters.schedule_misses,
                 written_bytes=written,
+                due_bytes=self._due_bytes(),
             )
+
+    def _due_bytes(self) -> dict[str, int]:
+        due = self._movement.due_bytes()
+        return {f"{link.src}->{link.dst}": due.get((link.src, link.dst), 0) for link in self._links}
 
     def _tier_stats(self, name: str) -> TierStats:
         usage = self._movement.tiers[name].usage()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -155,6 +156,25 @@ def test_runs_over_late_links(
     for number, share in enumerate((1.0, 1.0, 1.1)):
         text = config_text(tmp_path, models[kind], ram=f"{int(share * least)}B", **tables)
         run_config(text, tmp_path / str(number), num_steps=3).assert_as_planned()
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_each_step_reports_the_bytes_of_its_own_uses(
+    has_gpu: bool, models: dict[str, Path], tmp_path: Path, late_links: None
+) -> None:
+    """Copies for the next step may arrive before or after the end of a step; they count in the step that uses them."""
+    tables = {"gpu": tight_gpu(tmp_path, models["dense"], 1.0)} if has_gpu else {}
+    least = least_bytes("ram", lambda: plan_with(tmp_path, models["dense"], 4 << 10, **tables))
+    text = config_text(tmp_path, models["dense"], ram=f"{least}B", **tables)
+    (tmp_path / "run.toml").write_text(text.replace("[training]", "[training]\nmax_steps = 8"))
+    trainer = Trainer(load_config(tmp_path / "run.toml").config)
+    summary = trainer.train()
+    placement = trainer.plan.placement
+    assert summary.link_bytes == placement.run_traffic_bytes(8)
+    lines = (json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines())
+    steps = [line["link_bytes"] for line in lines if "loss" in line and "link_bytes" in line]
+    assert len(steps) == 8
+    assert steps[1:] == [trainer.plan.traffic] * 7
 
 
 def test_a_run_that_saves_moves_what_its_stretches_move(

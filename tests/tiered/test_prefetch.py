@@ -21,9 +21,13 @@ from tiered import (
     UninitializedBlockError,
     prefetch,
 )
+from tiered.block import BlockSpec, CopyState
+from tiered.hops import stops
 from tiered.prefetch import next_fetches
+from tiered.records import Block
 from tiered.schedule import Mode
 from tiered.testing.manual import ManualLink, MemoryTier
+from tiered.tiers.base import Slot
 
 
 def picks(text: str, room: int, lookahead: int | None = None, present: str = "", now: int = 0, size: int = 1) -> str:
@@ -100,6 +104,23 @@ def test_what_passes_through_a_tier_takes_room_there() -> None:
     assert picks_of_three(accesses, {"gpu": 9, "ram": 3}) == [("A", "gpu"), ("B", "gpu"), ("C", "ram")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 2}) == [("A", "gpu"), ("B", "gpu")]
     assert picks_of_three(accesses, {"gpu": 9, "ram": 0}) == []
+
+
+def test_a_copy_that_will_change_takes_room_for_its_way_back() -> None:
+    """A copy that is only read was filled already and never goes back; a changed one returns by the middle tier."""
+    order, block = ("gpu", "ram", "nvme"), Block(BlockSpec("a", (8,), torch.uint8, "nvme"))
+    copy = block.copy_in("gpu")
+    for state in (CopyState.FILLING, CopyState.CLEAN):
+        copy.move(state)
+    assert [*stops(order, block, Access(1, "a", "gpu", "r"))] == []
+    assert [*stops(order, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
+    assert [*stops(order, block, Access(1, "a", "gpu", "w"))] == ["ram"]
+    assert [*stops(order, block, Access(1, "a", "gpu", "rw"), {("gpu", "nvme"), ("nvme", "gpu")})] == []
+    middle = block.copy_in("ram")
+    middle.slot = Slot("ram", 8, 8, None)
+    assert [*stops(order, block, Access(1, "a", "gpu", "r"))] == ["ram"]
+    copy.move(CopyState.DIRTY)
+    assert [*stops(order, block, Access(1, "a", "gpu", "rw"))] == ["ram"]
 
 
 def test_a_block_that_is_settled_takes_room_in_every_tier_it_is_used_in() -> None:

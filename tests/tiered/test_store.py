@@ -236,6 +236,30 @@ def test_waiting_for_ones_own_lease_is_an_error(store: TieredStore) -> None:
         store.acquire("a", "ram").abandon()
 
 
+@pytest.mark.parametrize("home", ["nvme", "ram"])
+def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStore, home: str) -> None:
+    add(store, "a", "b", home=home, value=5.0)
+    with pytest.raises(LeaseError, match=r"read lease was changed in place: 'a'.*mode 'rw'"):
+        with store.acquire("a", "ram") as lease:
+            lease.tensor.view(-1)[3:].add_(5)
+    group = store.acquire_many([("a", "ram", "r"), ("b", "ram", "r")])
+    group.of("b").tensor.zero_()
+    with pytest.raises(LeaseError, match="in place: 'b'"):
+        group.release()
+    with pytest.raises(KeyError, match="of the caller"), store.acquire("a", "ram") as lease:
+        lease.tensor.zero_()
+        raise KeyError("of the caller")
+    # All leases have ended, and others' writes of the same memory before and after are not these leases'.
+    for mode in ("rw", "r", "w", "r"):
+        with store.acquire("a", "ram", mode) as lease:  # type: ignore[arg-type]
+            if mode != "r":
+                lease.tensor.fill_(7)
+            else:
+                assert float(lease.tensor.sum()) == 7 * lease.tensor.numel()
+    with torch.inference_mode(), store.acquire("a", "ram") as lease:
+        assert float(lease.tensor.max()) == 7
+
+
 def test_an_exception_abandons_a_write(store: TieredStore) -> None:
     add(store, "a", value=5)
     flush(store, "a")
