@@ -249,9 +249,9 @@ def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
         return None
     from megatrain.plan.planner import plan_run
     from megatrain.resolve import resolve
-    from megatrain.start import with_kept_lanes
+    from megatrain.start import with_kept_rules
 
-    return plan_run(with_kept_lanes(resolve(loaded.config)).as_fullest_rank(size))
+    return plan_run(with_kept_rules(resolve(loaded.config)).as_fullest_rank(size))
 
 
 def _print_fetched(file: FetchedFile) -> None:

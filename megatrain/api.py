@@ -95,7 +95,7 @@ if TYPE_CHECKING:
     from megatrain.run.loggers import METRICS_NAME, check_loggers
     from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
     from megatrain.run.status import FINAL_STATES, RunStatus, read_status
-    from megatrain.start import describe_model, with_decays, with_kept_lanes
+    from megatrain.start import describe_model, with_decays, with_kept_rules
     from megatrain.tasks.advice import model_warnings, schedule_warnings
     from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
     from megatrain.tasks.known import task_of
@@ -241,7 +241,7 @@ __all__ = [
     "task_of",
     "tokenizer_of",
     "with_decays",
-    "with_kept_lanes",
+    "with_kept_rules",
 ]
 
 #: Module -> its names that are public here.
@@ -415,7 +415,7 @@ _NAMES = {
     "start": (
         "describe_model",
         "with_decays",
-        "with_kept_lanes",
+        "with_kept_rules",
     ),
     "tasks.known": ("task_of",),
     "trainer": ("Trainer",),

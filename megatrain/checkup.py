@@ -73,12 +73,12 @@ from megatrain.api import (
     task_of,
     tokenizer_of,
     with_decays,
-    with_kept_lanes,
+    with_kept_rules,
 )
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
-from megatrain.config.resolved import changes_from, with_commit, with_lanes, with_packing
+from megatrain.config.resolved import changes_from, with_commit, with_fused, with_lanes, with_packing
 from megatrain.data.rows_report import check_losses
 from megatrain.models.export import check_target
 from megatrain.models.folder import some
@@ -383,9 +383,10 @@ class _Checkup:
         if self._graph is None or not self._is_planned:
             yield CheckResult("plan", "note", "not made without a model and a device for it")
             return
-        run, size = with_kept_lanes(resolve(self._config)), self._config.distributed.processes
+        run, size = with_kept_rules(resolve(self._config)), self._config.distributed.processes
         self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
-        self._config = with_packing(with_lanes(self._config, plan.run.num_lanes), plan.run.data.table.packing)
+        config = with_fused(with_lanes(self._config, plan.run.num_lanes), plan.run.optimizer.muon_fused)
+        self._config = with_packing(config, plan.run.data.table.packing)
         if plan.packing_warning:
             yield CheckResult("plan", "warning", plan.packing_warning)
         sizes = ", ".join(

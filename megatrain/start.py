@@ -12,15 +12,15 @@ import torch
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import CheckpointCopier
-from megatrain.checkpoint.remote import bring_back, lanes_at_url
+from megatrain.checkpoint.remote import bring_back, config_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
     already_done,
     check_changes,
+    config_of_newest,
     continued_position,
     find_candidates,
-    lanes_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import config_from_toml
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megatrain.data.loader import BatchLoader
     from megatrain.plan.plan import Plan, RunSpec
 
-__all__ = ["RunStart", "describe_model", "with_decays", "with_kept_lanes"]
+__all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,17 +264,25 @@ class RunStart:
         return figures[0] == figures[1]
 
 
-def with_kept_lanes(run: RunSpec) -> RunSpec:
-    """Return a run with the lanes of the checkpoint that it continues, where the config leaves them open.
+def with_kept_rules(run: RunSpec) -> RunSpec:
+    """Return a run with the rules of the checkpoint that it continues, where the config leaves them open.
 
-    Before the plan, as open sums of lanes take memory.
+    These are the number of lanes and how Muon divides fused parameters. Before the plan, as both take memory.
     """
-    if run.batch.num_lanes is not None:
+    is_lanes_open = run.batch.num_lanes is None
+    is_fused_open = run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto"
+    if not is_lanes_open and not is_fused_open:
         return run
-    kept = lanes_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    kept = config_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
-        kept = lanes_at_url(run.checkpoint.table.copy_url)
-    return replace(run, batch=replace(run.batch, num_lanes=kept))
+        kept = config_at_url(run.checkpoint.table.copy_url)
+    if is_lanes_open and kept is not None:
+        lanes = kept.get("training", {}).get("gradient_lanes", 1)
+        run = replace(run, batch=replace(run.batch, num_lanes=lanes if isinstance(lanes, int) else 1))
+    if is_fused_open:  # a checkpoint of before there was the key has whole matrices
+        rule = "parts" if kept is None else kept.get("optimizer", {}).get("muon_fused", "whole")
+        run = replace(run, optimizer=run.optimizer.model_copy(update={"muon_fused": rule}))
+    return run
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:

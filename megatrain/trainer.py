@@ -26,6 +26,7 @@ from megatrain.config.resolved import (
     config_lines,
     to_toml,
     with_commit,
+    with_fused,
     with_lanes,
     with_packing,
     write_resolved,
@@ -51,7 +52,7 @@ from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.saving import make_copier, make_writer
-from megatrain.start import RunStart, with_kept_lanes
+from megatrain.start import RunStart, with_kept_rules
 from megatrain.step_report import StepMeter, added, link_bytes
 from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_notice
 from megatrain.tasks.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
@@ -124,9 +125,11 @@ class Trainer:
         group: RankGroup | None = None,
     ) -> None:
         self.group = group or RankGroup.single()
-        self.plan = plan or _planned(with_kept_lanes(resolve(config)), self.group)
+        self.plan = plan or _planned(with_kept_rules(resolve(config)), self.group)
         self.run = self.plan.run
-        config = with_packing(with_lanes(config, self.run.num_lanes), self.run.data.table.packing)
+        fused = self.run.optimizer.muon_fused
+        config = with_fused(with_lanes(config, self.run.num_lanes), "parts" if fused == "auto" else fused)
+        config = with_packing(config, self.run.data.table.packing)
         self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()

@@ -140,7 +140,7 @@ class DueBytes:
 
         Args:
             link: source and destination.
-            nbytes: of the transfer.
+            nbytes: number of bytes of the transfer.
             for_use: tick of the use that they move for.
             now: the present tick.
         """

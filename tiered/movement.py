@@ -211,7 +211,7 @@ class Movement:
         copy.move(CopyState.DRAINING)
         block.home.move(CopyState.FILLING)
         block.num_transfers += 1
-        self._ask_for_write(block, hops, 1)
+        _ask_for_write(self, block, hops, 1)
         if middle is None:
             transfer = self.links[copy.tier, block.spec.home].submit(copy.slot, block.home.slot, block.spec.nbytes)
         else:
@@ -221,19 +221,6 @@ class Movement:
         # Last: of a transfer that is over already the callback runs here and now, and must find all of the above.
         transfer.add_done_callback(lambda done: self._drained(block, copy, middle, hops, done))
         return None
-
-    def _ask_for_write(self, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
-        """Count the bytes of a write-back on its links; a negative count: it failed."""
-        for hop in hops:
-            self.due.ask(hop, count * block.spec.nbytes, for_use=self.prefetcher.now, now=self.prefetcher.now)
-
-    def due_bytes(self) -> Mapping[tuple[str, str], int]:
-        """Return the bytes per link that all uses up to the present tick take, whenever they move."""
-        found = Counter(self.due.up_to(self.prefetcher.now))
-        for copy, block in self._held_up.items():
-            for hop in route(self.order, copy.tier, block.spec.home, self.links):
-                found[hop] += block.spec.nbytes
-        return found
 
     def _drained(
         self, block: Block, copy: Copy, middle: Copy | None, hops: Sequence[tuple[str, str]], transfer: Transfer
@@ -246,7 +233,7 @@ class Movement:
                 block.home.move(CopyState.CLEAN)
                 self.unsaved.pop(block, None)
             else:  # the copy keeps the only valid bytes; callers that wait for room or for the home get the error
-                self._ask_for_write(block, hops, -1)
+                _ask_for_write(self, block, hops, -1)
                 self.failed_write_backs.append(transfer.error)
                 self.unsaved[block] = transfer.error
                 copy.move(CopyState.DIRTY)
@@ -453,6 +440,22 @@ class Movement:
             self.on_event(
                 Event(kind, block.spec.key, tier, transfer.nbytes, transfer.start_s, transfer.end_s, transfer.path)
             )
+
+
+def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
+    """Return the bytes per link that all uses up to the present tick take, whenever they move."""
+    found = Counter(movement.due.up_to(movement.prefetcher.now))
+    for copy, block in movement._held_up.items():
+        for hop in route(movement.order, copy.tier, block.spec.home, movement.links):
+            found[hop] += block.spec.nbytes
+    return found
+
+
+def _ask_for_write(movement: Movement, block: Block, hops: Sequence[tuple[str, str]], count: int) -> None:
+    """Count the bytes of a write-back on its links; a negative count: it failed."""
+    now = movement.prefetcher.now
+    for hop in hops:
+        movement.due.ask(hop, count * block.spec.nbytes, for_use=now, now=now)
 
 
 def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: Copy, middle: Copy) -> Transfer:

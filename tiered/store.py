@@ -20,7 +20,7 @@ from tiered.leasing import Leasing, Request
 from tiered.links.base import Link
 from tiered.links.route import default_links
 from tiered.mapping import BlockMapping, Writable, as_tensor
-from tiered.movement import Movement
+from tiered.movement import Movement, due_bytes
 from tiered.policies import LRU, EvictionPolicy
 from tiered.records import Block, Lease, LeaseGroup
 from tiered.schedule import Mode, Schedule, Trace
@@ -478,7 +478,7 @@ class TieredStore(BlockMapping):
     def stats(self) -> StoreStats:
         """Return all counters; subtract two of them for a window."""
         with self._changed:
-            counters, tiers = self._movement.counters, self._movement.tiers
+            counters, tiers, due = self._movement.counters, self._movement.tiers, due_bytes(self._movement)
             written: dict[str, int] = {}
             for tier in tiers.values():
                 if isinstance(tier, WriteCountingTier):
@@ -494,12 +494,8 @@ class TieredStore(BlockMapping):
                 evictions_dirty=counters.evictions_dirty,
                 schedule_misses=counters.schedule_misses,
                 written_bytes=written,
-                due_bytes=self._due_bytes(),
+                due_bytes={f"{link.src}->{link.dst}": due.get((link.src, link.dst), 0) for link in self._links},
             )
-
-    def _due_bytes(self) -> dict[str, int]:
-        due = self._movement.due_bytes()
-        return {f"{link.src}->{link.dst}": due.get((link.src, link.dst), 0) for link in self._links}
 
     def _tier_stats(self, name: str) -> TierStats:
         usage = self._movement.tiers[name].usage()

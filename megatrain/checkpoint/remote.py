@@ -62,7 +62,6 @@ __all__ = [
     "bring_back",
     "files_beside",
     "identity",
-    "lanes_at_url",
     "list_at_url",
     "verify_at_url",
 ]
@@ -725,12 +724,11 @@ def _plain(text: str) -> str:
 # -- a run that goes on from there -----------------------------------------------------------------------------------
 
 
-def lanes_at_url(url: str) -> int | None:
-    """Return the lanes in which the newest copy added gradients; None: there is none. Raises ``RemoteError``."""
+def config_at_url(url: str) -> dict[str, Any] | None:
+    """Return the config of the newest copy, as tables; None: there is none. Raises ``RemoteError``."""
     for each in RemoteFolder(url).checkpoints():
         with contextlib.suppress(tomllib.TOMLDecodeError):
-            lanes = tomllib.loads(str(each.meta.get("config_toml", ""))).get("training", {}).get("gradient_lanes", 1)
-            return lanes if isinstance(lanes, int) else 1
+            return tomllib.loads(str(each.meta.get("config_toml", "")))
     return None
 
 

@@ -31,10 +31,10 @@ __all__ = [
     "NoSuchCheckpointError",
     "already_done",
     "check_changes",
+    "config_of_newest",
     "continued_position",
     "find_candidates",
     "is_not_after",
-    "lanes_of_newest",
 ]
 
 
@@ -118,8 +118,8 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
     return order_key(checkpoint) <= order_key(loaded)
 
 
-def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
-    """Return the lanes in which the checkpoint that a run would continue added gradients; None: there is none.
+def config_of_newest(output_dir: Path, resume_from: str) -> dict[str, Any] | None:
+    """Return the config, as tables, of the checkpoint that a run would continue; None: there is none.
 
     Args:
         output_dir: Folder of the run.
@@ -136,12 +136,8 @@ def lanes_of_newest(output_dir: Path, resume_from: str) -> int | None:
         )
         newest = next((each for each in (*in_order(own, copies), *given) if each.problem is None), None)
         if newest is not None:
-            try:
-                table = tomllib.loads(str(newest.meta.get("config_toml", "")))
-            except tomllib.TOMLDecodeError:
-                continue
-            lanes = table.get("training", {}).get("gradient_lanes", 1)
-            return lanes if isinstance(lanes, int) else 1
+            with contextlib.suppress(tomllib.TOMLDecodeError):
+                return tomllib.loads(str(newest.meta.get("config_toml", "")))
     return None
 
 

@@ -246,15 +246,17 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
     Args:
         config_toml: the checkpoint's, as :func:`to_toml` wrote it.
-        now: the config of the run; its "auto" for ``training.gradient_lanes`` is what the checkpoint has.
+        now: the config of the run; its "auto" for ``training.gradient_lanes`` and ``optimizer.muon_fused`` are what
+            the checkpoint has.
 
     Raises:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
     """
-    before = with_lanes(config_from_toml(config_toml), 1)  # before there was the key, there was one lane
-    lanes = before.training.gradient_lanes
+    # Before there were the keys, there was one lane, and fused parameters were whole matrices.
+    before = with_fused(with_lanes(config_from_toml(config_toml), 1), "whole")
+    lanes, fused = before.training.gradient_lanes, before.optimizer.muon_fused
     assert lanes != "auto"
-    return compare(before, with_lanes(now, lanes))
+    return compare(before, with_fused(with_lanes(now, lanes), fused))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
@@ -357,6 +359,13 @@ def with_lanes(config: RunConfig, num_lanes: int) -> RunConfig:
     if config.training.gradient_lanes != "auto":
         return config
     return config.model_copy(update={"training": config.training.model_copy(update={"gradient_lanes": num_lanes})})
+
+
+def with_fused(config: RunConfig, rule: Literal["auto", "parts", "whole"]) -> RunConfig:
+    """Return a config with a rule in place of "auto" for ``optimizer.muon_fused``, or the config itself."""
+    if config.optimizer.optim != "muon" or config.optimizer.muon_fused != "auto":
+        return config
+    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"muon_fused": rule})})
 
 
 def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:

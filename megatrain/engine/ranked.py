@@ -784,11 +784,11 @@ class DealtUpdates:
         assert self._updater.matrices is not None
         ends = accumulate(matrix.numel for matrix in dealt.own)
         places = [
-            whole[end - matrix.numel : end].view(matrix.rows, matrix.columns)
+            (whole[end - matrix.numel : end].view(matrix.rows, matrix.columns), matrix.name)
             for matrix, end in zip(dealt.own, ends, strict=True)
             if matrix.name in filled
         ]
-        self._updater.matrices.make_in_place(optimizer, places)
+        self._updater.matrices.make_in_place(optimizer, [each for each, _ in places], [name for _, name in places])
         self._note(0, dealt.scratch_bytes if places else 0)
 
     def _note(self, nbytes: int, for_a_moment: int = 0) -> None:

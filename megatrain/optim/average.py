@@ -195,17 +195,17 @@ class MatrixWeightAverage(WeightAverage):
         """Begin an update of matrices; nothing to average yet."""
         self.inner.make_directions(blocks, gradient, segments, update, directions)
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
+    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
         """Make of a matrix what the optimizer does."""
-        self.inner.orthogonalize(matrix, room)
+        self.inner.orthogonalize(matrix, room, name)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
         """Return the bytes that it takes."""
         return self.inner.orthogonalize_bytes(rows, columns)
 
-    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+    def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
         """Return the operations that it takes."""
-        return self.inner.orthogonalize_flops(rows, columns)
+        return self.inner.orthogonalize_flops(rows, columns, name)
 
     def apply_directions(
         self,

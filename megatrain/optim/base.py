@@ -230,7 +230,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """
         ...
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
+    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
         """Make the directions of a whole matrix what is to be applied, in place.
 
         On a GPU it queues the work on the current stream, and returns before it is done.
@@ -238,6 +238,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         Args:
             matrix: [rows, columns] in bf16, contiguous, on any device.
             room: uint8, `orthogonalize_bytes` long or longer, on the same device. Nothing large is allocated beside it.
+            name: Full name of its parameter, which may fuse several logical matrices.
         """
         ...
 
@@ -245,7 +246,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Return the bytes that this takes beside the matrix."""
         ...
 
-    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+    def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
         """Return the operations that this takes: ranks share matrices by it, and the plan predicts its time."""
         ...
 

@@ -20,6 +20,7 @@ from megatrain.optim.threads import KernelThreads
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry, UnitLayout
     from megatrain.models.graph import ModelGraph
+    from megatrain.optim.fused import FusedMatrix
     from megatrain.optim.table import OptimizerConfig
 
 __all__ = [
@@ -35,7 +36,11 @@ class ParameterGroupError(OptimizerError):
 
 
 def make_optimizer(
-    table: OptimizerConfig, threads: KernelThreads | None = None, vocabulary: Container[str] = (), seed: int = 0
+    table: OptimizerConfig,
+    threads: KernelThreads | None = None,
+    vocabulary: Container[str] = (),
+    seed: int = 0,
+    fused: Mapping[str, FusedMatrix] | None = None,
 ) -> Optimizer:
     """Return the optimizer of a run.
 
@@ -44,11 +49,12 @@ def make_optimizer(
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
         vocabulary: Full names of the parameters of embeddings and heads, for optimizers that treat these otherwise.
         seed: Seed of the rounding of moments in bf16.
+        fused: Parameters that hold several logical matrices, by full name.
 
     Raises:
         OptimizerError: a custom one cannot be made.
     """
-    made = _updating(table, threads, vocabulary, seed)
+    made = _updating(table, threads, vocabulary, seed, fused)
     if not table.ema_decay:
         return made
     if any(kind.name == EMA.name for kind in made.state_kinds(True)):
@@ -61,7 +67,11 @@ def make_optimizer(
 
 
 def _updating(
-    table: OptimizerConfig, threads: KernelThreads | None, vocabulary: Container[str], seed: int
+    table: OptimizerConfig,
+    threads: KernelThreads | None,
+    vocabulary: Container[str],
+    seed: int,
+    fused: Mapping[str, FusedMatrix] | None,
 ) -> Optimizer:
     """Return what updates the weights; see `make_optimizer`."""
     if table.optim == "custom":
@@ -82,6 +92,7 @@ def _updating(
             nesterov=table.muon_nesterov,
             num_steps=table.muon_ns_steps,
             adjust_lr=table.muon_adjust_lr,
+            fused=None if table.muon_fused == "whole" else fused,
         )
     state_dtype = table.state_dtype
     if table.optim == "lion":

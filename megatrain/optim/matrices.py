@@ -57,6 +57,7 @@ class Matrices(Protocol):
         shapes: Sequence[Shape],
         fill: Callable[[int, Tensor], None],
         use: Callable[[int, Tensor], None],
+        names: Sequence[str],
     ) -> None:
         """Fill, make orthogonal and use the directions of one matrix after the other.
 
@@ -66,11 +67,12 @@ class Matrices(Protocol):
             fill: Writes the directions of a matrix, by number, into a flat bf16 tensor of the host.
             use: Is given what was made of them, in the same order. Of one matrix it is called after its `fill`, and
                 maybe after that of the next one.
+            names: Full names of their parameters.
         """
         ...
 
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor]) -> None:
-        """Make matrices of the host orthogonal where they lie: contiguous, in bf16."""
+    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
+        """Make matrices of the host, of parameters with these names, orthogonal where they lie: contiguous, in bf16."""
         ...
 
 
@@ -83,6 +85,7 @@ class HostMatrices:
         shapes: Sequence[Shape],
         fill: Callable[[int, Tensor], None],
         use: Callable[[int, Tensor], None],
+        names: Sequence[str],
     ) -> None:
         """See `Matrices.make_each`."""
         directions = torch.empty(_most_elements(shapes), dtype=torch.bfloat16)
@@ -90,14 +93,14 @@ class HostMatrices:
         for number, shape in enumerate(shapes):
             own = directions[: math.prod(shape)]
             fill(number, own)
-            optimizer.orthogonalize(own.view(shape), room)
+            optimizer.orthogonalize(own.view(shape), room, names[number])
             use(number, own)
 
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor]) -> None:
+    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
         """See `Matrices.make_in_place`."""
         room = torch.empty(_room_bytes(optimizer, list(map(_shape_of, matrices))), dtype=torch.uint8)
-        for matrix in matrices:
-            optimizer.orthogonalize(matrix, room)
+        for matrix, name in zip(matrices, names, strict=True):
+            optimizer.orthogonalize(matrix, room, name)
 
 
 class DeviceMatrices:
@@ -142,6 +145,7 @@ class DeviceMatrices:
         shapes: Sequence[Shape],
         fill: Callable[[int, Tensor], None],
         use: Callable[[int, Tensor], None],
+        names: Sequence[str],
     ) -> None:
         """See `Matrices.make_each`."""
         under_way: deque[tuple[int, Tensor, Sequence[_Mark]]] = deque()
@@ -157,13 +161,13 @@ class DeviceMatrices:
             for number, shape in enumerate(shapes):
                 own = self._slots[number % _NUM_SLOTS][: math.prod(shape)]  # what was in it has been used
                 fill(number, own)
-                under_way.append((number, own, self._queue(optimizer, own, shape)))
+                under_way.append((number, own, self._queue(optimizer, own, shape, names[number])))
                 if len(under_way) == _NUM_SLOTS:
                     use_first()
             while under_way:
                 use_first()
 
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor]) -> None:
+    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
         """See `Matrices.make_in_place`."""
         flat = [matrix.view(-1) for matrix in matrices]
 
@@ -173,16 +177,16 @@ class DeviceMatrices:
         def use(number: int, own: Tensor) -> None:
             flat[number].copy_(own)
 
-        self.make_each(optimizer, list(map(_shape_of, matrices)), fill, use)
+        self.make_each(optimizer, list(map(_shape_of, matrices)), fill, use, names)
 
-    def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape) -> Sequence[_Mark]:
+    def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
         """Send a matrix there, make it orthogonal, and fetch it; return the marks around each copy."""
         with self._on_stream():
             matrix = self._matrix[: own.numel()]
             begun = self._mark()
             matrix.copy_(own, non_blocking=True)
             sent = self._mark()
-            optimizer.orthogonalize(matrix.view(shape), self._room)
+            optimizer.orthogonalize(matrix.view(shape), self._room, name)
             made = self._mark()
             own.copy_(matrix, non_blocking=True)
             self.moved_bytes += DIRECTION_BYTES * own.numel()
@@ -263,6 +267,7 @@ def update_by_matrix(
             [_last_two(segment.shape) for segment, _ in found],
             lambda number, directions: step(optimizer.make_directions, number, directions),
             lambda number, directions: step(optimizer.apply_directions, number, directions),
+            [segment.name for segment, _ in found],
         )
     if others:
         optimizer.apply_directions(blocks, gradient, others, update, torch.empty(0, dtype=torch.bfloat16))

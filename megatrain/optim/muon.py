@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megatrain.optim.base import FORMATS, Format, Segment, StateKind, Update, master_kinds
 from megatrain.optim.elementwise import AdamW, flat_block, flat_gradient, flat_master
+from megatrain.optim.fused import FusedMatrix
 from megatrain.optim.matrices import DIRECTION_BYTES, HostMatrices, Matrices, update_by_matrix
 from megatrain.optim.threads import KernelThreads, cut
+from tiered.units import round_up
 
 if TYPE_CHECKING:
     from megatrain.base.layout import TensorEntry
@@ -26,6 +28,7 @@ __all__ = ["COEFFICIENTS", "EPS", "Muon", "newton_schulz", "newton_schulz_bytes"
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic iteration: of X, X X^T X and (X X^T)^2 X. Jordan et al., Muon (2024)."""
 EPS = 1e-7
+_ROOM_ALIGNMENT_BYTES = 256
 
 
 def newton_schulz(
@@ -82,10 +85,10 @@ class Muon:
         w = w * (1 - lr * weight_decay) - u * (lr * adjusted)
 
     A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
-    alone. An update needs whole matrices, so layouts that have some are not cut. Products are torch's, on the device
-    that computes the model, wherever the blocks have their home (`megatrain.optim.matrices`): then their bits are the
-    same. All else is element by element, so several ranks make it where their shards are
-    (`megatrain.optim.base.MatrixOptimizer`).
+    alone. So is each logical matrix of a parameter that fuses several, with the factor of its own shape. An update
+    needs whole matrices, so layouts that have some are not cut. Products are torch's, on the device that computes the
+    model, wherever the blocks have their home (`megatrain.optim.matrices`): then their bits are the same. All else is
+    element by element, so several ranks make it where their shards are (`megatrain.optim.base.MatrixOptimizer`).
 
     Args:
         adamw: Updates the parameters that are no such matrices.
@@ -98,6 +101,7 @@ class Muon:
         coefficients: Of the iteration.
         eps: Of the iteration.
         matrices: Where `update` makes them orthogonal; None: on the host.
+        fused: Parameters that hold several logical matrices, by full name.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class Muon:
         coefficients: tuple[float, float, float] = COEFFICIENTS,
         eps: float = EPS,
         matrices: Matrices | None = None,
+        fused: Mapping[str, FusedMatrix] | None = None,
     ) -> None:
         assert 0 <= momentum < 1 and num_steps >= 1, (momentum, num_steps)
         assert adamw.state_dtype == "float32", adamw.state_dtype
@@ -119,6 +124,8 @@ class Muon:
         self.momentum, self.nesterov, self.num_steps, self.adjust_lr = momentum, nesterov, num_steps, adjust_lr
         self.coefficients, self.eps = coefficients, eps
         self.matrices: Matrices = matrices or HostMatrices()
+        self.fused = dict(fused or {})
+        self._copies_matrices = any(each.needs_copies for each in self.fused.values())
 
     @property
     def piece_bytes(self) -> int:
@@ -171,16 +178,36 @@ class Muon:
                 inside = range(segment.start, segment.stop)
                 self._make_direction(blocks, gradient, inside, update, directions[segment.start : segment.stop])
 
-    def orthogonalize(self, matrix: Tensor, room: Tensor) -> None:
-        """Make a matrix orthogonal, in place."""
+    def orthogonalize(self, matrix: Tensor, room: Tensor, name: str = "") -> None:
+        """Make each logical matrix of a matrix orthogonal, in place."""
+        fused, make = self.fused.get(name), partial(self._newton_schulz, room)
+        if fused is None:
+            make(matrix)
+            return
+        for view in fused.views(matrix):
+            dim = int(fused.by_column)
+            if not fused.needs_copies:
+                make(view.flatten(dim, dim + 1))
+                continue
+            # Behind it the iteration has as much room as for the whole matrix.
+            taken = DIRECTION_BYTES * view.numel()
+            own = room[:taken].view(torch.bfloat16).view(view.shape).copy_(view)
+            self._newton_schulz(room[round_up(taken, _ROOM_ALIGNMENT_BYTES) :], own.flatten(dim, dim + 1))
+            view.copy_(own)
+
+    def _newton_schulz(self, room: Tensor, matrix: Tensor) -> None:
         newton_schulz(matrix, room, self.num_steps, self.coefficients, self.eps)
 
     def orthogonalize_bytes(self, rows: int, columns: int) -> int:
-        """Return the bytes that this takes beside the matrix."""
-        return newton_schulz_bytes(rows, columns)
+        """Return the bytes that this takes beside the matrix, whichever logical matrices it has."""
+        copied = round_up(DIRECTION_BYTES * rows * columns, _ROOM_ALIGNMENT_BYTES) if self._copies_matrices else 0
+        return copied + newton_schulz_bytes(rows, columns)
 
-    def orthogonalize_flops(self, rows: int, columns: int) -> int:
+    def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
         """Return the operations that this takes: two products with the matrix, and one of squares, in each step."""
+        fused = self.fused.get(name)
+        if fused is not None:
+            return sum(self.orthogonalize_flops(*shape) for shape in fused.shapes(rows, columns))
         small, large = sorted((rows, columns))
         return self.num_steps * (4 * small * small * large + 2 * small**3)
 
@@ -196,7 +223,10 @@ class Muon:
         for segment in segments:
             if self.is_matrix(segment.name, segment.shape):
                 inside = range(segment.start, segment.stop)
-                self._apply_direction(blocks, inside, segment, update, directions[segment.start : segment.stop])
+                made = directions[segment.start : segment.stop]
+                for part, shape in self._logical_matrices(segment):
+                    own = made[part.start - inside.start : part.stop - inside.start]
+                    self._apply_direction(blocks, part, shape, segment, update, own)
             else:
                 self._update_other(blocks, gradient, segment, update)
 
@@ -235,15 +265,36 @@ class Muon:
             for start, stop in cut(elements.start, elements.stop)
         )
 
+    def _logical_matrices(self, segment: Segment) -> Iterator[tuple[range, tuple[int, int]]]:
+        """Yield the ranges of a segment whose factor is that of one shape, and that shape."""
+        rows, columns = segment.shape[-2:]
+        fused = self.fused.get(segment.name)
+        shapes = [(rows, columns)] if fused is None else fused.shapes(rows, columns)
+        if fused is None or len({self._ratio(*shape) for shape in shapes}) == 1:
+            yield range(segment.start, segment.stop), shapes[0]
+            return
+        shift = segment.start - segment.first
+        for first, stop, number in fused.runs(columns, segment.first, segment.stop - shift):
+            yield range(first + shift, stop + shift), shapes[number]
+
+    def _ratio(self, rows: int, columns: int) -> float:
+        """Return the factor on the learning rate of a matrix."""
+        return math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
+
     def _apply_direction(
-        self, blocks: Mapping[str, Tensor], elements: range, segment: Segment, update: Update, directions: Tensor
+        self,
+        blocks: Mapping[str, Tensor],
+        elements: range,
+        shape: tuple[int, int],
+        segment: Segment,
+        update: Update,
+        directions: Tensor,
     ) -> None:
         """Update the weights of some elements of a matrix, or of a stack of them."""
         from megatrain.optim import kernels
 
-        rows, columns = segment.shape[-2:]
         lr = update.lr * segment.lr_scale
-        ratio = math.sqrt(max(1.0, rows / columns)) if self.adjust_lr == "original" else 0.2 * max(rows, columns) ** 0.5
+        ratio = self._ratio(*shape)
         weight, low = flat_master(blocks, len(blocks["weight"]))
         made = flat_block("directions", directions, torch.bfloat16, len(elements))
         scalars = np.float32(1.0 - lr * segment.weight_decay), np.float32(lr * ratio)
@@ -267,4 +318,4 @@ class Muon:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
             directions = torch.zeros(1, dtype=torch.bfloat16)
             self._make_direction(blocks, torch.zeros(1, dtype=dtype), range(1), numbers, directions)
-            self._apply_direction(blocks, range(1), matrix, numbers, directions)
+            self._apply_direction(blocks, range(1), (1, 1), matrix, numbers, directions)

@@ -108,6 +108,13 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         "match_rms_adamw",
         used_if={"optim": ["muon"]},
     )
+    muon_fused: Literal["auto", "parts", "whole"] = key(
+        "muon: a parameter that fuses several matrices (q, k and v; gate and up). parts: each is made orthogonal "
+        "alone. whole: the parameter is one matrix, as in earlier versions. auto: as in the checkpoint that the run "
+        "continues, else parts.",
+        "auto",
+        used_if={"optim": ["muon"]},
+    )
     muon_exclude: Listed[str] = key(
         "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
     )

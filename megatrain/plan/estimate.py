@@ -226,11 +226,11 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
     found: dict[int, int] = {}
     for index in {tick.visit for tick in plan.updates}:
         if (dealt := plan.program.updates.dealt.get(index)) is not None:
-            shapes = [(matrix.rows, matrix.columns, 1) for matrix in dealt.own]
+            shapes = [(matrix.rows, matrix.columns, 1, matrix.name) for matrix in dealt.own]
         else:
             entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
-            shapes = [(entry.shape[-2], entry.shape[-1], math.prod(entry.shape[:-2])) for entry in entries]
-        found[index] = sum(optimizer.orthogonalize_flops(rows, columns) * count for rows, columns, count in shapes)
+            shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
+        found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
     return found
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.converters.experts import has_experts_to_cut
+from megatrain.converters.fused import find_fused
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
@@ -483,7 +484,8 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     else:
         trace = trace_run(run, graph, padded=padded)
     threads = KernelThreads(num_update_threads(run.device.type))
-    optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed)
+    fused = find_fused(graph)[0] if run.optimizer.optim == "muon" else None
+    optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
     compute_tier = machine.compute_tier(run.tiers, run.device)
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, encodings = find_frozen(run, graph)

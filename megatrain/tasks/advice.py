@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
+
+from megatrain.converters.fused import find_fused
 
 if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
@@ -46,6 +49,21 @@ def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig
     is_new = model.table.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
     for key, rate in optimizer.learning_rates.items():
         yield from _rate(key, rate, optimizer.optim, is_new=is_new)
+    if optimizer.optim == "muon" and optimizer.muon_fused != "whole":
+        yield from _fused(graph, optimizer)
+
+
+def _fused(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
+    """Yield that parameters look as if they fused matrices in an unknown way."""
+    _, unknown = find_fused(graph)
+    left = [name for name in unknown if not any(fnmatchcase(name, glob) for glob in optimizer.muon_exclude)]
+    products = dict.fromkeys(name.removesuffix(".weight").rpartition(".")[2] for name in left)
+    if left:
+        globs = ", ".join(f'"*.{product}*"' for product in products)
+        yield (
+            f"Muon makes {left[0]} orthogonal as one matrix ({len(left)} such parameters). Its name says that it may "
+            f"hold several, and their parts are not known here. optimizer.muon_exclude = [{globs}] leaves them to AdamW"
+        )
 
 
 def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:

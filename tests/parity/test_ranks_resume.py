@@ -13,7 +13,7 @@ from megatrain.checkpoint.catalog import (
     remove_checkpoint,
     verify_checkpoints,
 )
-from megatrain.checkpoint.resume import lanes_of_newest
+from megatrain.checkpoint.resume import config_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.export import export_checkpoint
 from oracles.tiered_run import config_text, write_tiny_model
@@ -67,7 +67,8 @@ def test_another_world_goes_on_with_the_same_bits(
         out = folder / "out"
         info = list_checkpoints(out)[-1]
         assert (info.step, info.world, info.problem, info.is_newest) == (step + 1, world, None, True)
-        assert lanes_of_newest(out, "auto") == 4
+        kept = config_of_newest(out, "auto")
+        assert kept is not None and kept["training"]["gradient_lanes"] == 4
         if world > 1:
             assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.world > 1] == [[]]
     assert losses == unbroken[0]

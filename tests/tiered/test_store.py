@@ -239,19 +239,25 @@ def test_waiting_for_ones_own_lease_is_an_error(store: TieredStore) -> None:
 @pytest.mark.parametrize("home", ["nvme", "ram"])
 def test_a_write_under_a_read_lease_is_an_error_at_its_release(store: TieredStore, home: str) -> None:
     add(store, "a", "b", home=home, value=5.0)
-    with pytest.raises(LeaseError, match=r"read lease was changed in place: 'a'.*mode 'rw'"):
+
+    def write(error: Exception | None = None) -> None:
         with store.acquire("a", "ram") as lease:
             lease.tensor.view(-1)[3:].add_(5)
+            if error is not None:
+                raise error
+
+    with pytest.raises(LeaseError, match=r"read lease was changed in place: 'a'.*mode 'rw'"):
+        write()
+    with pytest.raises(KeyError, match="of the caller"):
+        write(KeyError("of the caller"))
     group = store.acquire_many([("a", "ram", "r"), ("b", "ram", "r")])
     group.of("b").tensor.zero_()
     with pytest.raises(LeaseError, match="in place: 'b'"):
         group.release()
-    with pytest.raises(KeyError, match="of the caller"), store.acquire("a", "ram") as lease:
-        lease.tensor.zero_()
-        raise KeyError("of the caller")
     # All leases have ended, and others' writes of the same memory before and after are not these leases'.
-    for mode in ("rw", "r", "w", "r"):
-        with store.acquire("a", "ram", mode) as lease:  # type: ignore[arg-type]
+    modes: tuple[Mode, ...] = ("rw", "r", "w", "r")
+    for mode in modes:
+        with store.acquire("a", "ram", mode) as lease:
             if mode != "r":
                 lease.tensor.fill_(7)
             else:

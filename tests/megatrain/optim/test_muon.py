@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from megatrain.base.layout import build_layout, in_parts
 from megatrain.optim.base import Update, build_segments, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW
+from megatrain.optim.fused import FusedMatrix
+from megatrain.optim.matrices import DeviceMatrices
 from megatrain.optim.muon import Muon, newton_schulz, newton_schulz_bytes
 from megatrain.optim.threads import KernelThreads
 from oracles.blocks import master_blocks, master_of
@@ -102,3 +105,95 @@ def test_matrices_stay_whole_and_the_vocabulary_is_cut(monkeypatch: pytest.Monke
             make().update(own, gradient[inside], [segment.within(part)], Update(1, 1e-3))
         runs.append(blocks)
     assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+
+
+#: Shape, how it is fused, and the rows or columns of each logical matrix by hand.
+FUSED: dict[str, tuple[tuple[int, ...], FusedMatrix, list[list[int]]]] = {
+    "grouped qkv": (
+        (44, 24),
+        FusedMatrix((28, 8, 8)),
+        [[*range(28)], [*range(28, 36)], [*range(36, 44)]],
+    ),
+    "gate and up of experts": ((3, 20, 8), FusedMatrix((10, 10)), [[*range(10)], [*range(10, 20)]]),
+    "qkv in each head": (
+        (24, 30),
+        FusedMatrix((2, 2, 4), 3),
+        [[0, 1, 8, 9, 16, 17], [2, 3, 10, 11, 18, 19], [4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23]],
+    ),
+    "tall in each head": ((60, 4), FusedMatrix((2, 1), 20), [[r for r in range(60) if r % 3 < 2], [*range(2, 60, 3)]]),
+    "columns": ((16, 36), FusedMatrix((12,) * 3, by_column=True), [[*range(12)], [*range(12, 24)], [*range(24, 36)]]),
+    "every other column": (
+        (2, 9, 14),
+        FusedMatrix((1, 1), 7, by_column=True),
+        [[*range(0, 14, 2)], [*range(1, 14, 2)]],
+    ),
+}
+
+
+@pytest.mark.parametrize("adjust_lr", ["match_rms_adamw", "original"])
+@pytest.mark.parametrize("where", ["host", "device", "ranks"])
+def test_logical_matrices_follow_torch_on_split_ones(where: str, adjust_lr: Any) -> None:
+    layout = build_layout("layer", [(name, shape) for name, (shape, _, _) in FUSED.items()], True)
+    options: dict[str, Any] = {"fused": {name: fused for name, (_, fused, _) in FUSED.items()}, "adjust_lr": adjust_lr}
+    optimizer, kinds = make(**options), make().state_kinds(False)
+    if where == "device":
+        optimizer = make(**options, matrices=DeviceMatrices(torch.device("cpu")))
+        optimizer.matrices.make_room(optimizer, {shape[-2:] for shape, _, _ in FUSED.values()})  # type: ignore
+    generator = torch.Generator().manual_seed(0)
+    weight, gradients = torch.randn(layout.num_elements, generator=generator), []
+    plain: list[tuple[torch.Tensor, torch.nn.Parameter]] = []  # places of a logical matrix, and the matrix
+    for entry in layout.entries:
+        places = torch.arange(entry.offset, entry.offset + entry.numel).view(-1, *entry.shape[-2:])
+        _, fused, indexes = FUSED[entry.name]
+        for stacked in places:
+            for own in indexes:
+                at = stacked[:, own] if fused.by_column else stacked[own]
+                plain.append((at, torch.nn.Parameter(weight[at].clone())))
+    twin = torch.optim.Muon([p for _, p in plain], lr=1e-2, weight_decay=0.1, adjust_lr_fn=adjust_lr)
+    blocks = {"weight": weight.clone(), "m": torch.zeros_like(weight), "v": torch.zeros(1024)}
+    segments = build_segments(layout, 0.1, (), kinds=kinds)
+    for step in range(1, 4):
+        gradient = torch.randn(layout.num_elements, generator=generator)
+        gradients.append(gradient)
+        for at, parameter in plain:
+            parameter.grad = gradient[at]
+        twin.step()
+        if where != "ranks":
+            optimizer.update(blocks, gradient, segments, Update(step, 1e-2))
+            continue
+        # As ranks do it: elementwise by shards that begin and end anywhere, matrices whole.
+        borders = [0, 700, 1811, 2500, layout.num_elements]
+        shards = [range(*each) for each in pairwise(borders)]
+        directions = torch.zeros(layout.num_elements, dtype=torch.bfloat16)
+        for apply in (False, True):
+            for shard in shards:
+                inside = slice(shard.start, shard.stop)
+                own_blocks = {name: block[inside] for name, block in blocks.items() if name != "v"}
+                own_segments = [s.within(shard) for s in segments if s.start < shard.stop and s.stop > shard.start]
+                call = optimizer.apply_directions if apply else optimizer.make_directions
+                call(own_blocks, gradient[inside], own_segments, Update(step, 1e-2), directions[inside])
+            if not apply:
+                for entry in layout.entries:
+                    rows, columns = entry.shape[-2:]
+                    own = directions[entry.offset : entry.offset + entry.numel].view(-1, rows, columns)
+                    for matrix in own:
+                        room = torch.empty(optimizer.orthogonalize_bytes(rows, columns), dtype=torch.uint8)
+                        optimizer.orthogonalize(matrix, room, entry.name)
+    for at, parameter in plain:
+        torch.testing.assert_close(blocks["weight"][at], parameter.detach(), rtol=1e-5, atol=2e-4)
+        assert float((parameter.detach() - weight[at]).abs().max()) > 5e-3
+    host = {"weight": weight.clone(), "m": torch.zeros_like(weight), "v": torch.zeros(1024)}
+    for step, gradient in enumerate(gradients, 1):
+        make(**options).update(host, gradient, segments, Update(step, 1e-2))
+    assert torch.equal(host["weight"], blocks["weight"]) and torch.equal(host["m"], blocks["m"])
+
+
+def test_flops_and_room_of_fused_matrices() -> None:
+    muon = make(fused={"qkv": FusedMatrix((28, 8, 8)), "c": FusedMatrix((12,) * 3, by_column=True)})
+    assert (
+        muon.orthogonalize_flops(44, 24, "qkv")
+        == sum(make().orthogonalize_flops(rows, 24) for rows in (28, 8, 8))
+        < make().orthogonalize_flops(44, 24)
+    )
+    assert muon.orthogonalize_bytes(16, 36) >= newton_schulz_bytes(16, 36) + 2 * 16 * 36
+    assert make(fused={"qkv": FusedMatrix((28, 8, 8))}).orthogonalize_bytes(44, 24) == newton_schulz_bytes(44, 24)

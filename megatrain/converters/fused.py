@@ -1,0 +1,133 @@
+"""Which parameters of transformers' models fuse several logical matrices, and how: data by the names that they use.
+
+A rule reads sizes from the module that owns the product. A rule that does not fit a parameter's shape is not used, and
+the parameter is named as one whose parts are unknown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatrain.optim.fused import FusedMatrix
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatrain.models.graph import ModelGraph
+
+__all__ = ["find_fused"]
+
+#: Names of products that a model is likely to split afterwards.
+_LOOKS_FUSED = re.compile(
+    r"qkv|query_key_value|^c_attn$|gate_up|up_gate|gate_and_up|^in_proj(_ba)?$|^kv_(proj|b_proj)$|^w13$"
+)
+
+
+def _thirds(owner: nn.Module, length: int) -> FusedMatrix:
+    return FusedMatrix((length // 3,) * 3)
+
+
+def _halves(owner: nn.Module, length: int) -> FusedMatrix:
+    return FusedMatrix((length // 2,) * 2)
+
+
+def _thirds_of_columns(owner: nn.Module, length: int) -> FusedMatrix:
+    return FusedMatrix((length // 3,) * 3, by_column=True)
+
+
+def _thirds_in_each_head(owner: Any, length: int) -> FusedMatrix:
+    config = owner.config
+    heads = int(config.num_attention_heads)
+    return FusedMatrix((length // (3 * heads),) * 3, heads)
+
+
+def _query_and_grouped_key_value(owner: Any, length: int) -> FusedMatrix:
+    config = owner.config
+    size = int(getattr(owner, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
+    key = size * int(config.num_key_value_heads)
+    return FusedMatrix((size * int(config.num_attention_heads), key, key))
+
+
+def _dbrx(owner: Any, length: int) -> FusedMatrix:
+    key = int(owner.num_key_value_heads) * int(owner.head_dim)
+    return FusedMatrix((int(owner.hidden_size), key, key))
+
+
+def _delta_net(owner: Any, length: int) -> FusedMatrix:
+    return FusedMatrix((int(owner.key_dim), int(owner.key_dim), int(owner.value_dim)))
+
+
+def _delta_net_in_each_head(owner: Any, length: int) -> FusedMatrix:
+    value = int(owner.num_v_heads) // int(owner.num_k_heads) * int(owner.head_v_dim)
+    return FusedMatrix((int(owner.head_k_dim), int(owner.head_k_dim), value, value), int(owner.num_k_heads))
+
+
+def _gates_in_each_head(owner: Any, length: int) -> FusedMatrix:
+    return FusedMatrix((int(owner.num_v_heads) // int(owner.num_k_heads),) * 2, int(owner.num_k_heads))
+
+
+_Rule = Callable[[Any, int], FusedMatrix]
+
+#: End of the class name of the module that owns the product, and the product's name -> how it is fused.
+_RULES: Mapping[tuple[str, str], _Rule] = {
+    ("Phi3Attention", "qkv_proj"): _query_and_grouped_key_value,
+    ("Phi4MultimodalAttention", "qkv_proj"): _query_and_grouped_key_value,
+    ("MiniMaxLightningAttention", "qkv_proj"): _thirds_in_each_head,
+    ("GPTNeoXAttention", "query_key_value"): _thirds_in_each_head,
+    ("GPT2Attention", "c_attn"): _thirds_of_columns,
+    ("MptAttention", "Wqkv"): _thirds,
+    ("DbrxAttention", "Wqkv"): _dbrx,
+    ("JetMoeAttention", "kv_proj"): _halves,
+    ("Qwen3_5GatedDeltaNet", "in_proj_qkv"): _delta_net,
+    ("Qwen3_5MoeGatedDeltaNet", "in_proj_qkv"): _delta_net,
+    ("Qwen3NextGatedDeltaNet", "in_proj_qkvz"): _delta_net_in_each_head,
+    ("Qwen3NextGatedDeltaNet", "in_proj_ba"): _gates_in_each_head,
+    ("MLP", "gate_up_proj"): _halves,
+}
+
+
+def find_fused(graph: ModelGraph) -> tuple[dict[str, FusedMatrix], list[str]]:
+    """Return how trained parameters fuse matrices, by full name, and names that look fused in an unknown way."""
+    found: dict[str, FusedMatrix] = {}
+    unknown: list[str] = []
+    model = graph.model
+    for path, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim < 2 or not parameter.requires_grad:
+                continue
+            above, _, product = path.rpartition(".") if leaf == "weight" else (path, "", leaf)
+            if not _LOOKS_FUSED.search(product) or product.endswith("_bias"):  # a stack of vectors
+                continue
+            name = f"{path}.{leaf}"
+            name = graph.owner_of.get(name, name)
+            fused = _fused(model.get_submodule(above), product, parameter.shape)
+            if fused is None:
+                unknown.append(name)
+            else:
+                found[name] = fused
+    return found, unknown
+
+
+def _fused(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
+    """Return how a product is fused; None if no rule fits."""
+    if len(shape) == 3:
+        return _of_experts(owner, product, shape)
+    kind = type(owner).__name__
+    rule = next((rule for (end, name), rule in _RULES.items() if name == product and kind.endswith(end)), None)
+    if rule is None:
+        return None
+    fused = rule(owner, shape[-1] if rule is _thirds_of_columns else shape[-2])
+    return fused if fused.length == shape[-1 if fused.by_column else -2] else None
+
+
+def _of_experts(owner: nn.Module, product: str, shape: tuple[int, ...]) -> FusedMatrix | None:
+    """Return how gates and up projections of stacked experts are fused, as transformers' own attributes tell."""
+    if product != "gate_up_proj" or not hasattr(owner, "is_transposed"):
+        return None
+    by_column = bool(getattr(owner, "is_transposed", False))
+    length = shape[-1] if by_column else shape[-2]
+    if getattr(owner, "is_concatenated", True):
+        return FusedMatrix((length // 2,) * 2, by_column=by_column)
+    return FusedMatrix((1, 1), length // 2, by_column=by_column)
