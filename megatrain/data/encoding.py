@@ -328,6 +328,9 @@ class Encoder:
             RowError: a row cannot be trained and ``bad_rows`` is "error".
         """
         for batch in _batches(rows):
+            for row in batch:
+                if not isinstance(row, RowError):
+                    self.counts.add_unread(row.unread, row.where)
             if self._options.only_text:
                 _check_text(batch)
             if self._options.preferences:

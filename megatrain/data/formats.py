@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +38,18 @@ _NEEDED = {
     "classification": ("text", "label"),
     "token_classification": ("tokens", "tags"),
 }
+_READ_WITH_CHATS = ("system", "tools", "images", "image")
+#: Fields that each format reads, where these are not all.
+_READ: dict[str, tuple[str, ...]] = {
+    "messages": ("messages", *_READ_WITH_CHATS),
+    "sharegpt": ("conversations", *_READ_WITH_CHATS),
+    "alpaca": ("instruction", "output", "input", "history", *_READ_WITH_CHATS),
+    "prompt_completion": ("prompt", "completion"),
+    "text": ("text",),
+    "tokenized": ("input_ids", "labels", "loss_mask", "attention_mask"),
+    "classification": ("text", "label"),
+    "token_classification": ("tokens", "tags", "ner_tags", "pos_tags", "chunk_tags", "labels"),
+}
 #: Formats that a chat template writes as text.
 CHATS = ("messages", "sharegpt", "alpaca")
 #: Formats that are only meant where they are asked for: other tasks have rows with the same fields.
@@ -62,6 +74,7 @@ class Conversation:
         tools: what the assistant may call, for the chat template.
         flags: for each message, whether the row itself says that it is trained; empty: it says nothing.
         images: those that marks in the messages stand for, in order.
+        unread: columns of the row that its format does not read.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -70,6 +83,7 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] | None = None
     flags: tuple[bool | None, ...] = ()
     images: tuple[NamedImage, ...] = ()
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,7 @@ class PromptCompletion:
     prompt: str
     completion: str
     where: str
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +103,14 @@ class Document:
     Attributes:
         is_start: whether the text begins here. A file too large for one piece comes as several.
         is_end: whether the text ends here.
+        unread: columns of the row that its format does not read.
     """
 
     text: str
     where: str
     is_start: bool = True
     is_end: bool = True
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +120,13 @@ class Tokenized:
     Attributes:
         tokens: ids.
         trained: for each, whether it is trained; None: all, and it may be cut into pieces as plain text is.
+        unread: columns of the row that its format does not read.
     """
 
     tokens: tuple[int, ...]
     trained: tuple[bool, ...] | None
     where: str
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +139,7 @@ class Preference:
         is_good: whether the answer is a good one.
         where: file and row.
         margin: by how much the chosen answer is better, for losses that ask for it.
+        unread: columns of the row that its format does not read.
     """
 
     answer: Conversation | PromptCompletion
@@ -127,6 +147,7 @@ class Preference:
     is_good: bool
     where: str
     margin: float = 0.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 #: What is tokenized, one text or several.
@@ -155,25 +176,40 @@ def to_row(value: object, where: str, format: Format, columns: Mapping[str, str]
         raise RowError(where, f"{said}, this is {kind(value)}", f"Fix or remove the row{more}", reason=said)
     names = _names(format, columns)
     value = _with_names(value, names, columns, format)
+    if format == "auto":
+        format = _detect(value, names, where, columns)
+    row = _read_row(value, where, format, names, columns, folder)
+    return replace(row, unread=unread) if (unread := _unread(value, names, format, row)) else row
+
+
+def _read_row(
+    value: Mapping[str, Any],
+    where: str,
+    format: Format,
+    names: dict[str, str],
+    columns: Mapping[str, str],
+    folder: Path,
+) -> Row:
+    """Return a row of a format; arguments and errors as of :func:`to_row`."""
     if format == "preference":
         return _preference(value, where, names, columns)
     if format == "classification":
         return classified_row(value, where, names)
     if format == "token_classification":
         return tagged_row(value, where, names)
-    if format == "auto":
-        format = _detect(value, names, where, columns)
     if format in ("messages", "sharegpt"):
         usual, other = ("messages", "conversations") if format == "messages" else ("conversations", "messages")
         names["messages"] = names[usual] if names[usual] in value or names[other] not in value else names[other]
         names["conversations"] = names["messages"]
-    for field in _NEEDED[format]:
-        if names[field] not in value:
+    for needed in _NEEDED[format]:
+        if names[needed] not in value:
             if refused := preferences(value):
                 raise DataError(where, *refused)
             if absent := absent_column(value, columns):
                 raise DataError(where, *absent)
-            raise DataError(where, f"no field `{names[field]}`; the row has {field_names(value)}", _guess(value, where))
+            raise DataError(
+                where, f"no field `{names[needed]}`; the row has {field_names(value)}", _guess(value, where)
+            )
     if format in ("messages", "sharegpt"):
         return _conversation(value, where, names, columns, folder)
     if format == "alpaca":
@@ -183,6 +219,16 @@ def to_row(value: object, where: str, format: Format, columns: Mapping[str, str]
     if format == "tokenized":
         return _tokenized(value, where, names)
     return _prompt_completion(value, where, names, columns, folder)
+
+
+def _unread(value: Mapping[str, Any], names: Mapping[str, str], format: Format, row: Row) -> tuple[str, ...]:
+    """Return the columns of a row that have a value and are not read."""
+    fields = _READ.get(format, tuple(names))
+    if format == "prompt_completion" and isinstance(row, Conversation):
+        fields += _READ_WITH_CHATS
+    read = {names.get(field, field) for field in fields}
+    read |= {name.partition(".")[0] for name in read}
+    return tuple(name for name, inner in value.items() if name not in read and inner not in (None, "", [], {}))
 
 
 def _names(format: Format, columns: Mapping[str, str]) -> dict[str, str]:
@@ -637,24 +683,24 @@ def _tokenized(value: Mapping[str, Any], where: str, names: Mapping[str, str]) -
         )
     kept = range(len(tokens))
     trained: tuple[bool, ...] | None = None
-    for field in ("labels", "loss_mask", "attention_mask"):
-        if value.get(names[field]) is None:
+    for name in ("labels", "loss_mask", "attention_mask"):
+        if value.get(names[name]) is None:
             continue
-        numbers = _integers(value[names[field]], where, names[field])
+        numbers = _integers(value[names[name]], where, names[name])
         if len(numbers) != len(tokens):
             raise RowError(
                 where,
-                f"`{names[field]}` has {len(numbers)} numbers for {len(tokens)} tokens",
-                reason=f"`{names[field]}` is not as long as the tokens",
+                f"`{names[name]}` has {len(numbers)} numbers for {len(tokens)} tokens",
+                reason=f"`{names[name]}` is not as long as the tokens",
             )
-        if field == "attention_mask":
-            kept = range(*_attended(numbers, where, names[field]))
+        if name == "attention_mask":
+            kept = range(*_attended(numbers, where, names[name]))
             continue
-        found = tuple(number != (IGNORED_LABEL if field == "labels" else 0) for number in numbers)
-        if field == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
+        found = tuple(number != (IGNORED_LABEL if name == "labels" else 0) for number in numbers)
+        if name == "labels" and any(new and a != b for new, a, b in zip(found, numbers, tokens, strict=True)):
             raise RowError(
                 where,
-                f"`{names[field]}` is neither the token nor {IGNORED_LABEL} at each place",
+                f"`{names[name]}` is neither the token nor {IGNORED_LABEL} at each place",
                 "Write labels that are not shifted: the loss compares each token with the prediction before it",
             )
         trained = found if trained is None else tuple(a and b for a, b in zip(trained, found, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.base.batch_keys import IGNORED_LABEL
@@ -47,6 +47,7 @@ class Classified:
     text: str
     label: int | str | None
     where: str
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class Tagged:
     words: tuple[str, ...]
     tags: tuple[int | str | None, ...]
     where: str
+    unread: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

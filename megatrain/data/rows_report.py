@@ -149,6 +149,7 @@ class DataReport:
         empty_files: files that hold nothing; None: there are none.
         left_out: fields of rows that the chat template does not show; the field is the reason.
         special_tokens: special tokens that the texts of rows hold; the token is the reason.
+        unread: columns of rows that their format does not read; the column is the reason.
     """
 
     num_rows: int
@@ -165,6 +166,7 @@ class DataReport:
     empty_files: Dropped | None = None
     left_out: tuple[Dropped, ...] = ()
     special_tokens: tuple[Dropped, ...] = ()
+    unread: tuple[Dropped, ...] = ()
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
         """Yield what the counts of fields and special tokens say, each with how serious it is."""
@@ -184,6 +186,10 @@ class DataReport:
                     f"the chat template leaves out `{each.reason}` of {_some(each.count, 'row')} (first: "
                     f"{each.example})",
                 )
+        if self.unread:
+            names = ", ".join(f"`{each.reason}` ({_some(each.count, 'row')})" for each in self.unread[:8])
+            more = f" and {len(self.unread) - 8} others" if len(self.unread) > 8 else ""
+            yield "note", f"columns that are not read: {names}{more}"
         for each in self.special_tokens:
             yield (
                 "note",
@@ -224,7 +230,7 @@ class DataReport:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> DataReport:
         """Return the report that :meth:`to_json` wrote."""
-        lists = {name: tuple(Dropped(**each) for each in values[name]) for name in _LISTS}
+        lists = {name: tuple(Dropped(**each) for each in values.get(name, ())) for name in _LISTS}
         sources = tuple(SourceCounts(**each) for each in values["sources"])
         empty = values.get("empty_files")
         empty_files = None if empty is None else Dropped(**empty)
@@ -232,7 +238,7 @@ class DataReport:
 
 
 #: Fields of a report that count reasons.
-_LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens")
+_LISTS = ("dropped", "untrained_turns", "left_out", "special_tokens", "unread")
 
 
 def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -> list[str]:
@@ -289,6 +295,7 @@ class RowCounts:
     num_turns_lost: int = 0
     _left_out: dict[str, list[Any]] = field(default_factory=dict)
     _special_tokens: dict[str, list[Any]] = field(default_factory=dict)
+    _unread: dict[str, list[Any]] = field(default_factory=dict)
 
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be trained, or a file without rows."""
@@ -312,6 +319,11 @@ class RowCounts:
         self.num_turns_lost += len(untrained)
         for reason in untrained:
             self._turns.setdefault(reason, [0, where])[0] += 1
+
+    def add_unread(self, columns: Iterable[str], where: str) -> None:
+        """Count the columns of a row that are not read."""
+        for name in columns:
+            self._unread.setdefault(name, [0, where])[0] += 1
 
     def add_remarks(self, left_out: Iterable[str], special_tokens: Iterable[str], where: str) -> None:
         """Count fields that the chat template does not show, and special tokens in the text of a row."""
@@ -358,6 +370,7 @@ class RowCounts:
             self._empty_files,
             listed(self._left_out),
             listed(self._special_tokens),
+            listed(self._unread),
         )
 
 

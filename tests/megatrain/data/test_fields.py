@@ -129,6 +129,22 @@ def test_special_tokens_in_answers_are_counted(tmp_path: Path, tokenizer: Any) -
     assert "the text of 1 row holds <|im_end|>, which the tokenizer reads as its special token" in str(report)
 
 
+def test_columns_that_are_not_read_are_counted(tmp_path: Path, tokenizer: Any) -> None:
+    chats = {"messages": [QUESTION, ANSWER], "system": "Be kind.", "system_prompt": "Be kind.", "id": 0, "tags": []}
+    dolly = {"instruction": "Who?", "context": "A whaler.", "response": "Ishmael"}
+    deep = {"doc": {"body": "Call me"}, "id": 5}
+    template(tokenizer, "smollm2")
+    path = tmp_path / "c.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in [chats, chats]))
+    _, report = load(tmp_path, tokenizer, [chats, chats, {"prompt": "a", "completion": " b", "tools": [TOOL]}])
+    assert [(each.reason, each.count) for each in report.unread] == [("system_prompt", 2), ("id", 2), ("tools", 1)]
+    assert "columns that are not read: `system_prompt` (2 rows), `id` (2 rows), `tools` (1 row)" in str(report)
+    columns = {"instruction": "instruction", "output": "response"}
+    assert to_row(dolly, "", "auto", columns).unread == ("context",)
+    assert to_row(dolly, "", "auto", {**columns, "input": "context"}).unread == ()
+    assert to_row(deep, "", "text", {"text": "doc.body"}).unread == ("id",)
+
+
 # -- tool calls -------------------------------------------------------------------------------------------------
 
 
