@@ -33,9 +33,12 @@ format: $(VENV)/.lint-installed ## rewrite the files as check wants them
 test-slow: $(VENV)/.kvikio-installed ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-mutants: $(VENV)/.mutants-installed ## small mistakes put into pure modules one by one; lists those that no test of theirs sees
-	-$(BIN)/mutmut run $(ARGS)
-	$(BIN)/mutmut results
+mutants-record: $(VENV)/.mutants-installed ## the suite of CI, with the lines that each test executes: once per head, an hour
+	cd tests && $(abspath $(BIN))/python -m mutants.campaign record $(if $(ARGS),-- $(ARGS))
+
+N ?= 40
+mutants-sample: $(VENV)/.mutants-installed ## N random mistakes (SEED=7 N=40), each with the tests that execute its line; prints survivors
+	cd tests && $(abspath $(BIN))/python -m mutants.campaign sample --seed $(SEED) --count $(N) $(ARGS)
 
 canary: ## the newest transformers, pre-releases too: whether it has what we use beside its public interface
 	test -x $(CANARY)/bin/python || $(PYTHON) -m venv $(CANARY)
@@ -73,8 +76,8 @@ $(VENV)/.lint-installed: $(VENV)/.installed
 	$(call packages_of,lint) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
-$(VENV)/.mutants-installed: $(VENV)/.installed
-	$(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt -e ".[mutants]"
+$(VENV)/.mutants-installed: $(VENV)/.kvikio-installed
+	$(call packages_of,mutants) | xargs $(BIN)/pip install --no-compile --quiet --quiet -c constraints.txt
 	touch $@
 
 # The site needs neither the project nor torch.
@@ -85,5 +88,5 @@ $(VENV)/.docs-installed: pyproject.toml constraints.txt | $(BIN)/python
 help: ## this list
 	@grep -E "^[a-z-]+:.*## " $(MAKEFILE_LIST) | sed -E "s/^([a-z-]+):.*## /\1\t/"
 
-.PHONY: run test check format test-slow mutants canary null-gpu null-gpu-long bench docs help
+.PHONY: run test check format test-slow mutants-record mutants-sample canary null-gpu null-gpu-long bench docs help
 .DEFAULT_GOAL := help

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import datetime
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -178,6 +179,40 @@ def mark_long_matrices(items: list[pytest.Item]) -> None:
         if name == "tests/test_benches.py::test_rows" and item.nodeid.partition("[")[2].rstrip("]") in LONG_BENCHES:
             item.add_marker(pytest.mark.slow)
     for group in cases.values():
-        for number, item in enumerate(group if len(group) >= FEWEST else ()):
-            if number % SHARE and not item.nodeid.startswith(SHORT):
-                item.add_marker(pytest.mark.slow)
+        kept = [item for number, item in enumerate(group) if number % SHARE == 0 or item.nodeid.startswith(SHORT)]
+        if len(group) >= FEWEST:
+            kept += pairs_left_out(group, kept)
+            for item in group:
+                if item not in kept:
+                    item.add_marker(pytest.mark.slow)
+
+
+def pairs_left_out(group: list[pytest.Item], kept: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of a test that have a pair of options which no kept case has.
+
+    An option is a parameter with two values. Parameters with more, such as families of models, are only sampled.
+    """
+    values: dict[str, set[str]] = {}
+    for item in group:
+        for name, value in _parameters_of(item).items():
+            values.setdefault(name, set()).add(value)
+    options = [name for name, each in values.items() if len(each) == 2]
+
+    def pairs_of(item: pytest.Item) -> set[tuple[tuple[str, str], ...]]:
+        held = _parameters_of(item)
+        return set(itertools.combinations(((name, held[name]) for name in options if name in held), 2))
+
+    covered = set().union(*map(pairs_of, kept))
+    left_out = []
+    while True:
+        best = max(group, key=lambda item: len(pairs_of(item) - covered))
+        if pairs_of(best) <= covered:
+            return left_out
+        covered |= pairs_of(best)
+        left_out.append(best)
+
+
+def _parameters_of(item: pytest.Item) -> dict[str, str]:
+    """Return the parameters of a case as texts: pytest's own numbers of direct ones count cases."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return {name: str(value) for name, value in parameters.items()}

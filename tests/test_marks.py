@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,3 +29,21 @@ def test_cases_on_a_device_in_software_leave_some_on_a_gpu() -> None:
     left = [item for item in items if "slow" not in item.marks]
     assert [bool(item.get_closest_marker("gpu")) for item in left] == [False, True]
     assert SHARE > FEWEST and pytest.mark.slow.name == "slow"
+
+
+def test_sampling_keeps_every_pair_of_options() -> None:
+    items = [
+        _Item(
+            nodeid=f"tests/parity/test_it.py::test_it[{family}-{smoothing}-{z_loss}]",
+            marks=[],
+            callspec=SimpleNamespace(params={"family": family, "smoothing": smoothing, "z_loss": z_loss}),
+        )
+        for family in ("llama", "qwen2", "gemma2")
+        for smoothing in (0.0, 0.1)
+        for z_loss in (0.0, 1e-4)
+    ]
+    mark_long_matrices(items)  # type: ignore[arg-type]
+    left = [item.callspec.params for item in items if "slow" not in item.marks]
+    found = {(each["smoothing"], each["z_loss"]) for each in left}
+    assert found == set(itertools.product((0.0, 0.1), (0.0, 1e-4)))
+    assert len(left) == 4, "no more cases than the pairs need"

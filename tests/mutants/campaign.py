@@ -1,0 +1,372 @@
+"""A sample of planted mistakes, and which of them the tests catch: `make mutants-sample SEED=7 N=40`.
+
+    python -m mutants.campaign record                      # once per head: the suite of CI, with its lines recorded
+    python -m mutants.campaign sample --seed 7 --count 40
+    python -m mutants.campaign sample --seed 7 --only 3    # the fourth mistake of that sample again
+
+A mistake is planted in a copy of the repository. A process that has imported the libraries, but none of our packages,
+forks one that runs the tests: first those that execute the line, the fastest first, then those that execute other
+lines of the same function. A mistake that no test sees within the time limit has survived. A failing test counts only
+if it passes without the mistake.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mutants.operators import Mistake, mistakes_in
+from mutants.recording import ROOT, Record, read
+
+FOLDER = ROOT / "temp" / "mutants"
+#: One row for each survivor that somebody judged.
+VERDICTS = Path(__file__).with_name("verdicts.jsonl")
+LIBRARIES = ("numba", "torch", "transformers", "transformers.trainer", "pydantic", "rich.table")
+#: A test that hangs counts as failed.
+TEST_TIMEOUT_S = 120
+CAUGHT, SURVIVED, UNCLEAR = "caught", "survived", "unclear"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the tests said of one mistake.
+
+    Attributes:
+        outcome: `caught`, `survived` (every chosen test passed, or the time was up) or `unclear` (the test that failed
+            fails without the mistake too).
+        test: The test that failed.
+        num_run, num_chosen: Tests that ran, and tests that execute the line or its function.
+    """
+
+    outcome: str
+    test: str
+    num_run: int
+    num_chosen: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A mistake with its tests, in the order in which they run."""
+
+    mistake: Mistake
+    diff: str
+    tests: tuple[str, ...]
+
+
+def record(arguments: argparse.Namespace) -> int:
+    """Run the suite of CI once with its lines recorded."""
+    folder = FOLDER / "record"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    environment = {
+        **os.environ,
+        "MUTANTS_RECORD": str(folder),
+        "MUTANTS_TESTS": str(ROOT / "tests"),
+        "PYTHONPATH": str(Path(__file__).with_name("at_start")),
+    }
+    environment.setdefault("PAIRS_SEED", "mutants")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "mutants.recording", "-o", "timeout=900"]
+    command += ["-n", str(arguments.workers), "--dist", "worksteal", *arguments.pytest]
+    status = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+    head = {"head": _head(), "seed": environment["PAIRS_SEED"]}
+    (folder / "head.json").write_text(json.dumps(head))
+    return status
+
+
+def _head() -> str:
+    return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def sample(arguments: argparse.Namespace) -> int:
+    """Plant a sample and print each survivor as a diff, then the rates; 1 if a survivor has no verdict."""
+    folder = FOLDER / "record"
+    head = json.loads((folder / "head.json").read_text())
+    if head["head"] != _head():
+        print(f"the lines were recorded at {head['head'][:12]}; changed files have other lines now", file=sys.stderr)
+    os.environ["PAIRS_SEED"] = head["seed"]
+    recorded = read(folder)
+    chosen = draw(recorded, arguments.seed, arguments.count)
+    chosen = chosen if arguments.only is None else [chosen[arguments.only]]
+    start_s = time.monotonic()
+    with multiprocessing.get_context("fork").Pool(arguments.workers, _make_tree, [_numbers(arguments.workers)]) as pool:
+        results = []
+        tasks = [(each, arguments.seconds) for each in chosen]
+        for number, result in enumerate(pool.imap(_judge, tasks, chunksize=1)):
+            _print(number, chosen[number], result)
+            results.append(result)
+    minutes = (time.monotonic() - start_s) / 60
+    return _summarize(chosen, results, minutes, arguments)
+
+
+def draw(recorded: Record, seed: int, count: int) -> list[Chosen]:
+    """Draw mistakes: a line that tests execute, each with the same chance, then an operator, then one of its places.
+
+    Lines whose statement no operator knows are drawn again.
+    """
+    rng = random.Random(seed)
+    lines = [(file, line) for file in sorted(recorded.tests_by_line) for line in sorted(recorded.tests_by_line[file])]
+    known: dict[str, dict[int, list[Mistake]]] = {}
+    found: list[Chosen] = []
+    while len(found) < count:
+        file, line = rng.choice(lines)
+        if not (ROOT / file).is_file():
+            continue
+        text = (ROOT / file).read_text(encoding="utf-8")
+        if file not in known:
+            known[file] = {}
+            for mistake in mistakes_in(file, text):
+                known[file].setdefault(mistake.line, []).append(mistake)
+        candidates = known[file].get(line, [])
+        operators = sorted({each.operator for each in candidates})
+        if not operators:
+            continue
+        operator = rng.choice(operators)
+        mistake = rng.choice([each for each in candidates if each.operator == operator])
+        if mistake.is_valid(text) and all(mistake != each.mistake for each in found):
+            found.append(Chosen(mistake, mistake.diff(text), _tests_of(recorded, file, line, text)))
+    return found
+
+
+def _tests_of(recorded: Record, file: str, line: int, text: str) -> tuple[str, ...]:
+    """Return the tests that execute a line, the fastest first, then those of other lines of its function."""
+
+    def by_time(tests: set[str]) -> list[str]:
+        return sorted(tests, key=lambda test: (recorded.duration_s.get(test, 60.0), test))
+
+    by_line = recorded.tests_by_line[file]
+    first = set(by_line[line])
+    functions = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    near: set[str] = set()
+    if functions:
+        inner = max(functions, key=lambda node: node.lineno)
+        for each in range(inner.lineno, (inner.end_lineno or inner.lineno) + 1):
+            near |= by_line.get(each, frozenset())
+    return (*by_time(first), *by_time(near - first))
+
+
+def _numbers(count: int) -> Any:
+    numbers = multiprocessing.get_context("fork").SimpleQueue()
+    for number in range(count):
+        numbers.put(number)
+    return numbers
+
+
+_tree: Path
+
+
+def _make_tree(numbers: Any) -> None:
+    """Copy the repository for one worker, and import what no mistake changes."""
+    global _tree
+    _tree = FOLDER / f"tree{numbers.get()}"
+    shutil.rmtree(_tree, ignore_errors=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (_tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, _tree / name)
+    # The command's package has another name when it is installed; without this folder a program would import ours.
+    shim = _tree / "temp" / "site" / "megatrain_tier_cli"
+    shim.mkdir(parents=True)
+    for path in (_tree / "cli").iterdir():
+        (shim / path.name).symlink_to(path)
+    (shim / "example").symlink_to(_tree / "examples" / "quickstart")
+    for name in LIBRARIES:
+        __import__(name)
+
+
+def _judge(task: tuple[Chosen, float]) -> Result:
+    chosen, limit_s = task
+    start_s = time.monotonic()
+    path = _tree / chosen.mistake.path
+    status, text = path.stat(), path.read_text(encoding="utf-8")
+    path.write_text(chosen.mistake.applied(text), encoding="utf-8")
+    try:
+        failed, num_run = _run(chosen.tests, limit_s)
+    finally:
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    outcome = SURVIVED
+    if failed:
+        outcome = UNCLEAR if failed in chosen.tests and _run([failed], limit_s)[0] else CAUGHT
+    return Result(outcome, failed, num_run, len(chosen.tests), time.monotonic() - start_s)
+
+
+def _run(tests: Sequence[str], limit_s: float) -> tuple[str, int]:
+    """Run tests in a fork until one fails or the time is up; return the one that failed, and how many ran.
+
+    A process that ends by itself, or that has to be killed, failed at the test that ran last.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os.setsid()
+        try:
+            _run_here(tests, limit_s, writer)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(0)
+    os.close(writer)
+    killer = threading.Timer(limit_s + 2 * TEST_TIMEOUT_S, os.killpg, [pid, signal.SIGKILL])
+    killer.start()
+    with open(reader) as lines:
+        rows = [line.split(" ", 1) for line in lines.read().splitlines()]
+    os.waitpid(pid, 0)
+    killer.cancel()
+    num_run = sum(row[0] == "ended" for row in rows)
+    failed = [row[1] for row in rows if row[0] == "failed"]
+    if not failed and ["done", ""] not in rows:
+        failed = [row[1] for row in rows if row[0] == "started"][-1:] or ["the import of the tests"]
+    return (failed[0] if failed else ""), num_run
+
+
+def _run_here(tests: Sequence[str], limit_s: float, writer: int) -> None:
+    output = os.open(FOLDER / f"{_tree.name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(_tree)
+    paths = [str(_tree), str(_tree / "tests"), str(_tree / "temp" / "site")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    kept = [path for path in sys.path if not path.startswith(str(ROOT)) or "site-packages" in path]
+    sys.path[:] = paths + kept
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mutants"]:
+        del sys.modules[name]
+    plugin = _Watch(tests, time.monotonic() + limit_s, writer)
+    options = ["-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", f"timeout={TEST_TIMEOUT_S}"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of plugins that the libraries imported
+    status = pytest.main([*options, *tests], plugins=[plugin])
+    if status in (pytest.ExitCode.OK, pytest.ExitCode.INTERRUPTED, pytest.ExitCode.NO_TESTS_COLLECTED):
+        os.write(writer, b"done \n")
+
+
+class _Watch:
+    """Runs tests in a given order until the time is up, and reports each of them."""
+
+    def __init__(self, tests: Sequence[str], deadline_s: float, writer: int) -> None:
+        self._order = {test: number for number, test in enumerate(tests)}
+        self._deadline_s, self._writer = deadline_s, writer
+
+    def _report(self, kind: str, test: str) -> None:
+        os.write(self._writer, f"{kind} {test}\n".encode())
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self._order.get(item.nodeid, len(self._order)))
+
+    def pytest_runtest_protocol(self, item: pytest.Item) -> None:
+        if time.monotonic() > self._deadline_s:
+            item.session.shouldstop = "the time is up"
+        self._report("started", item.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._report("failed", report.nodeid)
+        if report.when == "teardown":
+            self._report("ended", report.nodeid)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._report("failed", report.nodeid)
+
+
+def package_of(path: str) -> str:
+    """Return the package that a file's rate is counted for: the second level of `megatrain`, else the first."""
+    parts = Path(path).with_suffix("").parts
+    return "/".join(parts[:2]) if parts[0] == "megatrain" and len(parts) > 2 else parts[0]
+
+
+def read_verdicts() -> Iterator[dict[str, Any]]:
+    """Yield the judged survivors."""
+    if VERDICTS.exists():
+        for line in VERDICTS.read_text(encoding="utf-8").splitlines():
+            yield json.loads(line)
+
+
+def _print(number: int, chosen: Chosen, result: Result) -> None:
+    mistake = chosen.mistake
+    print(
+        f"{number:3} {result.outcome:8} {mistake.path}:{mistake.line} {mistake.operator}; {result.num_run} of "
+        f"{result.num_chosen} tests, {result.seconds:.0f} s{'; ' if result.test else ''}{result.test}",
+        flush=True,
+    )
+    if result.outcome != CAUGHT:
+        print(chosen.diff, flush=True)
+
+
+def _summarize(chosen: Sequence[Chosen], results: Sequence[Result], minutes: float, arguments: Any) -> int:
+    judged = {row["diff"]: row for row in read_verdicts()}
+    caught: Counter[str] = Counter()
+    counted: Counter[str] = Counter()
+    num_unjudged = 0
+    for each, result in zip(chosen, results, strict=True):
+        package = package_of(each.mistake.path)
+        verdict = judged.get(each.diff, {}).get("verdict", "")
+        if result.outcome == CAUGHT:
+            caught[package] += 1
+            counted[package] += 1
+        elif verdict != "equivalent":
+            counted[package] += 1
+            num_unjudged += not verdict
+    for package in sorted(counted):
+        print(f"{package:24} {caught[package]:3} of {counted[package]:3}")
+    total = sum(counted.values())
+    print(f"{'all':24} {sum(caught.values()):3} of {total:3}, seed {arguments.seed}, {minutes:.0f} minutes")
+    out = FOLDER / f"sample-{arguments.seed}.jsonl"
+    with out.open("w", encoding="utf-8") as file:
+        for each, result in zip(chosen, results, strict=True):
+            mistake = each.mistake
+            row = {"file": mistake.path, "line": mistake.line, "operator": mistake.operator, "diff": each.diff}
+            file.write(json.dumps({**row, **asdict(result)}) + "\n")
+    print(f"all of them: {out.relative_to(ROOT)}; judge survivors in {VERDICTS.relative_to(ROOT)}")
+    return int(num_unjudged > 0)
+
+
+def main() -> int:
+    """Parse the command line and run it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    recording = commands.add_parser("record")
+    recording.add_argument("--workers", type=int, default=2)
+    recording.add_argument("pytest", nargs="*", help="options of pytest after --; default: the suite of CI")
+    recording.set_defaults(run=record)
+    sampling = commands.add_parser("sample")
+    sampling.add_argument("--seed", type=int, required=True)
+    sampling.add_argument("--count", type=int, default=40)
+    sampling.add_argument("--only", type=int, help="number of one mistake of the sample")
+    sampling.add_argument("--seconds", type=float, default=180.0, help="time limit of a mistake")
+    sampling.add_argument("--workers", type=int, default=2)
+    sampling.set_defaults(run=sample)
+    arguments = parser.parse_args()
+    status: int = arguments.run(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
