@@ -15,6 +15,7 @@ from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.by_tier import optimizers_by_tier
 from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
+from megatrain.optim.on_device import TableOptimizer
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from megatrain.engine.streamed import StepRecipe, StreamedModel
     from megatrain.engine.tape import Op
     from megatrain.models.graph import ModelGraph
+    from megatrain.optim.on_device import UpdateTable
 
 __all__ = ["LayerScales", "PendingUpdate", "UpdateOps", "Updater", "weight_is_split"]
 
@@ -138,6 +140,8 @@ class Updater:
         }
         self._program, self.optimizers = program, optimizers
         self._parts: dict[tuple[int, int], _UpdatedPart] = {}
+        #: Number of a layout -> where its blocks were, which parameters got a gradient, and the tables of these.
+        self._tables: dict[int, tuple[list[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
         self.matrices: HostMatrices | DeviceMatrices | None = None
@@ -175,6 +179,38 @@ class Updater:
             update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
         else:
             optimizer.update(*own, update)
+
+    def update_layout(
+        self,
+        index: int,
+        num_parts: int,
+        tier: str,
+        tensors: Mapping[str, torch.Tensor],
+        update: Update,
+        filled: Container[str],
+    ) -> None:
+        """Update all parts of a layout, whose blocks are all leased, by tables where the optimizer has some.
+
+        Args:
+            index: Number of the layout.
+            num_parts: Number of its parts.
+            tier: Where the tensors are.
+            tensors: Blocks of all parts by key.
+            update: Step count and learning rate, with the factor on this gradient.
+            filled: Parameters that got a gradient.
+        """
+        optimizer = self.optimizers[tier]
+        if isinstance(optimizer, TableOptimizer):
+            addresses = [tensor.data_ptr() for tensor in tensors.values()]
+            known = self._tables.get(index)
+            if known is None or known[:2] != (addresses, filled):
+                groups = [self.of_part(index, part, tensors, filled) for part in range(num_parts)]
+                known = self._tables[index] = addresses, filled, optimizer.make_tables(groups)
+            if known[2] is not None:
+                optimizer.update_by_tables(known[2], update)
+                return
+        for part in range(num_parts):
+            self.update(index, part, tier, tensors, update, filled)
 
     def _is_matrix(self, segment: Segment) -> bool:
         return segment.name in self._matrix_names
@@ -243,7 +279,9 @@ class UpdateOps:
             self._execution.background.wait()
         # Leased also where the gradient is not used: what moves in a step does not depend on the data.
         with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
-            for part, group in enumerate(op.passing or [()] * len(parts)):
+            if not op.passing and update is not None:
+                self._updater.update_layout(op.visit, len(parts), op.tier, held, update, filled)
+            for part, group in enumerate(op.passing):
                 with self._execution.lease(self._execution.own_keys(op, group)) as passing:
                     if update is not None:
                         self._updater.update(op.visit, part, op.tier, {**held, **passing}, update, filled)
@@ -269,7 +307,6 @@ class UpdateOps:
 
         def run() -> None:
             with leases:
-                for part in range(num_parts):
-                    updater.update(op.visit, part, op.tier, tensors, update, filled)
+                updater.update_layout(op.visit, num_parts, op.tier, tensors, update, filled)
 
         self._execution.background.start([use.key for use in op.held], run)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,8 +36,11 @@ _PIECE_ELEMENTS = 1 << 22
 
 __all__ = [
     "DeviceKernelError",
+    "TableOptimizer",
     "TritonOptimizer",
     "TritonWeightAverage",
+    "UpdateGroup",
+    "UpdateTable",
     "device_optimizer",
     "device_partials",
     "device_squared_norm",
@@ -47,6 +51,40 @@ __all__ = [
 
 class DeviceKernelError(RuntimeError):
     """Updates on a GPU are impossible: there is no kernel, or Triton is missing."""
+
+
+#: Blocks of one group by kind, its gradient, and the ranges to update, as `Optimizer.update` takes them.
+UpdateGroup = tuple[Mapping[str, Tensor], Tensor, Sequence[Segment]]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateTable:
+    """Addresses of ranges that one launch updates. Valid as long as their blocks stay where they are.
+
+    Attributes:
+        rows: The table on the device, ``[num_rows, columns]``, see `triton_kernels`.
+        num_programs: Programs of the launch.
+        examples: Empty tensors with the dtypes of the arrays, in the order of the kernel's arguments.
+        segment: Has the settings of all ranges.
+    """
+
+    rows: Tensor
+    num_programs: int
+    examples: Sequence[Tensor | None]
+    segment: Segment
+
+
+@runtime_checkable
+class TableOptimizer(Protocol):
+    """An optimizer that updates many block groups in one launch, with the bits of an update of each."""
+
+    def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
+        """Return tables that update all block groups, one for each setting; None: they need launches of their own."""
+        ...
+
+    def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
+        """Queue one step of the block groups that tables were made of."""
+        ...
 
 
 class TritonOptimizer:
@@ -91,12 +129,7 @@ class TritonOptimizer:
             update: Numbers of the step.
         """
         num_elements = gradient.numel()
-        known = {
-            kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
-            for kind in self.state_kinds("low" in blocks)
-        }
-        moments = [known.get(name) for name in self._moments]
-        flats = [known["weight"], known.get("low"), *moments, _flat("gradient", gradient, gradient.dtype, gradient)]
+        known, flats = self._arrays(blocks, gradient)
         scales = [known.get(f"{name}_scale") for name in self._moments]
         codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
@@ -122,6 +155,8 @@ class TritonOptimizer:
                 scalars = self._scalars(segment, update)
                 grid = (-(-count // block_elements),)
                 self._kernel[grid](
+                    None,
+                    0,
                     *parts,
                     *own_scales,
                     *codes,
@@ -131,6 +166,66 @@ class TritonOptimizer:
                     block_elements=block_elements,
                     **self._kernels.LAUNCH_OPTIONS,
                 )
+
+    def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
+        """Return tables; see `TableOptimizer`.
+
+        None for moments in bf16 and int8, and for ranges that begin or end at no multiple of 16.
+        """
+        if not self._host.has_rows:
+            return None
+        alignment, block_elements = self._kernels.ROW_ALIGNMENT, self._kernels.BLOCK_ELEMENTS
+        found: dict[tuple[object, ...], tuple[list[list[int]], list[Tensor | None], Segment]] = {}
+        for blocks, gradient, segments in groups:
+            _, flats = self._arrays(blocks, gradient)
+            weight, low, *moments, grad = flats
+            of_row = [weight, low, grad, *moments]
+            for segment in segments:
+                count = segment.stop - segment.start
+                starts = [0 if flat is None else flat[segment.start :].data_ptr() for flat in of_row]
+                if any(number % alignment for number in (count, *starts)):
+                    return None
+                settings = low is None, grad.dtype, segment.weight_decay, segment.lr_scale
+                rows, _, _ = found.setdefault(settings, ([], flats, segment))
+                if count:
+                    rows.append([count, *starts])
+        device, tables = groups[0][1].device, list[UpdateTable]()
+        for rows, flats, segment in found.values():
+            num_programs, width = 0, len(self._kernels.ROW_COLUMNS)
+            table = torch.zeros(len(rows), width, dtype=torch.int64, pin_memory=device.type == "cuda")
+            for number, row in enumerate(rows):
+                table[number, : 1 + len(row)] = torch.tensor([num_programs, *row])
+                num_programs += -(-row[0] // block_elements)
+            examples = [None if flat is None else flat.new_empty(0) for flat in flats]
+            if num_programs:
+                tables.append(UpdateTable(table.to(device, non_blocking=True), num_programs, examples, segment))
+        return tables
+
+    def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
+        """Queue one launch for each table."""
+        for table in tables:
+            codes: list[None] = [None] * (3 * len(self._moments))
+            with torch.accelerator.device_index(table.rows.device.index):
+                self._kernel[(table.num_programs,)](
+                    table.rows,
+                    len(table.rows),
+                    *table.examples,
+                    *codes,
+                    *(0, 0, 0, 0),
+                    *self._scalars(table.segment, update),
+                    block_elements=self._kernels.BLOCK_ELEMENTS,
+                    **self._kernels.LAUNCH_OPTIONS,
+                )
+
+    def _arrays(self, blocks: Mapping[str, Tensor], gradient: Tensor) -> tuple[dict[str, Tensor], list[Tensor | None]]:
+        """Return the blocks as the kernel takes them: by kind, and in the order of its arguments, the gradient last."""
+        known = {
+            kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
+            for kind in self.state_kinds("low" in blocks)
+        }
+        moments = [known.get(name) for name in self._moments]
+        grad = _flat("gradient", gradient, gradient.dtype, gradient)
+        return known, [known["weight"], known.get("low"), *moments, grad]
 
     def _scalars(self, segment: Segment, update: Update) -> Sequence[float]:
         """Return the kernel's scalars as Python's numbers, cached for one update: most parameters share them."""
@@ -217,7 +312,10 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
             kind.name: torch.zeros(kind.elements_for(size), dtype=kind.dtype, device=device)
             for kind in optimizer.state_kinds(split_master)
         }
-        optimizer.update(blocks, torch.zeros(size, dtype=dtype, device=device), segments, Update(step=1, lr=0.0))
+        gradient, update = torch.zeros(size, dtype=dtype, device=device), Update(step=1, lr=0.0)
+        optimizer.update(blocks, gradient, segments, update)
+        if isinstance(optimizer, TritonOptimizer) and (tables := optimizer.make_tables([(blocks, gradient, segments[:1])])):
+            optimizer.update_by_tables(tables, update)
 
 
 def _import_kernels() -> ModuleType:

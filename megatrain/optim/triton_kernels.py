@@ -9,6 +9,10 @@ updates each one rounded to fp32:
 
 As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and moment, and the high half of a split master, are int16
 tensors. Moments in bytes come with their scales and a code; those of other formats have None there.
+
+An update takes one array of each kind, or with `rows` many at once: a table of their addresses, `ROW_COLUMNS` each. The
+arrays are then examples of their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in bytes
+and elements.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ __all__ = [
     "BLOCK_ELEMENTS",
     "IS_INTERPRETED",
     "LAUNCH_OPTIONS",
+    "ROW_ALIGNMENT",
+    "ROW_COLUMNS",
     "adamw",
     "average",
     "lion",
@@ -32,8 +38,13 @@ __all__ = [
 
 BLOCK_ELEMENTS = 1024
 """Elements of one program: 8 for each of its threads, two loads of 16 bytes of an fp32 stream."""
+ROW_COLUMNS = ("program", "num_elements", "weight", "low", "gradient", "m", "v")
+"""A row of a table: its first program, the elements of its arrays, and their addresses, 0 for an unused one."""
+ROW_ALIGNMENT = 16
 _MOMENTS = tl.constexpr(MOMENT_BLOCK_ELEMENTS)
-_NOT_SPECIALIZED = ["first_key", "second_key", "first"]  # they are others in every step
+_NUM_COLUMNS = tl.constexpr(len(ROW_COLUMNS))
+_ALIGNMENT = tl.constexpr(ROW_ALIGNMENT)
+_NOT_SPECIALIZED = ["num_rows", "first_key", "second_key", "first"]  # the keys are others in every step
 LAUNCH_OPTIONS = {"enable_fp_fusion": False, "num_warps": 4}
 
 
@@ -76,6 +87,39 @@ def _load_float32(grad: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tenso
 def _positions(block_elements: tl.constexpr) -> tl.tensor:
     """Return the elements of this program, in 64 bits: the embedding of a large model has more than 2**31."""
     return tl.program_id(0).to(tl.int64) * block_elements + tl.arange(0, block_elements)
+
+
+@triton.jit
+def _row_of_program(rows: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Return the address of the row of this program: the last one whose first program does not come later."""
+    found = 0
+    stop = num_rows
+    while stop - found > 1:
+        middle = (found + stop) // 2
+        is_later = tl.load(rows + middle * _NUM_COLUMNS) > tl.program_id(0)
+        found = tl.where(is_later, found, middle)
+        stop = tl.where(is_later, middle, stop)
+    return rows + found * _NUM_COLUMNS
+
+
+@triton.jit
+def _positions_in_row(row: tl.tensor, block_elements: tl.constexpr) -> tl.tensor:
+    """Return the elements of this program in the arrays of its row."""
+    return (tl.program_id(0) - tl.load(row)) * block_elements + tl.arange(0, block_elements)
+
+
+@triton.jit
+def _length_of_row(row: tl.tensor) -> tl.tensor:
+    return tl.load(row + 1) // _ALIGNMENT * _ALIGNMENT  # which tells the compiler of the alignment
+
+
+@triton.jit
+def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
+    """Return the address of an array of the dtype of an example, None without one."""
+    if example is None:
+        return None
+    else:
+        return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 
 @triton.jit
@@ -149,6 +193,8 @@ def _store_moment(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def adamw(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -179,7 +225,17 @@ def adamw(
     Of the rest each format of moments uses its own: int8 scales and codes, bf16 the key and the number of the first
     element.
     """
-    at = _positions(block_elements)
+    if rows is None:
+        at = _positions(block_elements)
+    else:
+        row = _row_of_program(rows, num_rows)
+        at = _positions_in_row(row, block_elements)
+        num_elements = _length_of_row(row)
+        weight = _array_of_row(row, 2, weight)
+        low = _array_of_row(row, 3, low)
+        grad = _array_of_row(row, 4, grad)
+        m = _array_of_row(row, 5, m)
+        v = _array_of_row(row, 6, v)
     inside = at < num_elements
     w = _load_master(weight, low, at, inside)
     m_old = _load_moment(m, m_scale, signed, at, inside)
@@ -199,6 +255,8 @@ def adamw(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def lion(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -220,7 +278,16 @@ def lion(
     block_elements: tl.constexpr,
 ) -> None:
     """Lion; see `megatrain.optim.elementwise.Lion`. Arguments as of `adamw`."""
-    at = _positions(block_elements)
+    if rows is None:
+        at = _positions(block_elements)
+    else:
+        row = _row_of_program(rows, num_rows)
+        at = _positions_in_row(row, block_elements)
+        num_elements = _length_of_row(row)
+        weight = _array_of_row(row, 2, weight)
+        low = _array_of_row(row, 3, low)
+        grad = _array_of_row(row, 4, grad)
+        m = _array_of_row(row, 5, m)
     inside = at < num_elements
     decayed = _load_master(weight, low, at, inside) * decay
     g = _load_gradient(grad, at, inside, grad_scale)
@@ -238,6 +305,8 @@ def lion(
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
 def sgd(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -257,7 +326,16 @@ def sgd(
     block_elements: tl.constexpr,
 ) -> None:
     """SGD; see `megatrain.optim.elementwise.SGD`. Arguments as of `adamw`; without momentum `m` is None."""
-    at = _positions(block_elements)
+    if rows is None:
+        at = _positions(block_elements)
+    else:
+        row = _row_of_program(rows, num_rows)
+        at = _positions_in_row(row, block_elements)
+        num_elements = _length_of_row(row)
+        weight = _array_of_row(row, 2, weight)
+        low = _array_of_row(row, 3, low)
+        grad = _array_of_row(row, 4, grad)
+        m = _array_of_row(row, 5, m)
     inside = at < num_elements
     w = _load_master(weight, low, at, inside)
     direction = _load_gradient(grad, at, inside, grad_scale) + w * decay

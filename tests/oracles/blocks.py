@@ -63,7 +63,7 @@ def same_bits(left: NDArray[np.float32], right: NDArray[np.float32]) -> bool:
     return bool(((left.view(np.uint32) == right.view(np.uint32)) | both_nan).all())
 
 
-def _alike(left: Tensor, right: Tensor) -> bool:
+def alike(left: Tensor, right: Tensor) -> bool:
     if left.dtype == torch.uint8:
         return torch.equal(left, right)
     return same_bits(np.asarray(left.float().numpy()), np.asarray(right.float().numpy()))
@@ -176,5 +176,5 @@ def differing_blocks(
             on_device.update(copies, gradient.to(device), segments, update)
     results = {name: copy.cpu() for name, copy in copies.items()}
     states = [kind.name for kind in kinds]
-    differing = [name for name in states if not _alike(blocks[name], results[name])]
+    differing = [name for name in states if not alike(blocks[name], results[name])]
     return differing if same_bits(master_of(blocks), master_of(results)) else ["master", *differing]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import sys
 from collections import Counter
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,8 +20,20 @@ from megatrain.optim import on_device
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
 from megatrain.optim.clip import squared_norm
-from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, device_squared_norm
-from oracles.blocks import GRAD_SCALES, HOSTS, PALETTES, SHAPES, SHAPES_OF_BLOCKS, SMALL_HOSTS, differing_blocks
+from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, UpdateGroup, device_squared_norm
+from oracles.blocks import (
+    GRAD_SCALES,
+    HOSTS,
+    PALETTES,
+    SHAPES,
+    SHAPES_OF_BLOCKS,
+    SMALL_HOSTS,
+    alike,
+    differing_blocks,
+    gradient_block,
+    master_blocks,
+    random_array,
+)
 
 KERNELS = "megatrain.optim.triton_kernels"
 
@@ -78,6 +92,48 @@ def test_interpreted_bits_equal_the_host_kernel(
                 grad_scale=grad_scale,
             )
             assert differing == [], (size, grad_scale)
+
+
+@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
+def test_interpreted_bits_of_tables_equal_the_host_kernel(
+    interpreter: ModuleType, split_master: bool, grad_dtype: torch.dtype, name: str
+) -> None:
+    """Of three block groups, whose ranges need 1 to 3 programs, with two settings: two launches update them all."""
+    host, made, generator = HOSTS[name], TritonOptimizer(HOSTS[name]), np.random.default_rng(7)
+    update, expected, groups = Update(step=3, lr=0.05, grad_scale=0.37), list[dict[str, torch.Tensor]](), list[UpdateGroup]()
+    palette = "everything"
+    for size, cuts in ((16, ()), (3072, (2064,)), (1040, (1024,))):
+        blocks = master_blocks(random_array(generator, size, palette), split_master)
+        blocks |= {kind.name: torch.from_numpy(random_array(generator, size).copy()).abs() for kind in host.state}
+        gradient, _ = gradient_block(random_array(generator, size, palette), grad_dtype)
+        bounds = (0, *cuts, size)
+        segments = [
+            Segment(start, stop, weight_decay=0.1 * (number == 0))
+            for number, (start, stop) in enumerate(itertools.pairwise(bounds))
+        ]
+        groups.append((blocks, gradient, segments))
+        copies = {kind: block.clone() for kind, block in blocks.items()}
+        host.update(copies, gradient, segments, update)
+        expected.append(copies)
+    tables = made.make_tables(groups)
+    assert tables is not None and [len(table.rows) for table in tables] == [3, 2]
+    with np.errstate(all="ignore"):
+        made.update_by_tables(tables, update)
+    for (blocks, *_), copies in zip(groups, expected, strict=True):
+        assert all(alike(block, copies[kind]) for kind, block in blocks.items())
+
+
+def test_ranges_that_no_table_can_hold_are_updated_one_by_one(interpreter: ModuleType) -> None:
+    assert interpreter.ROW_ALIGNMENT == 16
+    blocks = {kind: torch.zeros(64) for kind in ("weight", "m", "v")}
+    adamw = TritonOptimizer(HOSTS["adamw"])
+    assert adamw.make_tables([(blocks, torch.zeros(64), [Segment(0, 64, 0.0)])])
+    for start, stop in ((0, 63), (8, 24), (1, 17)):
+        groups: list[UpdateGroup] = [(blocks, torch.zeros(64), [Segment(start, stop, 0.0)])]
+        assert (adamw.make_tables(groups) is not None) is ((start, stop) == (8, 24)), (start, stop)
+    small = TritonOptimizer(SMALL_HOSTS["adamw, int8"])
+    assert small.make_tables([(blocks, torch.zeros(64), [Segment(0, 64, 0.0)])]) is None
 
 
 @pytest.mark.parametrize("name", SMALL_HOSTS)
@@ -226,7 +282,7 @@ PER_ELEMENT = {
 
 
 def operations(
-    kernels: ModuleType, form: str, split_master: bool, grad_dtype: torch.dtype, **options: Any
+    kernels: ModuleType, form: str, split_master: bool, grad_dtype: torch.dtype, *, has_rows: bool, **options: Any
 ) -> Counter[str]:
     """Return how often each fp32 operation occurs in the PTX of a device of compute capability 9.0."""
     triton = importlib.import_module("triton")
@@ -242,19 +298,24 @@ def operations(
         constants["low"] = None
     unused = {"m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"}  # by moments in fp32
     constants |= dict.fromkeys(unused & set(kernel.arg_names))
-    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32"}
+    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32", "num_rows": "i32", "rows": "*i64"}
+    constants |= {} if has_rows else {"rows": None}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]
+    if has_rows:
+        wide = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
+        assert wide <= {"ld.global.b64", "ld.global.v4.b32", "st.global.v4.b32"}, "16 bytes but for a table's numbers"
     return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
+@pytest.mark.parametrize("has_rows", [False, True])
 def test_machine_code_rounds_every_operation_to_nearest(
-    kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, form: str
+    kernels: ModuleType, split_master: bool, grad_dtype: torch.dtype, form: str, has_rows: bool
 ) -> None:
-    found = operations(kernels, form, split_master, grad_dtype)
+    found = operations(kernels, form, split_master, grad_dtype, has_rows=has_rows)
     # Without a rounding, these three round to nearest as well; for the others it must be said.
     arithmetic = Counter({name: found[name] + found[f"{name}.rn"] for name in ("mul", "add", "sub")})
     passing = ("mul", "add", "sub", "ld", "st", "mov", "setp", "selp", "neg")  # of these the last ones do not round
@@ -266,4 +327,4 @@ def test_machine_code_rounds_every_operation_to_nearest(
 
 
 def test_without_the_launch_option_operations_would_be_fused(kernels: ModuleType) -> None:
-    assert operations(kernels, "adamw", True, torch.float32, enable_fp_fusion=True)["fma.rn"] > 0
+    assert operations(kernels, "adamw", True, torch.float32, has_rows=False, enable_fp_fusion=True)["fma.rn"] > 0
