@@ -123,7 +123,9 @@ class Leasing:
     def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
-        if mode != "w":
+        # A block without other copies needs nothing brought, which most blocks of a step are.
+        is_alone = len(block.copies) == 1 and copy.state is CopyState.CLEAN
+        if mode != "w" and not is_alone:
             waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
             if waiting is not None:
                 return waiting
@@ -131,7 +133,7 @@ class Leasing:
             return None
         if block.num_transfers:
             return Waiting("drain")
-        if block.num_readers:
+        if copy.readers or (not is_alone and block.num_readers):
             return Waiting("lease")
         if copy.slot is None:
             slot = self.movement.make_room(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)

@@ -7,7 +7,7 @@ has shards (`ranked.py`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,9 @@ class StoreAccess:
         updater: Makes the updates of the program; None: it has none.
         timeline: Records every op; None: nothing is recorded.
         activity: Progress within the step, for status.
+
+    Attributes:
+        updates_ahead: Whether a step can queue its own updates before the host knows their factor.
     """
 
     def __init__(
@@ -78,6 +81,9 @@ class StoreAccess:
         else:
             self._sharding = Ranks(collectives, self._execution, self._gradients, updater)
         self._updates = None if updater is None else UpdateOps(self._execution, updater)
+        is_alone = isinstance(collectives, Alone)
+        self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
+        self._has_updated_ahead = False
         self._pending: PendingUpdate | None = None  # what the tape's updates are made with
         self._reused = [traced.reused for traced in model.trace.visits]
         self._shapes: dict[str, torch.Size] = {}
@@ -89,7 +95,7 @@ class StoreAccess:
 
     @property
     def squared_norms(self) -> Mapping[str, float | torch.Tensor]:
-        """Layout -> squared norm of its gradient; numbers after ``agree``."""
+        """Layout -> squared norm of its gradient; numbers once the results of ``agree`` are read."""
         return self._gradients.squared_norms
 
     @property
@@ -129,8 +135,9 @@ class StoreAccess:
         """
         # First of all: a step that failed may have left work on a device, and memory that this one is to have.
         self._sharding.start_step()
-        if self._program.updates.are_deferred and pending is None:
+        if self._program.updates.are_deferred and pending is None and not self._has_updated_ahead:
             self.finish()  # pinned for updates that will not come: the plan of this step has no room for them
+        self._has_updated_ahead = False
         self._execution.start(step, updates=pending is not None, passes=True)
         if num_tokens is not None:
             self._sharding.weights.hold_back(num_tokens)
@@ -144,6 +151,14 @@ class StoreAccess:
             self._execution.start(pending.step + 1, updates=True, passes=False)
             self._pending = pending
             self.end_step()
+
+    def update_ahead(self, pending: PendingUpdate) -> None:
+        """Queue the updates of the step that has just ended; only with ``updates_ahead``."""
+        assert self.updates_ahead
+        self._execution.start_updates_ahead()
+        self._pending, self._has_updated_ahead = pending, True
+        while (op := self._execution.next_op()) is not None:
+            self._run(op)
 
     def finish(self) -> None:
         """Evict the copies that are pinned for another step."""
@@ -183,8 +198,8 @@ class StoreAccess:
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
-    ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Read what the step has computed, of all ranks; see ``ShardingHooks``."""
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Return what reads the results of the step, of all ranks; see ``ShardingHooks``."""
         return self._sharding.agree(layouts, terms, figures)
 
     # -- weights and gradients ---------------------------------------------------------------------------------

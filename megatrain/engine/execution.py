@@ -59,6 +59,7 @@ class TapeExecution:
         self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
         self._pinned: Mapping[str, Pinned] = {}  # left by the tape before
         self._first_tick = 0
+        self._is_ahead = False  # whether the ops are updates that the schedule has in the next step
         self._ops: Iterator[Op] = iter(())
         self._uses: Mapping[str, Use] = {}  # of the present op, by key; a gradient's own where it shares a block
         self.op: Op | None = None
@@ -72,14 +73,25 @@ class TapeExecution:
             updates: Whether the deferred updates are in it, which the step before left.
             passes: Whether its own ticks are: forward, head, backward.
         """
-        program = self.model.program
-        self._first_tick = step * len(program.ticks)
-        kind = (updates, passes, frozenset(self._pinned.items()))
+        self._first_tick, self._is_ahead = step * len(self.model.program.ticks), False
+        tape = self._tape(updates, passes, self._pinned)
+        self._ops, self._pinned = iter(tape.ops), tape.pinned
+
+    def start_updates_ahead(self) -> None:
+        """Begin the deferred updates in the step that computed their gradients. All their blocks are used at home.
+
+        The schedule stays where it is: nothing is fetched for them.
+        """
+        self._is_ahead = True
+        self._ops = iter(self._tape(True, False, {}).ops)
+
+    def _tape(self, updates: bool, passes: bool, pinned: Mapping[str, Pinned]) -> Tape:
+        kind = (updates, passes, frozenset(pinned.items()))
         if kind not in self._tapes:
             self._tapes[kind] = compile_step(
-                program, self.model.homes, self.model.stays, updates=updates, passes=passes, pinned=self._pinned
+                self.model.program, self.model.homes, self.model.stays, updates=updates, passes=passes, pinned=pinned
             )
-        self._ops, self._pinned = iter(self._tapes[kind].ops), self._tapes[kind].pinned
+        return self._tapes[kind]
 
     def finish(self) -> None:
         """Evict the copies that are pinned for another step."""
@@ -92,13 +104,14 @@ class TapeExecution:
         give_back_beyond_limit(self._store)
         self._uses = {}
         if self.op is not None:
-            tick = self.op.tick
-            self._uses = {self.model.program.contents(tick, use.key).key: use for use in self.op.uses}
+            tick, uses = self.op.tick, self.op.uses
+            self._uses = dict(zip(self.own_keys(self.op, uses), uses, strict=True))
             # Before anything is leased: an update that still runs has the newest contents of its blocks.
-            self.background.wait_for([use.key for use in self.op.uses])
-            # Before the leases of the op: the prefetcher looks ahead from this tick.
-            self._store.advance(self._first_tick + tick)
-            self._activity.come_to(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
+            self.background.wait_for([use.key for use in uses])
+            if not self._is_ahead:
+                # Before the leases of the op: the prefetcher looks ahead from this tick.
+                self._store.advance(self._first_tick + tick)
+                self._activity.come_to(tick, self.op.phase, self._unit_names[self.op.phase, self.op.visit])
         if self._timeline is not None:
             self._timeline.on_op(self.op)
         return self.op
@@ -119,7 +132,10 @@ class TapeExecution:
 
     def own_keys(self, op: Op, uses: Iterable[Use]) -> list[str]:
         """Return the keys of what an op's blocks hold."""
-        return [self.model.program.contents(op.tick, use.key).key for use in uses]
+        program = self.model.program
+        if not program.occupants:  # a layer has hundreds of blocks
+            return [use.key for use in uses]
+        return [program.contents(op.tick, use.key).key for use in uses]
 
     @contextmanager
     def lease(self, keys: Sequence[str]) -> Iterator[dict[str, Tensor]]:
@@ -137,10 +153,11 @@ class TapeExecution:
         with self._store.acquire_many([(use.key, op.tier, use.mode) for use in uses]) as group:
             self._copies.leased(uses)
             tensors: dict[str, Tensor] = {}
-            for lease in group:
-                contents, tensor = self.model.program.contents(op.tick, lease.key), lease.tensor
-                is_whole = len(tensor) == contents.num_elements
-                tensors[contents.key] = tensor if is_whole else tensor.narrow(0, 0, contents.num_elements)
+            for key, lease in zip(keys, group, strict=True):
+                tensor = lease.tensor
+                if key != lease.key:  # another gradient's block, which may be longer
+                    tensor = tensor.narrow(0, 0, self.model.program.contents(op.tick, lease.key).num_elements)
+                tensors[key] = tensor
             yield tensors
         # After the leases: an eviction writes back, and may read a copy only when nothing writes it any more.
         self._copies.released(uses, op.tier)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from megatrain.base.layout import InPieces, UnitLayout, views, views_of_parts
-from megatrain.engine.host_io import read_numbers
+from megatrain.engine.host_io import ArrivingNumbers
 from megatrain.engine.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
 from megatrain.engine.program import decoded_bytes, layouts_of_unit
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
@@ -94,16 +94,17 @@ class ShardingHooks(Protocol):
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal], /
-    ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Read what a step has computed, of all ranks.
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Send the results of a step to the host, of all ranks.
 
         Args:
-            layouts: Those whose gradients are complete; afterwards their norms are numbers.
+            layouts: Those whose gradients are complete; once read their norms are numbers.
             terms: Scalars whose sum is the loss of this process.
             figures: Totals of preferences of this process.
 
         Returns:
-            The terms, and the figures with their totals as numbers, in the order of micro-batches.
+            A function, called once, that waits for the results. It returns the terms, and the figures with their
+            totals as numbers, in the order of micro-batches.
         """
 
 
@@ -151,15 +152,20 @@ class OneProcess:
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
-    ) -> tuple[list[float], list[tuple[str, float, int]]]:
-        """Read what the step has computed, with one host sync; see ``ShardingHooks``."""
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Send the results of a step to the host, read with one host sync; see ``ShardingHooks``."""
         squared_norms = self._step_gradients.squared_norms
         squares = [squared_norms[layout.name] for layout in layouts]
-        numbers = iter(read_numbers([*terms, *(total for _, total, _ in figures), *squares]))
-        read = [next(numbers) for _ in terms]
-        found = [(name, next(numbers), count) for name, _, count in figures]
-        squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
-        return read, found
+        arriving = ArrivingNumbers([*terms, *(total for _, total, _ in figures), *squares])
+
+        def read() -> tuple[list[float], list[tuple[str, float, int]]]:
+            numbers = iter(arriving.read())
+            found = [next(numbers) for _ in terms]
+            totals = [(name, next(numbers), count) for name, _, count in figures]
+            squared_norms.update(zip([layout.name for layout in layouts], numbers, strict=True))
+            return found, totals
+
+        return read
 
 
 class LeasedWeights:

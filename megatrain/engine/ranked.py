@@ -129,7 +129,7 @@ class Ranks:
 
     def before_update(self, layout: UnitLayout) -> None:
         """The norm of a layer, and which parameters have a gradient, are known when all ranks have said theirs."""
-        self.agree([layout], (), ())
+        self._agree_now([layout], (), ())
 
     def update(self, op: Op, pending: PendingUpdate) -> None:
         """Update sharded matrices that need an unsharded step."""
@@ -137,6 +137,13 @@ class Ranks:
         self._dealt.run(op, pending)
 
     def agree(
+        self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
+    ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Read the results of all ranks at once: each needs those of the others; see ``ShardingHooks``."""
+        found = self._agree_now(layouts, terms, figures)
+        return lambda: found
+
+    def _agree_now(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
     ) -> tuple[list[float], list[tuple[str, float, int]]]:
         """Tell all ranks of complete gradients: afterwards norms, and what got a gradient, are those of all lanes.

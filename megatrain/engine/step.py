@@ -25,7 +25,7 @@ from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.loss import PartialMean, mean_figures
 from megatrain.engine.updates import LayerScales, PendingUpdate, Updater
 from megatrain.optim.base import Update
-from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
+from megatrain.optim.clip import NonFiniteGradientError, decide_on_device, global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices
 from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.collectives import Alone
@@ -127,7 +127,7 @@ class StepEngine:
         """Run optimizer step ``number`` (from 0) on its micro-batches.
 
         Its update is made by the next step, or now by ``finish_updates``. Until then nothing else may read weights or
-        optimizer state.
+        optimizer state. Where all of them are in the memory of a device, this step queues its update itself.
 
         Raises:
             NonFiniteGradientError: the gradient is not finite. Weights and state are as before the step; but where
@@ -146,8 +146,12 @@ class StepEngine:
                 self._access.start_step(number, immediate=update, scales=scales, num_tokens=num_tokens)
             queued = self._queue(micro_batches, seed=self._recipe.seed + number)
             self._access.end_step()
-        self._pending = None  # its last group was updated on the way
-        result = self._read(queued)
+            self._pending = None  # its last group was updated on the way
+            arriving = self._send(queued)
+            if self._access.updates_ahead:
+                # Before the host waits: the device updates while the host begins the next step.
+                self._access.update_ahead(PendingUpdate(number, self._undecided(lr), self._access.with_gradient))
+        result = self._read(queued, arriving)
         loss, norm = result.loss, result.grad_norm
         if scales is not None:
             return self._judged(scales, result, number)
@@ -161,7 +165,8 @@ class StepEngine:
             )
         else:
             return replace(result, skipped=True)
-        self._pending = PendingUpdate(number, update, self._access.with_gradient)
+        if not self._access.updates_ahead:
+            self._pending = PendingUpdate(number, update, self._access.with_gradient)
         return result
 
     def _judged(self, scales: LayerScales, result: StepResult, number: int) -> StepResult:
@@ -202,11 +207,18 @@ class StepEngine:
         )
         return replace(queued, num_trained_tokens=sum(counts))
 
-    def _read(self, queued: QueuedLoss) -> StepResult:
-        """Return loss, global norm and figures of all ranks: the only host sync of a step."""
+    def _send(self, queued: QueuedLoss) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
+        """Send loss, norms and figures to the host; return what waits for them."""
         layouts = [layout for layout, _ in self._updater.trained.values()]
         own = [(figure.name, figure.total, figure.count) for figure in queued.figures]
-        terms, figures = self._access.agree(layouts, queued.terms, own)
+        return self._access.agree(layouts, queued.terms, own)
+
+    def _read(
+        self, queued: QueuedLoss, arriving: Callable[[], tuple[list[float], list[tuple[str, float, int]]]]
+    ) -> StepResult:
+        """Return loss, global norm and figures of all ranks: the only host sync of a step."""
+        layouts = [layout for layout, _ in self._updater.trained.values()]
+        terms, figures = arriving()
         means = mean_figures([PartialMean(*each) for each in figures], [total for _, total, _ in figures])
         return StepResult(
             float(sum(terms)),
@@ -214,6 +226,14 @@ class StepEngine:
             queued.num_trained_tokens,
             figures=self._recipe.objective.loss.told(means),
         )
+
+    def _undecided(self, lr: float) -> Update:
+        """Return the update of the step that has just ended, whose factor the device knows: it may turn out unused."""
+        norms = [self._access.squared_norms[layout.name] for layout, _ in self._updater.trained.values()]
+        squares = [norm for norm in norms if isinstance(norm, torch.Tensor)]
+        assert len(squares) == len(norms), "a norm on the host"
+        decision = decide_on_device(squares, self._recipe.max_grad_norm, self._recipe.nonfinite)
+        return Update(self.num_updates + 1, lr, decision=decision)
 
     def _next_update(self, lr: float, *, scale: float) -> Update:
         self.num_updates += 1

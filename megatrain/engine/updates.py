@@ -125,6 +125,7 @@ class Updater:
     Attributes:
         trained: index of a layout -> it and its segments.
         optimizers: the tier that blocks are updated in -> what updates them there.
+        by_tables: Those of ``optimizers`` that update many parts in one launch.
         matrices: where those of a layout are made orthogonal; None: the optimizer needs none.
     """
 
@@ -140,8 +141,9 @@ class Updater:
         }
         self._program, self.optimizers = program, optimizers
         self._parts: dict[tuple[int, int], _UpdatedPart] = {}
+        self.by_tables = {name: each for name, each in optimizers.items() if isinstance(each, TableOptimizer)}
         #: Number of a layout -> where its blocks were, which parameters got a gradient, and the tables of these.
-        self._tables: dict[int, tuple[list[int], Container[str], Sequence[UpdateTable] | None]] = {}
+        self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
         self.matrices: HostMatrices | DeviceMatrices | None = None
@@ -199,9 +201,8 @@ class Updater:
             update: Step count and learning rate, with the factor on this gradient.
             filled: Parameters that got a gradient.
         """
-        optimizer = self.optimizers[tier]
-        if isinstance(optimizer, TableOptimizer):
-            addresses = [tensor.data_ptr() for tensor in tensors.values()]
+        if (optimizer := self.by_tables.get(tier)) is not None:
+            addresses = optimizer.addresses(tensors.values())
             known = self._tables.get(index)
             if known is None or known[:2] != (addresses, filled):
                 groups = [self.of_part(index, part, tensors, filled) for part in range(num_parts)]
@@ -260,6 +261,16 @@ class UpdateOps:
     def __init__(self, execution: TapeExecution, updater: Updater) -> None:
         self._execution, self._updater = execution, updater
         self._program, self._homes = execution.model.program, execution.model.homes
+
+    def are_all_on_device(self) -> bool:
+        """Return whether a device makes all deferred updates, of blocks in its memory, and can decide about them."""
+        program, updater = self._program, self._updater
+        if not program.updates.are_deferred or program.compute_tier == "ram":
+            return False
+        keys = (key for tick in program.ticks if tick.phase == "update" for key, _ in tick.uses)
+        return program.compute_tier in updater.by_tables and all(
+            self._homes[key] == program.compute_tier for key in keys
+        )
 
     def layout_of(self, op: Op) -> UnitLayout:
         """Return the layout that an op updates."""

@@ -146,11 +146,14 @@ class Update:
         step: Number of this update, counted from 1; it sets the bias corrections.
         lr: Learning rate.
         grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, 1 when nothing is clipped.
+        decision: ``[2]`` fp32 on the device of the blocks, in place of ``grad_scale``: the factor, and 0 where nothing
+            is to be updated. None: the host knows the factor. Only a `TableOptimizer` gets one.
     """
 
     step: int
     lr: float
     grad_scale: float = 1.0
+    decision: Tensor | None = field(default=None, compare=False)
 
 
 @runtime_checkable

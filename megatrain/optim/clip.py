@@ -28,6 +28,7 @@ __all__ = [
     "SquaredNorm",
     "add_in_order",
     "clip_coefficient",
+    "decide_on_device",
     "global_norm",
     "gradient_scale",
     "partial_squares",
@@ -208,6 +209,30 @@ def gradient_scale(norm: float, max_grad_norm: float, nonfinite: Literal["stop",
     if math.isfinite(norm):
         return clip_coefficient(norm, max_grad_norm)
     return max_grad_norm / norm if nonfinite == "ignore" else None
+
+
+def decide_on_device(
+    squared_norms: Sequence[Tensor], max_grad_norm: float, nonfinite: Literal["stop", "skip", "ignore"]
+) -> Tensor:
+    """Return what `gradient_scale` decides, as an `Update.decision` on the device of the norms. No host sync.
+
+    Every operation is one of fp64 that rounds to nearest, on the host and on a GPU.
+
+    Args:
+        squared_norms: Scalars of fp64 on one device, in layout order.
+        max_grad_norm: As for `gradient_scale`.
+        nonfinite: As for `gradient_scale`.
+    """
+    norm = sum_partials(torch.stack(list(squared_norms))).sqrt()
+    is_finite, one = norm.isfinite(), torch.ones_like(norm)
+    # A tensor divided by a tensor: torch multiplies by the reciprocal of a number, and divides one by way of it.
+    largest = torch.full_like(norm, max_grad_norm)
+    scale = torch.div(largest, norm + _EPS).minimum(one) if max_grad_norm > 0 else one
+    if nonfinite == "ignore":
+        scale, is_used = torch.where(is_finite, scale, torch.div(largest, norm)), one
+    else:
+        is_used = is_finite.to(norm.dtype)
+    return torch.stack([scale, is_used]).to(torch.float32)
 
 
 def warm_up() -> None:

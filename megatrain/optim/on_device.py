@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -76,7 +76,14 @@ class UpdateTable:
 
 @runtime_checkable
 class TableOptimizer(Protocol):
-    """An optimizer that updates many block groups in one launch, with the bits of an update of each."""
+    """An optimizer of a device: many block groups in one launch, with the bits of an update of each.
+
+    Its updates take an `Update.decision`.
+    """
+
+    def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
+        """Return where tensors are: tables are valid as long as those of their blocks stay the same."""
+        ...
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateTable] | None:
         """Return tables that update all block groups, one for each setting; None: they need launches of their own."""
@@ -157,6 +164,7 @@ class TritonOptimizer:
                 self._kernel[grid](
                     None,
                     0,
+                    update.decision,
                     *parts,
                     *own_scales,
                     *codes,
@@ -166,6 +174,10 @@ class TritonOptimizer:
                     block_elements=block_elements,
                     **self._kernels.LAUNCH_OPTIONS,
                 )
+
+    def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
+        """Return the addresses of tensors."""
+        return [tensor.data_ptr() for tensor in tensors]
 
     def make_tables(self, groups: Sequence[UpdateGroup]) -> list[UpdateTable] | None:
         """Return tables; see `TableOptimizer`.
@@ -185,7 +197,7 @@ class TritonOptimizer:
                 starts = [0 if flat is None else flat[segment.start :].data_ptr() for flat in of_row]
                 if any(number % alignment for number in (count, *starts)):
                     return None
-                settings = low is None, grad.dtype, segment.weight_decay, segment.lr_scale
+                settings = low is None, gradient.dtype, segment.weight_decay, segment.lr_scale
                 rows, _, _ = found.setdefault(settings, ([], flats, segment))
                 if count:
                     rows.append([count, *starts])
@@ -209,6 +221,7 @@ class TritonOptimizer:
                 self._kernel[(table.num_programs,)](
                     table.rows,
                     len(table.rows),
+                    update.decision,
                     *table.examples,
                     *codes,
                     *(0, 0, 0, 0),
@@ -314,8 +327,13 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
         }
         gradient, update = torch.zeros(size, dtype=dtype, device=device), Update(step=1, lr=0.0)
         optimizer.update(blocks, gradient, segments, update)
-        if isinstance(optimizer, TritonOptimizer) and (tables := optimizer.make_tables([(blocks, gradient, segments[:1])])):
+        if not isinstance(optimizer, TritonOptimizer):
+            continue
+        decided = replace(update, decision=torch.zeros(2, device=device))
+        optimizer.update(blocks, gradient, segments, decided)
+        if tables := optimizer.make_tables([(blocks, gradient, segments[:1])]):
             optimizer.update_by_tables(tables, update)
+            optimizer.update_by_tables(tables, decided)
 
 
 def _import_kernels() -> ModuleType:

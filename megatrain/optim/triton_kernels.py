@@ -12,7 +12,7 @@ tensors. Moments in bytes come with their scales and a code; those of other form
 
 An update takes one array of each kind, or with `rows` many at once: a table of their addresses, `ROW_COLUMNS` each. The
 arrays are then examples of their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in bytes
-and elements.
+and elements. With a `decision`, that of an `Update`, its factor takes the place of `grad_scale`.
 """
 
 from __future__ import annotations
@@ -123,6 +123,15 @@ def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> t
 
 
 @triton.jit
+def _where_used(inside: tl.tensor, decision: tl.tensor) -> tl.tensor:
+    """Return what is `inside`, nothing if the decision is not to update."""
+    if decision is None:
+        return inside
+    else:
+        return tl.where(tl.load(decision + 1) > 0.0, inside, False)
+
+
+@triton.jit
 def _mix(bits: tl.tensor) -> tl.tensor:
     """See `kernels.mix`."""
     x = bits ^ (bits >> 16)
@@ -167,6 +176,7 @@ def _store_moment(
     value: tl.tensor,
     bits: tl.tensor,
     num_elements: tl.tensor,
+    decision: tl.tensor,
     block_elements: tl.constexpr,
 ) -> None:
     """Write moments in the format of their block. `bits`: 16 random ones; `cells`: as in `moments.code_of`."""
@@ -182,7 +192,7 @@ def _store_moment(
         number = below + (ratio > tl.load(code + 256 + below)).to(tl.int32)
         tl.store(moment + at, number.to(tl.uint8), mask=inside)
         row = tl.program_id(0).to(tl.int64) * num_rows + tl.arange(0, num_rows)
-        tl.store(scale + row, scales, mask=row * _MOMENTS < num_elements)
+        tl.store(scale + row, scales, mask=_where_used(row * _MOMENTS < num_elements, decision))
     elif moment.dtype.element_ty == tl.int16:
         rounded = (value.to(tl.uint32, bitcast=True) + bits) >> 16
         rounded = tl.where(value == value, rounded, 0x7FC0)
@@ -195,6 +205,7 @@ def _store_moment(
 def adamw(
     rows: tl.tensor,
     num_rows: tl.tensor,
+    decision: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -236,7 +247,9 @@ def adamw(
         grad = _array_of_row(row, 4, grad)
         m = _array_of_row(row, 5, m)
         v = _array_of_row(row, 6, v)
-    inside = at < num_elements
+    if decision is not None:
+        grad_scale = tl.load(decision)
+    inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     m_old = _load_moment(m, m_scale, signed, at, inside)
     v_old = _load_moment(v, v_scale, unsigned, at, inside)
@@ -248,8 +261,12 @@ def adamw(
     denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
 
     bits = _random_bits(first_key, second_key, first, at)
-    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, block_elements)
-    _store_moment(v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, block_elements)
+    _store_moment(
+        m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, grad_scale, block_elements
+    )
+    _store_moment(
+        v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, grad_scale, block_elements
+    )
     _store_master(weight, low, at, inside, decayed - tl.math.div_rn(step_size * m_new, denominator))
 
 
@@ -257,6 +274,7 @@ def adamw(
 def lion(
     rows: tl.tensor,
     num_rows: tl.tensor,
+    decision: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -288,7 +306,9 @@ def lion(
         low = _array_of_row(row, 3, low)
         grad = _array_of_row(row, 4, grad)
         m = _array_of_row(row, 5, m)
-    inside = at < num_elements
+    if decision is not None:
+        grad_scale = tl.load(decision)
+    inside = _where_used(at < num_elements, decision)
     decayed = _load_master(weight, low, at, inside) * decay
     g = _load_gradient(grad, at, inside, grad_scale)
     m_old = _load_moment(m, m_scale, signed, at, inside)
@@ -299,7 +319,7 @@ def lion(
 
     m_new = m_old * beta2 + g * one_minus_beta2
     bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
-    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, block_elements)
+    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, decision, block_elements)
     _store_master(weight, low, at, inside, decayed - step)
 
 
@@ -307,6 +327,7 @@ def lion(
 def sgd(
     rows: tl.tensor,
     num_rows: tl.tensor,
+    decision: tl.tensor,
     weight: tl.tensor,
     low: tl.tensor,
     m: tl.tensor,
@@ -336,13 +357,17 @@ def sgd(
         low = _array_of_row(row, 3, low)
         grad = _array_of_row(row, 4, grad)
         m = _array_of_row(row, 5, m)
-    inside = at < num_elements
+    if decision is not None:
+        grad_scale = tl.load(decision)
+    inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     direction = _load_gradient(grad, at, inside, grad_scale) + w * decay
     if m is not None:
         m_new = _load_moment(m, m_scale, signed, at, inside) * momentum + direction
         bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
-        _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, block_elements)
+        _store_moment(
+            m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, grad_scale, block_elements
+        )
         if nesterov:
             direction = direction + m_new * momentum
         else:

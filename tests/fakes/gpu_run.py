@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
-from fakes.virtual_tensor import VirtualTensor
+from fakes.virtual_tensor import VirtualTensor, without_modes
 from megatrain.engine import device_kernels, visit
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.trace import trace_generation, trace_visits
@@ -23,7 +24,7 @@ from megatrain.optim import by_tier, clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
-from megatrain.optim.on_device import DeviceKernelError
+from megatrain.optim.on_device import DeviceKernelError, UpdateGroup
 from megatrain.plan import forward, plan, planner
 from oracles.tiered_run import config_text
 from oracles.traces import is_keeping, keeping
@@ -119,7 +120,24 @@ class QueuedOptimizer:
         memories = {name: tensor.memory for name, tensor in blocks.items()}  # type: ignore[attr-defined]
         memory, segments = gradient.memory, tuple(segments)  # type: ignore[attr-defined]
         self._device.note_use(list(blocks.values()), gradient)
-        self._device.launch(lambda: self._host.update(memories, memory, segments, update))
+        decision = None if update.decision is None else update.decision.memory  # type: ignore[attr-defined]
+
+        def kernel() -> None:
+            if decision is None or decision[1]:
+                scale = update.grad_scale if decision is None else float(decision[0])
+                self._host.update(memories, memory, segments, replace(update, grad_scale=scale, decision=None))
+
+        self._device.launch(without_modes(kernel))
+
+    def addresses(self, tensors: Iterable[Tensor]) -> Sequence[int]:
+        return [tensor.memory.data_ptr() for tensor in tensors]  # type: ignore[attr-defined]
+
+    def make_tables(self, groups: Sequence[UpdateGroup]) -> Sequence[UpdateGroup]:
+        return groups
+
+    def update_by_tables(self, tables: Sequence[UpdateGroup], update: Update) -> None:
+        for blocks, gradient, segments in tables:
+            self.update(blocks, gradient, segments, update)
 
     def warm_up(self, formats: Iterable[Format] = FORMATS) -> None:
         self._host.warm_up(formats)

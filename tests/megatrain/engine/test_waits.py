@@ -106,14 +106,15 @@ def test_a_whole_step_reads_once_at_its_end(
         trainer.load()
         engine = trainer.make_engine(3)
         engine.step(next(loader).micro_batches, number=0, lr=1e-3)
-        real, before_read = leased.read_numbers, Counter[str]()
+        before_read = Counter[str]()
 
-        def read(values: Any) -> list[float]:
-            before_read.update(waits)
-            reads.append(Counter[str]())
-            return real(values)
+        class Arriving(host_io.ArrivingNumbers):
+            def read(self) -> list[float]:
+                before_read.update(waits)
+                reads.append(Counter[str]())
+                return super().read()
 
-        monkeypatch.setattr(leased, "read_numbers", read)
+        monkeypatch.setattr(leased, "ArrivingNumbers", Arriving)
         micro_batches = next(loader).micro_batches
         with counted_waits() as waits:
             result = engine.step(micro_batches, number=1, lr=1e-3)

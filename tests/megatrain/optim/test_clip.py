@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatrain.optim.clip import (
     clip_coefficient,
+    decide_on_device,
     global_norm,
     gradient_scale,
     squared_norm,
@@ -127,3 +129,18 @@ def test_a_bf16_gradient_can_be_added_to_an_fp32_one() -> None:
     total, addend = torch.full((1000,), 1e-3), torch.full((1000,), 1.0, dtype=torch.bfloat16)
     sum_gradients(total, addend)
     assert torch.equal(total, torch.full((1000,), 1e-3) + 1.0)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1, 3.7])
+@pytest.mark.parametrize("nonfinite", ["stop", "skip", "ignore"])
+def test_a_decision_has_the_bits_of_the_hosts(max_grad_norm: float, nonfinite: Any) -> None:
+    """Of norms around the largest one, and of those that are not finite."""
+    generator = np.random.default_rng(2)
+    norms = [*(generator.lognormal(size=5) * 10.0**power for power in range(-6, 7))]
+    norms += [np.array([1.0, math.inf]), np.array([math.nan, 1.0]), np.zeros(2)]
+    for squares in norms:
+        decision = decide_on_device(list(torch.from_numpy(squares)), max_grad_norm, nonfinite)
+        expected = gradient_scale(global_norm(squares.tolist()), max_grad_norm, nonfinite)
+        assert decision.dtype == torch.float32 and bool(decision[1]) is (expected is not None)
+        if expected is not None:
+            np.testing.assert_equal(decision[0].numpy(), np.float32(expected))

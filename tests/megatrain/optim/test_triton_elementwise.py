@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -101,7 +102,11 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
 ) -> None:
     """Of three block groups, whose ranges need 1 to 3 programs, with two settings: two launches update them all."""
     host, made, generator = HOSTS[name], TritonOptimizer(HOSTS[name]), np.random.default_rng(7)
-    update, expected, groups = Update(step=3, lr=0.05, grad_scale=0.37), list[dict[str, torch.Tensor]](), list[UpdateGroup]()
+    update, expected, groups = (
+        Update(step=3, lr=0.05, grad_scale=0.37),
+        list[dict[str, torch.Tensor]](),
+        list[UpdateGroup](),
+    )
     palette = "everything"
     for size, cuts in ((16, ()), (3072, (2064,)), (1040, (1024,))):
         blocks = master_blocks(random_array(generator, size, palette), split_master)
@@ -122,6 +127,29 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
         made.update_by_tables(tables, update)
     for (blocks, *_), copies in zip(groups, expected, strict=True):
         assert all(alike(block, copies[kind]) for kind, block in blocks.items())
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "lion, int8"])
+def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: str) -> None:
+    """A factor in memory gives the bits of the same number; a decision against an update leaves every block."""
+    host = {**HOSTS, **SMALL_HOSTS}[name]
+    made, generator = TritonOptimizer(host), np.random.default_rng(3)
+    first = master_blocks(random_array(generator, 512), True)
+    first |= {kind.name: torch.zeros(kind.elements_for(512), dtype=kind.dtype) for kind in host.state}
+    gradient, segments = torch.from_numpy(random_array(generator, 512)), [Segment(0, 512, 0.1)]
+    update = Update(step=2, lr=0.1, grad_scale=float(np.float32(0.3)))
+    expected = {kind: block.clone() for kind, block in first.items()}
+    made.update(expected, gradient, segments, update)
+    assert not torch.equal(expected["low"], first["low"])
+    for is_used in (True, False):
+        blocks = [{kind: block.clone() for kind, block in first.items()} for _ in range(2)]
+        decided = replace(update, grad_scale=7.0, decision=torch.tensor([0.3, float(is_used)]))
+        made.update(blocks[0], gradient, segments, decided)
+        if tables := made.make_tables([(blocks[1], gradient, segments)]):
+            made.update_by_tables(tables, decided)
+        for found in blocks if tables else blocks[:1]:
+            wanted = expected if is_used else first
+            assert all(torch.equal(found[kind], wanted[kind]) for kind in wanted)
 
 
 def test_ranges_that_no_table_can_hold_are_updated_one_by_one(interpreter: ModuleType) -> None:
@@ -207,7 +235,8 @@ def test_a_warm_up_compiles_what_it_is_asked_for(interpreter: ModuleType, monkey
 
     monkeypatch.setattr(TritonOptimizer, "update", note)
     TritonOptimizer(HOSTS["adamw"]).warm_up([(True, torch.bfloat16)])
-    assert seen == [(True, torch.bfloat16, [256, 17])]  # Triton compiles lengths that 16 divides, and others, apart
+    # Triton compiles lengths that 16 divides, and others, apart; and factors that the device decides.
+    assert seen == [(True, torch.bfloat16, [256, 17])] * 2
     TritonOptimizer(HOSTS["adamw"]).warm_up()
     assert {entry[:2] for entry in seen} == set(FORMATS)
 
@@ -298,14 +327,16 @@ def operations(
         constants["low"] = None
     unused = {"m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"}  # by moments in fp32
     constants |= dict.fromkeys(unused & set(kernel.arg_names))
-    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32", "num_rows": "i32", "rows": "*i64"}
-    constants |= {} if has_rows else {"rows": None}
+    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32", "num_rows": "i32"}
+    signature |= {"rows": "*i64", "decision": "*fp32"}
+    constants |= {} if has_rows else {"rows": None, "decision": None}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
     ptx = triton.compile(source, target=target, options={**kernels.LAUNCH_OPTIONS, **options}).asm["ptx"]
     if has_rows:
         wide = set(re.findall(r"(?:ld|st)\.global\S*", ptx))
-        assert wide <= {"ld.global.b64", "ld.global.v4.b32", "st.global.v4.b32"}, "16 bytes but for a table's numbers"
+        numbers = {"ld.global.b64", "ld.global.b32"}  # of a table and a decision; all else has 16 bytes
+        assert wide <= {*numbers, "ld.global.v4.b32", "st.global.v4.b32"}
     return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
 
 
