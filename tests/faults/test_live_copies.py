@@ -59,7 +59,7 @@ def copies_of_live_runs(made: SavedRun, folder: Path, count: int, kind: str) -> 
     chance, number = random.Random(1), 0
     while number < count:
         source = made.copy(folder / f"live{number}")
-        process = source.start(steps=40 if count == 1 else 240, **CONFIGS[kind])
+        process = source.start(steps=40, **CONFIGS[kind])
         copies: list[SavedRun] = []
         try:
             while process.poll() is None and number + len(copies) < count:

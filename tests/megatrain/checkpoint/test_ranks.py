@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from megatrain.base.names import RANKS_NAME
 from megatrain.checkpoint.document import (
     Checkpoint,
+    folder_notices,
     forget_checkpoint,
     rank_folder_name,
     read_checkpoints,
@@ -157,6 +158,42 @@ def test_the_document_keeps_so_many_and_stores_keep_what_it_names(tmp_path: Path
     assert [each.meta["step"] for each in read_checkpoints(tmp_path / "checkpoints")] == [4]
     assert_is(known[1])
     assert list_generations(tmp_path / "checkpoints" / rank_folder_name(1)) == [known[1].ranks[1].generation]
+
+
+def test_a_run_that_starts_over_keeps_unnamed_generations_until_it_has_a_checkpoint(tmp_path: Path) -> None:
+    """``RANKS.json`` is missing in a copy of a live run: its generations are no checkpoints, and stay for a while."""
+    write(tmp_path, 2, [1, 2])
+    folder = tmp_path / "checkpoints"
+    (folder / "RANKS.json").unlink()
+    assert read_checkpoints(folder) == []
+    (notice,) = folder_notices(folder)
+    assert "RANKS.json' names no checkpoint" in notice and "rank00000: 1, 2; rank00001: 1, 2" in notice
+    gatherer = Gatherer(2)
+    seen: dict[int, list[list[int]]] = {0: [], 1: []}
+
+    def start_over(rank: int) -> None:
+        def gather(item: object) -> Sequence[Any]:
+            return gatherer.gather(rank, item)
+
+        with rank_store(tmp_path, rank, 2) as store:
+            kept = CheckpointFolder(folder, rank, gather, 2, print)
+            saves = CheckpointWriter(kept, store, lanes=4, elements=SIZES, starts_over=True)
+            for step in (5, 6, 7):
+                fill(store, rank, 2, step)
+                saves.begin()
+                commit = store.commit({"step": step})
+                commit.wait(60)
+                seen[rank].append(list_generations(folder / rank_folder_name(rank)))
+                saves.finish(commit, {"step": step})
+
+    threads = [threading.Thread(target=start_over, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    # The first commit leaves them; the second one, which follows a checkpoint of this run, removes them.
+    assert seen[0] == seen[1] == [[1, 2, 3], [3, 4], [4, 5]]
+    assert [each.meta["step"] for each in read_checkpoints(folder)] == [6, 7] and folder_notices(folder) == []
 
 
 def test_generations_that_no_document_names_are_an_abandoned_future(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fakes.s3_server import S3, s3_server
 from megatrain.checkpoint import remote, remote_copier
@@ -291,6 +292,7 @@ def test_whose_url_it_is(run: SavedRun, url: str) -> None:
     result = run.call("run", path)
     assert result.exit_code == 2 and "optimizer.learning_rate: 0.001 -> 0.0001" in result.output, result.output
     assert not (run.out / "checkpoints").exists() and "bringing back" not in result.output, "nothing was fetched for it"
+    assert f"That checkpoint is at '{url}', and nothing of it was fetched" in result.output
     be_an_empty_machine(run)
     result = run.run(steps=2, checkpoint=f'save_copy = "{url}"\nresume_from_checkpoint = "no"')
     assert result.exit_code == 1 and 'resume_from_checkpoint is "no"' in result.output
@@ -298,6 +300,22 @@ def test_whose_url_it_is(run: SavedRun, url: str) -> None:
     assert run.run(steps=2, **to(f"{url}/another")).exit_code == 0
     result = run.run("--allow-config-change", steps=4, **to(url))
     assert result.exit_code == 1 and "holds the checkpoints of another run" in result.output
+
+
+def test_adapters_of_other_base_weights_are_refused_before_they_are_fetched(run: SavedRun, url: str) -> None:
+    """The config is the same; the checkpoint holds the adapters alone, which were trained on other weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    lora = {"more": '[lora]\nr = 2\ntarget_modules = ["q_proj"]\n'}
+    assert run.run(steps=2, **to(url, **lora)).exit_code == 0
+    be_an_empty_machine(run)
+    torch.manual_seed(1)
+    folder = run.folder / "model"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    result = run.run(steps=4, **to(url, **lora))
+    assert result.exit_code != 0 and "its weights are no longer those that" in result.output, result.output
+    assert "name another URL in checkpoint.save_copy" in " ".join(result.output.split())
+    assert "bringing back" not in result.output and not (run.out / "checkpoints").exists()
 
 
 def test_two_processes_that_share_a_url(url: str) -> None:
