@@ -91,7 +91,7 @@ class Commit:
 
         Raises:
             TimeoutError: not within ``timeout_s`` seconds.
-            TransferError: the drive refused; the generation before is still the current one.
+            TransferError: the drive refused; the generation before is still the newest one, or this one is whole.
         """
         self._wait_for_end(timeout_s)
         if self.error is not None:

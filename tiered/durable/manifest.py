@@ -90,7 +90,7 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
     Everything that the manifest names must be on disk before (``flush_contents``, ``Snapshots.sync``).
 
     Raises:
-        OSError: the drive refused; the current generation is the one before.
+        OSError: the drive refused; the current generation is the one before, or this one if only the last flush failed.
     """
     folder = generation_folder(directory, manifest.generation)
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,7 +113,7 @@ def make_current(directory: str | os.PathLike[str], generation: int) -> None:
     """Let a generation that is whole be the current one. Survives a power cut.
 
     Raises:
-        OSError: the drive refused; the current generation is the one before.
+        OSError: the drive refused; the current generation is the one before, or this one if only the last flush failed.
     """
     _write_sealed(Path(directory, MANIFEST_NAME), {"generation": generation})
     _show_latest(Path(directory), generation_folder(directory, generation))

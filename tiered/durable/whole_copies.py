@@ -1,7 +1,7 @@
 """Whole copies of committed generations: all their bytes in one directory, whichever drives they lay on.
 
 The directory is one of generations itself, so that ``GenerationReader`` reads, checks and removes what lies there. A
-copy counts once the directory names it as current: cut off at any instant before, it is removed by the next.
+copy counts once its manifest exists, which is written last: cut off at any instant before, it is removed by the next.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tiered.durable.arrays import array_bytes, array_chunk_bytes, chunk_files, p
 from tiered.durable.manifest import (
     BlockRecord,
     Manifest,
+    current_generation,
     forget_generation,
     generation_folder,
     newest_first,
@@ -37,7 +38,7 @@ from tiered.durable.ownership import (
 )
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import list_members
-from tiered.errors import TransferError
+from tiered.errors import GenerationError, TransferError
 from tiered.file_io import PIECE_BYTES, pieces
 from tiered.tiers.directory import TierDirectory, make_groups, read_document, write_document
 from tiered.tiers.layout import array_document, group_document
@@ -149,8 +150,10 @@ class WholeCopies:
             sync_tree(folder, self.path)
             write_manifest(self.path, Manifest(number, tuple(records), source.manifest.meta, store=self._identity.id))
         except BaseException as failure:
-            with contextlib.suppress(OSError):  # the next start removes what the drive keeps now
-                self._remove(number)
+            # The next start removes what the drive keeps now. A copy that the top file names is whole.
+            with contextlib.suppress(OSError, GenerationError):
+                if current_generation(self.path) != number:
+                    self._remove(number)
             if isinstance(failure, OSError) and not isinstance(failure, TransferError):
                 path = str(failure.filename or self.path)
                 text = f"generation {source.generation} cannot be copied: {failure.strerror}"
