@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import shutil
 import sys
@@ -50,12 +51,15 @@ def command(
 
         def say(what: str) -> None:
             spinner.say(f"looking at the {what}")
+            # Rows may be many: only models and plans make objects that all stay.
+            (gc.disable if what in ("model", "plan") else gc.enable)()
 
-        for finding in check_run(config, extra_files, overrides, say, reads_weights=not skip_weights):
-            findings.append(finding)
-            if not as_json:
-                with spinner.hidden():
-                    _print(finding)
+        with without_collector():
+            for finding in check_run(config, extra_files, overrides, say, reads_weights=not skip_weights):
+                findings.append(finding)
+                if not as_json:
+                    with spinner.hidden():
+                        _print(finding)
     codes = {_EXIT_CODES[finding.kind] for finding in findings if finding.kind is not None}
     code = next((code for code in _ORDER if code in codes), EXIT_DONE)
     if as_json:

@@ -200,6 +200,12 @@ def screens() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
+def _is_own_process() -> bool:
+    """Return whether this process runs one command and nothing else."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.find_root().obj is OWN_PROCESS
+
+
 def leave_out_torch() -> None:
     """Have transformers work without torch, which takes seconds to import, if this process runs one command only.
 
@@ -218,12 +224,15 @@ def without_collector() -> Iterator[None]:
     """Disable the garbage collector inside the context.
 
     Imports and plans make a million objects that stay; scanning them again and again took a tenth of a start's time.
+    In a process of one command, later collections leave them out, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if _is_own_process():
+            gc.freeze()
         if was_enabled:
             gc.enable()
 

@@ -46,12 +46,13 @@ MODEL_INTERNALS = {
     "transformers.models.auto.modeling_auto:AutoModelForCausalLM._model_mapping": "models of images and sounds",
     "transformers.models.auto.modeling_auto:AutoModelForMultimodalLM._model_mapping": "models of images and sounds",
     "transformers.configuration_utils:PreTrainedConfig._attn_implementation": "which attention a run used",
-    "transformers.trainer_utils:SchedulerType": "learning rate schedules",
     "transformers.utils.chat_template_utils:render_jinja_template": "masks of chats",
     "transformers.utils.output_capturing:_active_collector": "outputs that a model collects in its layers",
     "transformers.utils.output_capturing:OutputRecorder": "which modules give attention weights",
     "transformers.utils:logging": "progress bars",
 }
+#: Used by learning rate schedules alone: plans need none, and the module imports peft.
+SCHEDULE_INTERNALS = {"transformers.trainer_utils:SchedulerType": "learning rate schedules"}
 #: Used by `megatrain.hf` alone.
 TRAINER_INTERNALS = {
     "transformers.trainer:Trainer._load_from_checkpoint": "to resume from a store",
@@ -95,7 +96,7 @@ def is_conv1d(module: object) -> bool:
 
 
 @functools.cache
-def check_internals(*, with_trainer: bool = False, with_images: bool = False) -> None:
+def check_internals(*, with_trainer: bool = False, with_images: bool = False, with_schedules: bool = False) -> None:
     """Refuse a version of transformers that lacks what is used here, before it fails in the middle of something.
 
     Raises:
@@ -105,6 +106,7 @@ def check_internals(*, with_trainer: bool = False, with_images: bool = False) ->
         **MODEL_INTERNALS,
         **(TRAINER_INTERNALS if with_trainer else {}),
         **(IMAGE_INTERNALS if with_images else {}),
+        **(SCHEDULE_INTERNALS if with_schedules else {}),
     }
     gone = missing(wanted)
     if gone:
@@ -126,7 +128,7 @@ def required_transformers() -> str:
 
 def report() -> int:
     """Print which internals are gone; return 1 if any is."""
-    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS}
+    used = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
     gone = missing(used)
     print(f"transformers {version('transformers')}: {len(used) - len(gone)} of {len(used)} internals are there")
     for name in gone:

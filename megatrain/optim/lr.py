@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.models.internals import check_internals
+
 if TYPE_CHECKING:
     from megatrain.optim.table import OptimizerConfig
 
@@ -57,6 +59,7 @@ def learning_rate_schedule(
     Raises:
         ScheduleError: no such schedule, a schedule that follows a metric, or arguments it does not take.
     """
+    check_internals(with_schedules=True)
     from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
 

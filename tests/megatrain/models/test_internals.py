@@ -16,6 +16,7 @@ from megatrain.models import internals
 from megatrain.models.internals import (
     IMAGE_INTERNALS,
     MODEL_INTERNALS,
+    SCHEDULE_INTERNALS,
     TRAINER_INTERNALS,
     TransformersVersionError,
     check_internals,
@@ -24,7 +25,7 @@ from processes.saved_run import make_run
 
 ROOT = Path(__file__).parents[3]
 SOURCES = [path for folder in ("megatrain", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
-USED = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS}
+USED = {**MODEL_INTERNALS, **TRAINER_INTERNALS, **IMAGE_INTERNALS, **SCHEDULE_INTERNALS}
 
 
 def imported(path: Path) -> Iterator[str]:
