@@ -12,15 +12,15 @@ import torch
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.copier import CheckpointCopier
-from megatrain.checkpoint.remote import bring_back, config_at_url
+from megatrain.checkpoint.remote import bring_back, rules_at_url
 from megatrain.checkpoint.resume import (
     ConfigChangedError,
     LostCheckpointsError,
     already_done,
     check_changes,
-    config_of_newest,
     continued_position,
     find_candidates,
+    rules_of_newest,
 )
 from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
 from megatrain.config.resolved import config_from_toml
@@ -265,24 +265,23 @@ class RunStart:
 
 
 def with_kept_rules(run: RunSpec) -> RunSpec:
-    """Return a run with the rules of the checkpoint that it continues, where the config leaves them open.
+    """Return a run with the rules of the checkpoint that it resumes, where its config leaves them open.
 
-    These are the number of lanes and how Muon divides fused parameters. Before the plan, as both take memory.
+    These are the number of lanes, the tokens of a micro-batch and how Muon divides fused parameters. Before the plan,
+    as all of them take memory.
     """
-    is_lanes_open = run.batch.num_lanes is None
-    is_fused_open = run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto"
-    if not is_lanes_open and not is_fused_open:
-        return run
-    kept = config_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
     if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
-        kept = config_at_url(run.checkpoint.table.copy_url)
-    if is_lanes_open and kept is not None:
-        lanes = kept.get("training", {}).get("gradient_lanes", 1)
-        run = replace(run, batch=replace(run.batch, num_lanes=lanes if isinstance(lanes, int) else 1))
-    if is_fused_open:  # a checkpoint of before there was the key has whole matrices
-        rule = "parts" if kept is None else kept.get("optimizer", {}).get("muon_fused", "whole")
+        kept = rules_at_url(run.checkpoint.table.copy_url)
+    if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
+        rule = "parts" if kept is None else kept.muon_fused
         run = replace(run, optimizer=run.optimizer.model_copy(update={"muon_fused": rule}))
-    return run
+    if kept is None:
+        return run
+    batch = run.batch
+    lanes = kept.num_lanes if batch.num_lanes is None else batch.num_lanes
+    tokens = batch.aimed_tokens if kept.micro_batch_tokens is None else kept.micro_batch_tokens
+    return replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:
@@ -297,6 +296,7 @@ def describe_model(plan: Plan) -> Mapping[str, Any]:
         "dtype": str(graph.dtype).removeprefix("torch."),
         "device": plan.device.type,
         "attention": graph.model.config._attn_implementation,
+        "micro_batch_tokens": plan.run.batch.aimed_tokens,
         "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
         "decays": _decays(plan, plan.run.optimizer.weight_decay_exclude),
         **threads,

@@ -21,7 +21,6 @@ import re
 import shutil
 import threading
 import time
-import tomllib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,7 @@ from megatrain.checkpoint.document import (
     write_document,
 )
 from megatrain.checkpoint.scan import scan
-from megatrain.checkpoint.state import CheckpointError
+from megatrain.checkpoint.state import CheckpointError, KeptRules
 from tiered import GenerationReader, MiB, WholeCopies, checksum, format_size
 from tiered.errors import CorruptBlockError, GenerationError, TieredError
 from tiered.ext import SNAPSHOT_FOLDER, claim_directory, replace_file
@@ -724,12 +723,10 @@ def _plain(text: str) -> str:
 # -- a run that goes on from there -----------------------------------------------------------------------------------
 
 
-def config_at_url(url: str) -> dict[str, Any] | None:
-    """Return the config of the newest copy, as tables; None: there is none. Raises ``RemoteError``."""
-    for each in RemoteFolder(url).checkpoints():
-        with contextlib.suppress(tomllib.TOMLDecodeError):
-            return tomllib.loads(str(each.meta.get("config_toml", "")))
-    return None
+def rules_at_url(url: str) -> KeptRules | None:
+    """Return the rules that the newest copy keeps; None: there is no copy. Raises ``RemoteError``."""
+    found = (KeptRules.of_meta(each.meta) for each in RemoteFolder(url).checkpoints())
+    return next((rules for rules in found if rules is not None), None)
 
 
 def list_at_url(url: str) -> list[Checkpoint]:

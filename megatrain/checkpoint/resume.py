@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint, folder_notices, in_order, order_key, read_checkpoints
 from megatrain.checkpoint.scan import Lost, scan
-from megatrain.checkpoint.state import CheckpointError, RunState
+from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
@@ -31,7 +30,7 @@ __all__ = [
     "NoSuchCheckpointError",
     "already_done",
     "check_changes",
-    "config_of_newest",
+    "rules_of_newest",
     "continued_position",
     "find_candidates",
     "is_not_after",
@@ -118,8 +117,8 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
     return order_key(checkpoint) <= order_key(loaded)
 
 
-def config_of_newest(output_dir: Path, resume_from: str) -> dict[str, Any] | None:
-    """Return the config, as tables, of the checkpoint that a run would continue; None: there is none.
+def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
+    """Return the rules of the checkpoint from which a run would resume; None: there is none.
 
     Args:
         output_dir: Folder of the run.
@@ -135,9 +134,8 @@ def config_of_newest(output_dir: Path, resume_from: str) -> dict[str, Any] | Non
             for folder in (run / CHECKPOINTS_NAME, run / COPIES_NAME, run)
         )
         newest = next((each for each in (*in_order(own, copies), *given) if each.problem is None), None)
-        if newest is not None:
-            with contextlib.suppress(tomllib.TOMLDecodeError):
-                return tomllib.loads(str(newest.meta.get("config_toml", "")))
+        if newest is not None and (rules := KeptRules.of_meta(newest.meta)) is not None:
+            return rules
     return None
 
 

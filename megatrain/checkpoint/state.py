@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -15,6 +16,7 @@ __all__ = [
     "ARITHMETIC",
     "CHECKPOINT_FORMAT",
     "CheckpointError",
+    "KeptRules",
     "RunState",
     "installed_versions",
     "now_text",
@@ -35,6 +37,42 @@ _NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "b
 
 class CheckpointError(Exception):
     """A checkpoint cannot be used or written; the message says which, why and what to do."""
+
+
+#: Tokens that a micro-batch aimed at before checkpoints recorded them, by type of the device.
+_UNRECORDED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRules:
+    """Rules that a config may leave to the first start of a run, and that every later start keeps.
+
+    Attributes:
+        num_lanes: Lanes in which the gradients of micro-batches are added.
+        micro_batch_tokens: Tokens that a micro-batch aims at; None if the checkpoint does not name its device.
+        muon_fused: ``optimizer.muon_fused``, "whole" in a checkpoint of before there was the key.
+    """
+
+    num_lanes: int = 1
+    micro_batch_tokens: int | None = None
+    muon_fused: str = "whole"
+
+    @classmethod
+    def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
+        """Return the rules of the run that wrote a checkpoint's ``meta``; None if its config is damaged."""
+        try:
+            config = tomllib.loads(str(meta.get("config_toml", "")))
+        except tomllib.TOMLDecodeError:
+            return None
+        found = meta.get("model")
+        model = found if isinstance(found, Mapping) else {}
+        lanes = config.get("training", {}).get("gradient_lanes", 1)
+        tokens = model.get("micro_batch_tokens", _UNRECORDED_TOKENS.get(model.get("device", "")))
+        return cls(
+            num_lanes=lanes if isinstance(lanes, int) else 1,
+            micro_batch_tokens=tokens if isinstance(tokens, int) else None,
+            muon_fused=str(config.get("optimizer", {}).get("muon_fused", "whole")),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +100,9 @@ class RunState:
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
         config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
-        model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config; on
-            a CPU, torch's threads; where tensors of its folder are kept as they are, their number and their checksum.
+        model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config,
+            tokens that a micro-batch aims at; on a CPU, torch's threads; where tensors of its folder are kept as they
+            are, their number and their checksum.
         run_name: as in the config.
         saved_at: date and time, ISO 8601; for people.
         versions: package -> version.

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatrain.checkpoint.state import KeptRules
 from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml, with_fused
 from megatrain.resolve import resolve
@@ -99,7 +100,8 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
     assert [str(each.key) for each in changes_from(before, with_fused(config, "parts")).altering] == [
         "optimizer.muon_fused"
     ]
-    monkeypatch.setattr("megatrain.start.config_of_newest", lambda *_: {"optimizer": {"optim": "muon"}})
+    older = KeptRules.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
+    monkeypatch.setattr("megatrain.start.rules_of_newest", lambda *_: older)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "whole"
-    monkeypatch.setattr("megatrain.start.config_of_newest", lambda *_: None)
+    monkeypatch.setattr("megatrain.start.rules_of_newest", lambda *_: None)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "parts"

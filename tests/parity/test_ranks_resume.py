@@ -13,7 +13,7 @@ from megatrain.checkpoint.catalog import (
     remove_checkpoint,
     verify_checkpoints,
 )
-from megatrain.checkpoint.resume import config_of_newest
+from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.export import export_checkpoint
 from oracles.tiered_run import config_text, write_tiny_model
@@ -67,8 +67,8 @@ def test_another_world_goes_on_with_the_same_bits(
         out = folder / "out"
         info = list_checkpoints(out)[-1]
         assert (info.step, info.world, info.problem, info.is_newest) == (step + 1, world, None, True)
-        kept = config_of_newest(out, "auto")
-        assert kept is not None and kept["training"]["gradient_lanes"] == 4
+        kept = rules_of_newest(out, "auto")
+        assert kept is not None and (kept.num_lanes, kept.micro_batch_tokens) == (4, 2048)
         if world > 1:
             assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.world > 1] == [[]]
     assert losses == unbroken[0]

@@ -1,0 +1,98 @@
+"""Choices that a config leaves to the program: a run keeps those of its first start in every later version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain import start
+from megatrain.checkpoint.resume import rules_of_newest
+from megatrain.checkpoint.state import KeptRules
+from megatrain.config import load_config
+from megatrain.plan.plan import MICRO_BATCH_TOKENS, Plan
+from megatrain.ranks.world import World
+from megatrain.trainer import Trainer
+from oracles.tiered_run import config_text
+
+SIX_ROWS = "train_batch_tokens = 384"
+
+
+def trainer(folder: Path, model: Path, steps: int, batch: str = SIX_ROWS, **tables: Any) -> Trainer:
+    folder.mkdir(exist_ok=True)
+    text = config_text(folder, model, **{"nvme": 0, **tables})
+    given = "per_device_train_batch_size = 2\ngradient_accumulation_steps = 3"
+    (folder / "run.toml").write_text(text.replace(given, f"{batch}\nmax_steps = {steps}"))
+    return Trainer(load_config(folder / "run.toml").config)
+
+
+def tokens_kept(folder: Path) -> int | None:
+    kept = rules_of_newest(folder / "out", "auto")
+    assert kept is not None
+    return kept.micro_batch_tokens
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "out" / "final" / "model.safetensors").read_bytes()
+
+
+def test_a_run_keeps_its_cut_into_micro_batches(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In other tiers, and by a version that aims at another number of tokens: bit for bit the unbroken run."""
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
+    unbroken = trainer(tmp_path / "unbroken", tiny_model, 2)
+    assert (unbroken.plan.micro_batch_size, unbroken.plan.num_micro_batches) == (2, 3)
+    unbroken.train()
+    folder = tmp_path / "resumed"
+    trainer(folder, tiny_model, 1).train()
+    assert tokens_kept(folder) == 128
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 2048)
+    assert trainer(tmp_path / "new", tiny_model, 1).plan.micro_batch_size == 6
+    resumed = trainer(folder, tiny_model, 2, nvme=1, placement='optimizer = ["nvme"]', ram="24MiB")
+    assert resumed.plan.micro_batch_size == 2 and resumed.plan.traffic["nvme->ram"]
+    resumed.train()
+    assert weights(folder) == weights(tmp_path / "unbroken")
+    ranks = replace(resumed.run, world=World.local(0, 3))
+    assert ranks.batch.micro_batch_rows == 2
+    assert tokens_kept(folder) == 128
+    given = trainer(folder, tiny_model, 3, "per_device_train_batch_size = 3\ngradient_accumulation_steps = 2")
+    assert given.plan.micro_batch_size == 3
+
+
+def test_a_checkpoint_without_a_record_keeps_the_former_cut(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = start.describe_model
+
+    def without_record(plan: Plan) -> Mapping[str, Any]:
+        return {key: value for key, value in describe(plan).items() if key != "micro_batch_tokens"}
+
+    with monkeypatch.context() as older:
+        older.setattr(start, "describe_model", without_record)
+        trainer(tmp_path / "run", tiny_model, 1).train()
+    assert tokens_kept(tmp_path / "run") == 2048
+    monkeypatch.setitem(MICRO_BATCH_TOKENS, "cpu", 128)
+    resumed = trainer(tmp_path / "run", tiny_model, 2)
+    assert resumed.plan.micro_batch_size == 6
+    resumed.train()
+    assert tokens_kept(tmp_path / "run") == 2048
+
+
+def test_tokens_of_a_micro_batch_in_a_checkpoint() -> None:
+    """A GPU aimed at 8,192 before checkpoints recorded the number, a CPU at 2,048."""
+    cases: tuple[tuple[object, int | None], ...] = (
+        ({"device": "cuda"}, 8192),
+        ({"device": "cpu"}, 2048),
+        ({"device": "cuda", "micro_batch_tokens": 4096}, 4096),
+        ({"device": "cuda", "micro_batch_tokens": "many"}, None),
+        ({}, None),
+        (None, None),
+    )
+    for model, tokens in cases:
+        meta = {"config_toml": "[training]\ngradient_lanes = 4\n", "model": model}
+        assert KeptRules.of_meta(meta) == KeptRules(4, tokens), model
+        assert KeptRules.of_meta({"config_toml": "=", "model": model}) is None
