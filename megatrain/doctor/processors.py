@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +17,7 @@ import torch
 
 from megatrain.api import AdamW, KernelThreads, Segment, Update, available_ram_bytes
 from megatrain.engine.trace import CountingMode
+from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.threads import cut
 from tiered.ext import HostSlab
 from tiered.units import MiB
@@ -25,7 +27,8 @@ ADAMW_BYTES_PER_PARAM = 2 * 12 + 4
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
-_MATMUL_SIZES = (512, 1024, 2048, 4096, 8192)
+#: Tokens of the products that are timed; a layer is half as wide, and its MLP three times as wide as the layer.
+_PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
 _DTYPES = (torch.float32, torch.bfloat16)
 #: Of attention, and of what a layer does beside products: as large as in a micro-batch of a small model.
 _HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
@@ -100,7 +103,7 @@ def layer_rates(
     a causal kernel computes. The rest are a norm, a gate and a sum, of which every operator allocates its result.
 
     Args:
-        synchronize: as for ``matmul_flops_per_s``.
+        synchronize: as for ``product_flops_per_s``.
     """
     shape = (_HEADS, _ROW_TOKENS, _HEAD_WIDTH)
     queries, keys, values = (torch.randn(1, *shape, device=device).to(dtype).requires_grad_() for _ in range(3))
@@ -137,30 +140,58 @@ def layer_rates(
     return rates[0], rates[1]
 
 
-def matmul_flops_per_s(
-    device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
+def product_flops_per_s(
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    synchronize: Callable[[], None] | None = None,
+    *,
+    sums_bytes_per_s: float = math.inf,
 ) -> float:
-    """Return the rate of square matrix products, of the largest size that a tenth of the time does.
+    """Return the rate of a layer's products, of the largest size that a tenth of the time does.
 
-    Of random numbers: with equal ones a processor draws less power, and is up to an eighth faster.
+    Six products of two matrices, a projection and one of the MLP: forward, gradient of the input, and gradient of the
+    weight, which is added to its fp32 sum. Of random numbers: with equal ones a processor draws less power, and is up
+    to an eighth faster.
 
     Args:
         synchronize: waits for the device; None where products are done when they return.
+        sums_bytes_per_s: Rate at which plans count the bytes of the sums; their time is no part of the products'.
     """
     rate = 0.0
-    for size in _MATMUL_SIZES:
-        left, right = torch.empty(2, size, size, device=device, dtype=dtype).uniform_(-1.0, 1.0).unbind()
-        product = torch.empty(size, size, device=device, dtype=dtype)
+    for num_tokens in _PRODUCT_TOKENS:
+        width = num_tokens // 2
+        outputs = {"projection": width, "mlp": 3 * width}
+        inputs = _random(num_tokens, width, device, dtype)
+        weights = {name: _random(size, width, device, dtype) for name, size in outputs.items()}
+        gradients = {name: _random(num_tokens, size, device, dtype) for name, size in outputs.items()}
+        sums = {name: torch.zeros(size, width, device=device) for name, size in outputs.items()}
+        accumulator = GradientAccumulator(sums, set(sums))
 
-        def multiply(left: torch.Tensor = left, right: torch.Tensor = right, out: torch.Tensor = product) -> None:
-            torch.mm(left, right, out=out)
+        def multiply(
+            inputs: torch.Tensor = inputs,
+            weights: Mapping[str, torch.Tensor] = weights,
+            gradients: Mapping[str, torch.Tensor] = gradients,
+            accumulator: GradientAccumulator = accumulator,
+        ) -> None:
+            for name, weight in weights.items():
+                torch.mm(inputs, weight.t())
+                torch.mm(gradients[name], weight)
+                accumulator.add_product(name, gradients[name].t(), inputs)
             if synchronize is not None:
                 synchronize()
 
-        rate = max(rate, 2 * size**3 / _best_s(multiply, seconds / 3))
-        if 2 * (2 * size) ** 3 / rate > seconds / 10:
+        flops = 3 * 2 * num_tokens * width * sum(outputs.values())
+        taken_s = _best_s(multiply, seconds / 3)
+        sums_s = 2 * sum(total.numel() * total.element_size() for total in sums.values()) / sums_bytes_per_s
+        rate = flops / max(taken_s - sums_s, taken_s / 2)
+        if 8 * taken_s > seconds / 10:
             break
     return rate
+
+
+def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(rows, columns, device=device, dtype=dtype).uniform_(-1.0, 1.0)
 
 
 @contextmanager
@@ -269,15 +300,21 @@ def measure_gpu(*, seconds: float) -> GpuResult | None:
     try:
         host = slab.tensor.random_(0, 256)  # a link may compress what it carries
         buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
-        flops = {
-            _name(dtype): matmul_flops_per_s(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
-            for dtype in _DTYPES
-        }
         layers = {
             _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
             for dtype in _DTYPES
         }
         attention, elementwise = _by_kind(layers)
+        flops = {
+            _name(dtype): product_flops_per_s(
+                device,
+                dtype,
+                seconds,
+                lambda: torch.cuda.synchronize(device),
+                sums_bytes_per_s=elementwise[_name(dtype)],
+            )
+            for dtype in _DTYPES
+        }
         return GpuResult(
             name=torch.cuda.get_device_name(device),
             memory_bytes=torch.cuda.mem_get_info(device)[1],

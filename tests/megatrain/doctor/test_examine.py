@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.doctor import drives, examine, layers, processors
 from megatrain.doctor.drives import DriveEffort, UnusablePathError
-from megatrain.doctor.processors import matmul_flops_per_s, measure_gpu, measure_processor
+from megatrain.doctor.processors import measure_gpu, measure_processor, product_flops_per_s
 from megatrain.optim.threads import KernelThreads
 from tiered import MiB
 
@@ -67,9 +69,40 @@ def test_the_processor() -> None:
 
 
 def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a clock that says that every run takes a second, the rate is the FLOPs of one product."""
+    """With a clock that says that every run takes a second, the rate is the FLOPs of six products of a layer."""
     monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
-    assert matmul_flops_per_s(torch.device("cpu"), torch.float32, 1.0) == 2 * 512**3
+    tokens, width, inner = 512, 256, 768
+    flops = 3 * 2 * tokens * (width * width + width * inner)
+    rate = partial(product_flops_per_s, torch.device("cpu"), torch.float32, 1.0)
+    assert rate() == flops
+    sums = 2 * 4 * (width * width + width * inner)  # fp32, read and written, at a rate of its own
+    assert rate(sums_bytes_per_s=4 * sums) == pytest.approx(flops / 0.75)
+    assert rate(sums_bytes_per_s=sums / 4) == pytest.approx(flops / 0.5)  # half of the time at least is products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards, two gradients of inputs, and two of weights that fp32 sums are read and written for."""
+    seen: Counter[tuple[int, int, int]] = Counter()
+    multiply, add = torch.mm, torch.addmm
+
+    def watched(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen[left.shape[0], left.shape[1], right.shape[1]] += 1
+        return multiply(left, right, **options)
+
+    def watched_sum(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert total.dtype == torch.float32
+        seen[left.shape[0], left.shape[1], right.shape[1]] += 1
+        return add(total, left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(torch, "addmm", watched_sum)
+    monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: work() or 1.0)
+    product_flops_per_s(torch.device("cpu"), dtype, 1.0)
+    # The MLP's gradient of the weight is as large as its other products: 64 tokens times 32 times 96.
+    wanted = [(64, 32, 32), (64, 32, 32), (64, 32, 96), (64, 96, 32), (32, 64, 32), (96, 64, 32)]
+    assert seen == Counter(wanted)
 
 
 def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,16 +121,16 @@ def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) 
     seen: list[torch.Tensor] = []
     multiply = torch.mm
 
-    def watched(left: torch.Tensor, right: torch.Tensor, *, out: torch.Tensor) -> None:
+    def watched(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
         seen.extend((left.cpu(), right.cpu()))
-        multiply(left, right, out=out)
+        return multiply(left, right, **options)
 
     def copied(target: torch.Tensor, source: torch.Tensor) -> float:
         seen.append(source.cpu())
         target.copy_(source)  # what comes back is what went there
         return 1e9
 
-    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
+    monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
     monkeypatch.setattr(processors, "_ROW_TOKENS", 64)
     monkeypatch.setattr(processors, "_TOKENS", 64)
     monkeypatch.setattr(processors, "_COPY_BYTES", MiB)
@@ -105,7 +138,7 @@ def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "mm", watched)
     with VirtualCuda().in_place():
         found = measure_gpu(seconds=0.0)
-        matmul_flops_per_s(torch.device("cpu"), torch.float32, 0.0)
+        product_flops_per_s(torch.device("cpu"), torch.float32, 0.0)
     assert found is not None and found.update is not None and len(seen) >= 2 + 2 * 2 + 2
     assert all(contents.unique().numel() >= 100 for contents in seen)
 
