@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.converters.adapters import adapters_of
-from megatrain.engine.program import DURABLE_KINDS
+from megatrain.engine.program import DURABLE_KINDS, layouts_of_unit
 from megatrain.engine.trace import is_counted
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.machine import (
@@ -72,6 +72,7 @@ _UNCOUNTED = (
 _PROCESSORS = ("compute", "host", "optimizer", "gpu optimizer")
 _ADAMW_BYTES = 12  # of master, m and v in the kernels that doctor times
 _ADAMW_TOUCHED = 28  # they read all of these and an fp32 gradient, and write all of these
+_SUM_NBYTES = 8  # of each gradient: the product of a micro-batch reads its fp32 sum and writes it
 
 
 def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estimate:
@@ -212,9 +213,24 @@ def _visits_work(plan: Plan) -> dict[tuple[Phase, int], Work]:
         if number in program.recompute.kept_graphs:
             backward -= visit.recompute
         found["forward", number], found["backward", number] = visit.forward + saved.copying, backward - saved.work
-    again = trace.logits_flops * (trace.head_parts - 1) // trace.head_parts
+    again = trace.logits_flops * max(0, trace.head_parts - program.recompute.kept_parts) // trace.head_parts
     first_head = next((number for number, visit in enumerate(trace.visits) if visit.is_head), len(trace.visits))
     found["head", first_head] = trace.head + Work(product_flops=again)
+    return found
+
+
+def _sums_of_phases(plan: Plan) -> dict[Phase, Work]:
+    """Return what the products of a micro-batch read and write of the sums of gradients on a GPU.
+
+    A CPU's rate of products is measured in steps, sums included.
+    """
+    found: dict[Phase, Work] = {}
+    for visit in plan.trace.visits if plan.device.type == "cuda" else ():
+        layouts = [plan.graph.layouts[name] for name in layouts_of_unit(plan.graph, visit.unit)]
+        num_trained = sum(layout.num_parameters for layout in layouts if layout.trainable)
+        if visit.is_head or visit.backward.product_flops:
+            phase: Phase = "head" if visit.is_head else "backward"
+            found[phase] = found.get(phase, NO_WORK) + Work(moved_nbytes=_SUM_NBYTES * num_trained)
     return found
 
 
@@ -251,7 +267,10 @@ class _Costs:
         self._drives = {path: machine.drives.get(key) for path, key in self._keys.items()}
         dtype = str(plan.graph.dtype).removeprefix("torch.")
         self._costs = DeviceCosts.of(machine, plan.device.type, dtype)
-        self._phases = work_of_phases(plan) if is_counted(plan.trace) else None
+        self._phases: dict[Phase, Work] | None = None
+        if is_counted(plan.trace):
+            sums = _sums_of_phases(plan)
+            self._phases = {phase: work + sums.get(phase, NO_WORK) for phase, work in work_of_phases(plan).items()}
 
     def seconds(self) -> tuple[dict[str, float], tuple[str, ...]]:
         """Return resource -> busy seconds of a step, and the resources that are used but were not measured."""
@@ -277,7 +296,8 @@ class _Costs:
         slowest = max(beside, key=beside.__getitem__, default="")
         if slowest and beside[slowest] > busy:
             return beside[slowest], slowest
-        return busy, max((name for name in _PROCESSORS if name in seconds), key=seconds.__getitem__)
+        one_after_the_other = [name for name in _PROCESSORS if name in seconds and name not in beside]
+        return busy, max(one_after_the_other, key=seconds.__getitem__)
 
     def crossing_tokens(self, seconds: Mapping[str, float]) -> float | None:
         """Return T*: from there on computing takes longer than the slowest link, and on a GPU than the host.
@@ -292,13 +312,16 @@ class _Costs:
             fixed["host"] = self._leasing_s + self._transfers_s(self._stays_as_large)
         else:  # one after the other
             per_token, optimizer = per_token + self._launching_s / tokens, optimizer + self._leasing_s
+        # Micro-batches stay as long: the phase of one of them hides as much of the updates, whatever the tokens.
+        hiding_s = self._hiding_share * seconds.get("compute", 0.0)
+        hiding_per_token, hiding_s = (hiding_s / tokens, 0.0) if self._runs_together else (0.0, hiding_s)
         crossing = 0.0
         for link, fixed_s in fixed.items():
             moved_per_token = (seconds.get(link, 0.0) - (fixed_s or 0.0)) / tokens
             # Computing takes longer than the link as soon as either of the two terms of ``_busy_s`` does.
             terms = [(per_token, optimizer)]
             if self._on_gpu:
-                terms = [(per_token, 0.0), (per_token * (1 - self._forward_share), optimizer)]
+                terms = [(per_token, 0.0), (per_token - hiding_per_token, optimizer - hiding_s)]
             starts = [
                 max(0.0, (fixed_s or 0.0) - beside - on_gpu) / (slope - moved_per_token)
                 for slope, beside in terms
@@ -307,23 +330,36 @@ class _Costs:
             if not starts:
                 return None
             crossing = max(crossing, min(starts))
-        if self._on_gpu and optimizer and per_token:  # on a CPU it is one after the other, whatever the tokens
-            crossing = max(crossing, optimizer / (per_token * self._forward_share))
+        if self._on_gpu and per_token:  # on a CPU it is one after the other, whatever the tokens
+            crossing = max(crossing, (optimizer - hiding_s) / (hiding_per_token or per_token))
         return crossing
 
     def _busy_s(self, compute: float, optimizer: float) -> float:
-        """Return how long the processors need: one after the other on a CPU, the update beside a GPU's forward."""
+        """Return how long the processors need: one after the other on a CPU, the update beside a GPU's layers."""
         if not self._on_gpu:
             return compute + optimizer
-        forward = compute * self._forward_share
-        return compute - forward + max(forward, optimizer)
+        hiding = compute * self._hiding_share
+        return compute - hiding + max(hiding, optimizer)
+
+    @property
+    def _runs_together(self) -> bool:
+        """Whether all micro-batches of a step pass a layer before the next one."""
+        return self._plan.run.batch.order == "layer"
 
     @cached_property
-    def _forward_share(self) -> float:
+    def _hiding_share(self) -> float:
+        """The share of computing that runs while the host updates: a phase of the micro-batches that run together.
+
+        Updates that wait for the norm of the step run before its first forward, others after its last backward.
+        """
+        phase: Phase = "forward" if self._plan.program.updates.are_deferred else "backward"
+        num_apart = 1 if self._runs_together else max(1, len(self._plan.run.own_micro_batches))
         if self._phases is None or self._costs is None:
             ticks = zip(self._plan.program.ticks, tick_flops(self._plan), strict=True)
-            return sum(flops for tick, flops in ticks if tick.phase == "forward") / flops_per_token(self._plan)
-        return self._costs.computing_s(self._phases["forward"]) / self._costs.computing_s(self._work)
+            share = sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(self._plan)
+        else:
+            share = self._costs.computing_s(self._phases[phase]) / self._costs.computing_s(self._work)
+        return share / num_apart
 
     def _timed_s(self, *, updates: bool) -> float:
         """Return the seconds of those ticks that are updates, or of all else."""

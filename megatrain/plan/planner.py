@@ -212,16 +212,13 @@ def _moves_by_drives(plan: Plan) -> bool:
 def _is_shorter(plan: Plan, other: Plan) -> bool:
     """Return whether a step with one micro-batch at a time takes less time than another.
 
-    By the estimates, and as if nothing hid its updates, which all wait for the last micro-batch; without rates, by what
-    is computed, where no more moves.
+    By the estimates; without rates, by what is computed, where no more moves.
     """
     step_s, other_s = _step_s(plan), _step_s(other)
     if math.inf in (step_s, other_s):
         moves_more = sum(plan.traffic.values()) > sum(other.traffic.values())
         return not moves_more and flops_per_token(plan) < WORTHWHILE * flops_per_token(other)
-    assert plan.estimate is not None
-    updates_s = plan.estimate.seconds.get("optimizer", 0.0) if plan.device.type == "cuda" else 0.0
-    return step_s + updates_s < WORTHWHILE * other_s
+    return step_s < WORTHWHILE * other_s
 
 
 def objections_to(plan: Plan) -> tuple[Objection, ...]:

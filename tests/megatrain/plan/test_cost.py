@@ -15,6 +15,7 @@ import torch
 from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
+from megatrain.engine.program import KEEP_NOTHING
 from megatrain.machine import machine
 from megatrain.machine.machine import (
     GpuProfile,
@@ -88,11 +89,14 @@ def work_by_hand(plan: Plan) -> dict[str, float]:
     """Add up a micro-batch: every visit forward, again and backward, and the head with its logits once more."""
     parts = [each for visit in plan.trace.visits for each in (visit.forward, visit.backward)] + [plan.trace.head]
     assert not plan.program.recompute.kept_graphs and not plan.program.recompute.saved_attention
-    again = plan.trace.logits_flops * (1 - 1 / plan.trace.head_parts)
+    assert plan.trace.head_parts == 1  # no logits are made twice
     return {
-        "products": sum(part.product_flops for part in parts) + again,
+        "products": sum(part.product_flops for part in parts),
         "attention": sum(part.attention_flops - part.skipped_flops for part in parts),
         "bytes": sum(part.moved_nbytes for part in parts),
+        # A GPU's products read and write fp32 sums: all parameters but the last norm's are in layers with products, or
+        # in the tied head.
+        "sums": 8 * (plan.graph.num_parameters - plan.graph.config.hidden_size),
         "launches": sum(part.launches for part in parts),
         "leases": sum(len(tick.uses) for tick in plan.program.ticks),
     }
@@ -164,7 +168,8 @@ def test_a_gpu_computes_while_the_host_launches(plan: Plan, tmp_path: Path) -> N
     gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
     found = estimate(on_gpu, tmp_path, **RATES, gpu=gpu, adamw_params_per_s={"float32": 1e12})
     work, num_micro_batches = work_by_hand(plan), 384 / plan.trace.num_tokens
-    computing_s = (work["products"] / 1e12 + work["attention"] / 4e11 + work["bytes"] / 8e10) * num_micro_batches
+    computing_s = work["products"] / 1e12 + work["attention"] / 4e11 + (work["bytes"] + work["sums"]) / 8e10
+    computing_s *= num_micro_batches
     host_s = 1.05 * (work["launches"] * num_micro_batches + 1.4 * work["leases"]) / 20_000
     assert found.seconds["compute"] == pytest.approx(computing_s)
     assert found.seconds["host"] == pytest.approx(host_s)
@@ -285,6 +290,100 @@ def test_a_gpu_updates_beside_the_forward(plan: Plan, tmp_path: Path) -> None:
     assert slow.crossing_tokens == pytest.approx(384 * slow.seconds["optimizer"] / forward_s)
     fast = estimate(on_gpu, tmp_path, gpu=gpu, matmul_flops_per_s={"cuda/float32": flops / 0.5})
     assert (fast.step_s, fast.bound_by) == (pytest.approx(2.0), "ram->gpu")
+
+
+def test_updates_hide_behind_the_micro_batches_that_run_together(plan: Plan, tmp_path: Path) -> None:
+    """Those that wait for the norm: behind the first forward; others: behind the last backward."""
+    updates = plan.program.updates
+    num_parameters = plan.num_updated(on_gpu=False)
+    gpu = GpuProfile(name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9)
+    flops = flops_per_token(plan) * 384
+    ticks = list(zip(plan.program.ticks, tick_flops(plan), strict=True))
+    share = {
+        phase: sum(flops for tick, flops in ticks if tick.phase == phase) / flops_per_token(plan)
+        for phase in ("forward", "backward")
+    }
+    assert share["backward"] > 2 * share["forward"]
+    for order, num_apart in (("layer", 1), ("micro_batch", 3)):
+        for are_deferred, phase in ((True, "forward"), (False, "backward")):
+            program = replace(plan.program, updates=replace(updates, are_deferred=are_deferred))
+            batch = replace(plan.run.batch, order=order)
+            run = replace(plan.run, device=torch.device("cuda"), batch=batch)
+            placement = replace(plan.placement, traffic_bytes={})
+            other = replace(plan, run=run, program=program, placement=placement)
+            rates = {"matmul_flops_per_s": {"cuda/float32": flops / 8}, "gpu": gpu}
+            found = estimate(other, tmp_path, adamw_params_per_s={"float32": num_parameters / 7}, **rates)
+            hiding_s = 8 * share[phase] / num_apart
+            assert found.seconds["optimizer"] == pytest.approx(7) and hiding_s < 7
+            assert found.step_s == pytest.approx(8 - hiding_s + 7, rel=1e-6), (order, phase)
+            hidden = estimate(other, tmp_path, adamw_params_per_s={"float32": num_parameters / hiding_s * 1.1}, **rates)
+            assert hidden.step_s == pytest.approx(8, rel=1e-6), (order, phase)
+            if order == "layer":  # with twice the tokens twice as much is hidden
+                assert found.crossing_tokens == pytest.approx(384 * 7 / hiding_s)
+            else:
+                assert found.crossing_tokens == pytest.approx(384 * (7 - hiding_s) / 8)
+
+
+def test_the_host_is_no_bottleneck_while_a_gpu_computes_longer(tmp_path: Path) -> None:
+    """The GPU computes and then updates: together longer than the host launches, which alone outlasts each of them."""
+    planned = plan_run(
+        resolve(load_config(config_at(tmp_path, nvme=0, gpu="64MiB", training='recompute = "full"')).config)
+    )
+    plan = replace(planned, run=replace(planned.run, device=torch.device("cuda")))
+    num_trained = sum(block.num_elements for block in plan.program.blocks.values() if block.key.endswith("/m"))
+    gpu = GpuProfile(
+        name="some", memory_bytes=1 << 30, h2d_bytes_per_s=2e9, d2h_bytes_per_s=1e9,
+        update_bytes_per_s=28.0 * num_trained,
+    )  # fmt: skip
+    flops = {"cuda/float32": flops_per_token(plan) * 384 / 2}
+    work = work_by_hand(plan)
+    launches = 1.05 * (work["launches"] * 384 / plan.trace.num_tokens + 1.4 * work["leases"])
+    for host_s, step_s, bound_by in ((2.5, 3.0, "compute"), (3.5, 3.5, "host")):
+        found = estimate(plan, tmp_path, gpu=gpu, matmul_flops_per_s=flops, launches_per_s=launches / host_s)
+        assert found.seconds["host"] == pytest.approx(host_s)
+        assert (found.step_s, found.bound_by) == (pytest.approx(step_s), bound_by)
+
+
+def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
+    """Of four parts of the vocabulary the second pass computes those again that were not kept."""
+    trace = replace(plan.trace, head_parts=4)
+    once = flops_per_token(plan)
+    logits = 2 * plan.graph.config.vocab_size * plan.graph.config.hidden_size
+    for kept_parts, again in ((1, 3), (3, 1), (4, 0)):
+        recompute = replace(plan.program.recompute, kept_parts=kept_parts)
+        other = replace(plan, trace=trace, program=replace(plan.program, recompute=recompute))
+        assert flops_per_token(other) == pytest.approx(once + logits * again / 4)
+
+
+def test_saved_results_are_copied_once(tmp_path: Path) -> None:
+    """They spare the products of the recompute; the forward reads them and writes a block, which takes its time."""
+    path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
+    saving = plan_run(resolve(load_config(path).config))
+    again = replace(saving, program=replace(saving.program, recompute=KEEP_NOTHING))
+    visits = saving.program.recompute.saved_results
+    config, num_tokens = saving.graph.config, saving.trace.num_tokens
+    assert len(visits) == config.num_hidden_layers
+    # Of a token: queries, keys, values, attention with a logarithm for each head, its projection, gate and up.
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    numbers = heads * width + 2 * kv_heads * width + heads * (width + 1) + config.hidden_size
+    numbers += 2 * config.intermediate_size
+    nbytes = 4 * numbers * num_tokens * config.num_hidden_layers
+    assert sum(saving.trace.visits[visit].results.nbytes for visit in visits) == pytest.approx(nbytes, rel=0.02)
+    rates = {"elementwise_bytes_per_s": {"cpu/float32": 1e9}, "matmul_flops_per_s": {"cpu/float32": 1e30}}
+    took, took_again = (
+        estimate(each, tmp_path, shape={"tokens_per_step": num_tokens}, **rates).seconds["compute"]
+        for each in (saving, again)
+    )
+    assert took - took_again == pytest.approx(2 * nbytes / 1e9, rel=0.02)
+
+
+def test_compiled_layers_save_no_results(tmp_path: Path) -> None:
+    """Their operators are one call: the recompute runs all of it, whatever the config asks for."""
+    for text, count in (('compile = true\ncompile_backend = "eager"\n', 0), ("", 4)):
+        path = config_at(tmp_path, nvme=0, training='recompute = "selective"')
+        path.write_text(path.read_text().replace("[model]", f"[model]\n{text}", 1))
+        plan = plan_run(resolve(load_config(path).config))
+        assert len(plan.program.recompute.saving) == count
 
 
 def test_updates_in_gpu_memory_take_its_own_time(tmp_path: Path) -> None:
