@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatrain.data.rows_report import DataError, DataReport
     from megatrain.data.sources import is_hub_name, source_files
     from megatrain.data.stream import open_dataset
+    from megatrain.engine.weight_gradients import GradientAccumulator
     from megatrain.machine import machine
     from megatrain.machine.files import machine_toml
     from megatrain.machine.machine import (
@@ -188,6 +189,7 @@ __all__ = [
     "EMA",
     "ElementwiseOptimizer",
     "GRADIENT_DTYPES",
+    "GradientAccumulator",
     "KernelThreads",
     "Lion",
     "Muon",
@@ -381,6 +383,7 @@ _NAMES = {
         "ScheduleError",
         "make_schedule",
     ),
+    "engine.weight_gradients": ("GradientAccumulator",),
     "optim.moments": ("STATE_DTYPES",),
     "optim.table": (
         "OptimizerConfig",

@@ -15,9 +15,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatrain.api import AdamW, KernelThreads, Segment, Update, available_ram_bytes
+from megatrain.api import (
+    AdamW,
+    GradientAccumulator,
+    KernelThreads,
+    Segment,
+    Update,
+    available_ram_bytes,
+)
 from megatrain.engine.trace import CountingMode
-from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.threads import cut
 from tiered.ext import HostSlab
 from tiered.units import MiB
