@@ -13,9 +13,9 @@ from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_che
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.scan import is_there, scan
 from megatrain.checkpoint.state import CheckpointError
-from tiered import BlockRecord
+from tiered import BlockRecord, list_generations
 from tiered.errors import GenerationError, TieredError
-from tiered.ext import SNAPSHOT_FOLDER
+from tiered.ext import SNAPSHOT_FOLDER, top_problem
 from tiered.units import is_number
 
 __all__ = [
@@ -72,7 +72,12 @@ def list_notices(run: Path | str) -> list[str]:
     Raises:
         CheckpointError: no checkpoint was ever saved there.
     """
-    return [notice for folder in _folders(run) for notice in folder_notices(folder)]
+    notices = []
+    for folder in _folders(run):
+        notices += folder_notices(folder)
+        if not list_generations(folder) and (problem := top_problem(folder)) is not None:
+            notices.append(problem)  # with which a run would end
+    return notices
 
 
 def next_start(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:

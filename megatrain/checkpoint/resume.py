@@ -18,6 +18,7 @@ from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.data.loader import LoaderPosition
 from megatrain.models.export import RECORD_FILE
 from tiered.errors import GenerationError, NewerFormatError
+from tiered.ext import top_problem
 
 if TYPE_CHECKING:
     from megatrain.base.changes import ConfigChanges
@@ -214,6 +215,10 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
         else:
             problems.append(each.problem)
             on_notice(f"a checkpoint is passed over: {each.problem}")
+    if not checkpoints and not problems and (problem := top_problem(folder)) is not None:
+        raise UnreadableCheckpointsError(
+            f"{problem}: a copy of a live run may be so. Copy it again, or name another output_dir"
+        )
     if problems and not checkpoints:
         raise UnreadableCheckpointsError(
             f"none of the {len(problems)} checkpoints in '{folder}' can be read; the newest: {problems[0]}. "

@@ -185,12 +185,12 @@ def top_problem(directory: str | os.PathLike[str]) -> str | None:
         raise
     except GenerationError as error:
         return str(error)
-    if not known or current == known[-1]:
+    if current == (known[-1] if known else None):
         return None
     found = "is missing" if current is None else f"names generation {current}"
     if current is not None and current not in known:
         found += f", but '{generation_folder(directory, current) / MANIFEST_NAME}' is missing"
-    return f"'{top}' {found}, and the newest generation is {known[-1]}"
+    return f"'{top}' {found}, and " + (f"the newest generation is {known[-1]}" if known else "no generation is there")
 
 
 def _block_record(fields: Mapping[str, Any]) -> BlockRecord:

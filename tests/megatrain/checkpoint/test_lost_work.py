@@ -65,6 +65,21 @@ def test_a_run_whose_top_file_is_older_than_its_checkpoints_continues_the_newest
     assert (run.out / "final/model.safetensors").read_bytes() == final
 
 
+def test_a_run_whose_checkpoints_are_all_incomplete_does_not_start_anew(run: SavedRun) -> None:
+    """A copy of a live run may hold the top file, and of each generation a part alone."""
+    folder = run.out / "checkpoints"
+    for path in folder.glob("snap/*/MANIFEST.json"):
+        path.unlink()
+    files = sorted(folder.rglob("*"))
+    text = "names generation 3, but '"
+    for command, code in (("run", 1), ("check", 2)):
+        result = run.call(command, run.folder / "run.toml")
+        assert result.exit_code == code and text in " ".join(result.output.split()), result.output
+        assert "no generation is there" in " ".join(result.output.split())
+    assert sorted(folder.rglob("*")) == files, "nothing was removed"
+    assert text in " ".join(run.call("ckpt", "ls", run.out).output.split())
+
+
 def test_a_clock_that_was_set_back_costs_nothing(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of an old checkpoint with a later time was continued, and the newer checkpoints were dropped."""
     run.folder.joinpath("drive").mkdir()
