@@ -16,7 +16,7 @@ from megatrain.base.precision import MASTER_ELEMENTS, decode, encode, high_half
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.converters.adapters import AdapterWeights, adapters_of
+from megatrain.converters.adapters import AdapterError, AdapterWeights, adapters_of
 from megatrain.engine.program import BlockPlan, kind_of_key, stored_keys, weight_key
 from megatrain.engine.updates import weight_is_split
 from megatrain.models.carried import CARRIED_CHECKSUM
@@ -123,6 +123,11 @@ class AdaptedWeights:
         self._given = None if folder is None else AdapterWeights(folder, adapters, shapes)
         self._plain: dict[str, UnitLayout] = {}  # layouts without adapters
         self._last: tuple[str, Tensor] | None = None
+        if self._given is not None:
+            for name in self._given.base_copies:
+                if graph.owner_of.get(name, name) not in self._entries:
+                    raise AdapterError(f"lora.adapter_name_or_path: {name} has no place in the model")
+                self._given.check_base(name, self._base_weight(name))
 
     def describe(self, checkpoint: Checkpoint | None) -> str:
         """Return a line about the adapters.

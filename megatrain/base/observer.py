@@ -59,7 +59,7 @@ class StepMetrics:
         tier_capacity_bytes: tier -> bytes of all its slots.
         stall_s: cause -> seconds that this step waited for it.
         written_bytes: path on a drive -> bytes written to it during this step.
-        link_bytes: ``"ram->nvme"`` -> bytes moved during this step.
+        link_bytes: ``"ram->nvme"`` -> bytes moved for the uses of this step.
         link_busy_s: ``"ram->nvme"`` -> seconds of this step with at least one transfer under way.
         ranks: with several processes, what each saw of this step, by rank: ``step_s``, ``tier_used_bytes``,
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. What stands beside it here

@@ -622,6 +622,7 @@ def read_adapter_settings(folder: Path | str) -> Any:
         raise AdapterError(f"{where}{path}: peft cannot use it: {_one_line(error)}. Copy it again") from error
 
 
+_BASE_LAYER = ".base_layer.weight"
 _OLD_MAGNITUDE = re.compile(r"\.lora_magnitude_vector(\.weight)?$")
 
 
@@ -646,8 +647,14 @@ class AdapterWeights:
             _OLD_MAGNITUDE.sub(".lora_magnitude_vector", name.removeprefix(FILE_PREFIX)): name
             for name in self._file.records
         }
+        #: Weights of the model that peft saved next to adapters of embeddings, by the model's own names.
+        self.base_copies = {
+            name.replace(_BASE_LAYER, ".weight"): name
+            for name in self._name_in_file
+            if name.endswith(_BASE_LAYER) and name not in adapters.names
+        }
         missing = sorted(set(adapters.names) - set(self._name_in_file))
-        unknown = sorted(set(self._name_in_file) - set(adapters.names))
+        unknown = sorted(set(self._name_in_file) - set(adapters.names) - set(self.base_copies.values()))
         if missing or unknown:
             text = f"{len(missing)} tensors are missing: {some(missing, 3)}" if missing else ""
             text += "; " if missing and unknown else ""
@@ -660,6 +667,19 @@ class AdapterWeights:
                     f"{where}: {name} has the shape {list(record.shape)}, the model's is {list(shapes[name])}. "
                     "Is it an adapter of this model?"
                 )
+
+    def check_base(self, name: str, weight: Tensor) -> None:
+        """Compare a weight of the model with the copy that the file has of it.
+
+        Raises:
+            AdapterError: they differ: peft would load the copy, which was trained or resized.
+        """
+        copy = self._file.read(self._name_in_file[self.base_copies[name]])
+        if copy.shape != weight.shape or not torch.equal(weight.to(copy.dtype), copy):
+            raise AdapterError(
+                f"lora.adapter_name_or_path: the file holds another {name} than the model's folder. Name the model "
+                "that the adapter was trained on, or merge it with peft into that model"
+            )
 
     def fill(self, views: Mapping[str, Tensor]) -> None:
         """Copy tensors into their views (CPU, any floating dtype)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -86,6 +87,11 @@ _GROUP_ELEMENTS = (1 << 19, 1 << 24)
 #: Update rules that are cached by their settings.
 _MAX_ARITHMETICS = 64
 
+_CONSUMED = (
+    "step() without a backward since the step before: the gradients in the store were consumed by that step, and their "
+    "parameters are not updated. torch would use them once more"
+)
+
 
 class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
@@ -164,6 +170,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         self.groups: list[StateGroup] = []
         self._measured: object = None
         self._deferred = DeferredUpdates()
+        self._has_consumed = False  # the last step took gradients from the store, and none were dropped since
         self._async = None if overlap is None else AsyncUpdates(overlap, self._deferred.interrupt)
         self._in_ram = UpdatesInRam(self.threads)
         self._with_state: set[int] = set()  # ids of the parameters of all groups
@@ -349,6 +356,10 @@ class TieredOptimizer(torch.optim.Optimizer):
                 'look at the data of this step, or construct the optimizer with nonfinite="skip"'
             )
         taken = take_gradients(self.groups)
+        has_any = any(found for group, found in taken if group.gradients is not None)
+        if self._has_consumed and not has_any:
+            warnings.warn(_CONSUMED, stacklevel=2)
+        self._has_consumed = has_any
         all_settings = self._settings(taken)
         shared_state(self.store).num_changes += 1
         works: dict[StateGroup, DueUpdate] = {}
@@ -404,6 +415,7 @@ class TieredOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, also those in the store. They become None, whatever ``set_to_none`` says."""
+        self._has_consumed = False
         for group in self.groups:
             if group.gradients is not None:
                 group.gradients.clear()

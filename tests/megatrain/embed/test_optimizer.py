@@ -557,3 +557,25 @@ def test_tied_weights_are_updated_once(tmp_path: Path) -> None:
         state = module.state_dict()
         assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
         torch.testing.assert_close(state["head.weight"], plain.head.weight.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", ["plain, gradients leave", "tiered"])
+def test_a_second_step_without_a_backward_warns(place: str, tmp_path: Path) -> None:
+    module, _ = pair_of(make)
+    options = {name: value for name, value in PLACES[place].items() if name != "tier"}
+    with small_store(tmp_path) as store:
+        if "tier" in PLACES[place]:
+            megatrain.offload(module, store)
+        optimizer = KINDS["adamw"](module.parameters(), store=store, **options)
+        (x,) = batches(1, torch.float32)
+        optimizer.step()  # nothing was consumed before
+        run_backward(module, x, 1.0)
+        optimizer.step()
+        after = {name: numbers.clone() for name, numbers in module.state_dict().items()}
+        with pytest.warns(UserWarning, match="without a backward since the step before"):
+            optimizer.step()
+        assert all(torch.equal(numbers, after[name]) for name, numbers in module.state_dict().items())
+        run_backward(module, x, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()  # as in torch: there is nothing to use
