@@ -262,10 +262,10 @@ def adamw(
 
     bits = _random_bits(first_key, second_key, first, at)
     _store_moment(
-        m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, grad_scale, block_elements
+        m, m_scale, signed, signed_cells, at, inside, m_new, bits & 0xFFFF, num_elements, decision, block_elements
     )
     _store_moment(
-        v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, grad_scale, block_elements
+        v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, decision, block_elements
     )
     _store_master(weight, low, at, inside, decayed - tl.math.div_rn(step_size * m_new, denominator))
 
@@ -365,9 +365,7 @@ def sgd(
     if m is not None:
         m_new = _load_moment(m, m_scale, signed, at, inside) * momentum + direction
         bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
-        _store_moment(
-            m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, grad_scale, block_elements
-        )
+        _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, decision, block_elements)
         if nesterov:
             direction = direction + m_new * momentum
         else:

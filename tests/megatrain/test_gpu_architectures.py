@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import subprocess
 import sys
@@ -26,7 +27,7 @@ CODE = {
     **dict.fromkeys(("m_scale", "v_scale", "signed", "unsigned"), "*fp32"),
     **dict.fromkeys(("signed_cells", "unsigned_cells"), "*u8"),
 }
-KEYS = dict.fromkeys(("first_key", "second_key", "first", "num_elements"), "i32")
+KEYS = dict.fromkeys(("num_rows", "first_key", "second_key", "first", "num_elements"), "i32")
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,17 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def update(kernel: str, grad: str, moments: str, names: tuple[str, ...], **constants: Any) -> Case:
+def update(
+    kernel: str, grad: str, moments: str, names: tuple[str, ...], *, is_table: bool = False, **constants: Any
+) -> Case:
+    """Return a form of an update: of one range whose arrays are arguments, or of the ranges of a table."""
     moment = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[moments]
     types = {"weight": "*i16", "low": "*i16", "grad": grad, **dict.fromkeys(names, moment), **KEYS}
-    if moments == "int8":
-        types |= CODE
+    types |= CODE if moments == "int8" else {}
+    types |= {"rows": "*i64", "decision": "*fp32"} if is_table else {}
     aligned = tuple(name for name, kind in types.items() if kind.startswith("*"))
     constants = {"block_elements": 1024, **({} if moments == "int8" else NO_CODE), **constants}
+    constants |= {} if is_table else {"rows": None, "decision": None}
     return Case("optim", kernel, types, constants, "fp32", (*aligned, "num_elements"), is_wide=True)
 
 
@@ -66,8 +71,13 @@ CASES = {
     "adamw, fp32 gradients": update("adamw", "*fp32", "fp32", ("m", "v")),
     "adamw, bf16 moments": update("adamw", "*fp32", "bf16", ("m", "v")),
     "adamw, int8 moments": update("adamw", "*fp32", "int8", ("m", "v")),
+    "lion, int8 moments": update("lion", "*fp32", "int8", ("m",)),
+    "sgd, int8 moments": update("sgd", "*fp32", "int8", ("m",), nesterov=True),
+    "adamw, a table": update("adamw", "*fp32", "fp32", ("m", "v"), is_table=True),
     "lion": update("lion", "*i16", "fp32", ("m",)),
+    "lion, a table": update("lion", "*i16", "fp32", ("m",), is_table=True),
     "sgd": update("sgd", "*i16", "fp32", ("m",), nesterov=True),
+    "sgd, a table": update("sgd", "*i16", "fp32", ("m",), is_table=True, nesterov=True),
     "average": Case(
         "optim", "average", {"weight": "*i16", "low": "*i16", "ema": "*fp32", "share": "fp32"},
         {"block_elements": 1024},
@@ -126,7 +136,6 @@ def resources(cubin: bytes, folder: Path) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", done.stdout)}
 
 
-@pytest.mark.slow
 def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
     jitted = importlib.import_module("triton").JITFunction
     for name, module in compiler.items():
@@ -134,9 +143,14 @@ def test_every_kernel_has_a_case(compiler: dict[str, ModuleType]) -> None:
         assert kernels == {case.kernel for case in CASES.values() if case.module == name}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("capability", CAPABILITIES)
+def forms() -> Iterator[Any]:
+    """Yield capability and case; those that no other test compiles are not slow on one architecture."""
+    for capability, name in itertools.product(CAPABILITIES, CASES):
+        is_quick = capability == 90 and ("int8" in name or "table" in name)
+        yield pytest.param(capability, name, marks=[] if is_quick else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("capability", "name"), forms())
 def test_a_kernel_spills_nothing(capability: int, name: str, compiler: dict[str, ModuleType], tmp_path: Path) -> None:
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
