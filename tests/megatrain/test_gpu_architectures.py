@@ -150,7 +150,7 @@ def forms() -> Iterator[Any]:
         yield pytest.param(capability, name, marks=[] if is_quick else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize(("capability", "name"), forms())
+@pytest.mark.parametrize(("capability", "name"), list(forms()))
 def test_a_kernel_spills_nothing(capability: int, name: str, compiler: dict[str, ModuleType], tmp_path: Path) -> None:
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", capability, 32)
