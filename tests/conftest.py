@@ -72,6 +72,8 @@ SHORT = (
     "tests/gpu/test_freed_memory.py",
     "tests/megatrain/engine/test_mirror.py",
     "tests/megatrain/engine/test_kept_graphs.py::test_kept_and_recomputed_are_the_same_bits[zamba2]",
+    "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_bits_of_small_moments",
+    "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted_kernels_read_the_decision",
     "tests/megatrain/models/test_quantized.py::test_any_part_of_a_weight_is_what_it_stands_for",
     "tests/parity/test_distill.py::test_logits_in_parts_give_loss_and_gradient_of_plain_torch",
     "tests/parity/test_parts.py",
