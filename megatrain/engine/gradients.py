@@ -83,6 +83,10 @@ class StepGradients:
         """Take in a part of a layout's complete gradient."""
         self._norms.setdefault(name, SquaredNorm(self.threads)).add(part, block)
 
+    def add_all_to_norm(self, name: str, blocks: Sequence[torch.Tensor]) -> None:
+        """Take in all parts of a layout's complete gradient."""
+        self._norms.setdefault(name, SquaredNorm(self.threads)).add_all(blocks)
+
     def complete(self, name: str, visit: int) -> None:
         """Take the norm of a gradient whose parts have all been taken in, if this is the use site that sums them."""
         if visit == self.uses[name][0] and name in self._norms:

@@ -371,7 +371,9 @@ class LeasedGradients:
         others = [self._program.gradient_keys(layout, use) for use in range(1, len(uses))]
         if others and not self._execution.uses(others[0][0]):
             return  # micro-batches one at a time, and this is not the last one
-        for part, block in enumerate(blocks):
+        if not others:
+            self._gradients.add_all_to_norm(name, blocks)
+        for part, block in enumerate(blocks if others else ()):
             with self._execution.lease([keys[part] for keys in others]) as tensors:
                 self._sum_part(name, part, block, [tensors[keys[part]] for keys in others])
         self._gradients.complete(name, uses[0])

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatrain.optim.base import GRADIENT_DTYPES
 from megatrain.optim.elementwise import flat_gradient
-from megatrain.optim.on_device import device_partials, sum_partials
+from megatrain.optim.on_device import device_partials, device_partials_of_parts, sum_partials
 from megatrain.optim.threads import RANGE_ELEMENTS, KernelThreads, cut, share_out
 
 __all__ = [
@@ -133,6 +133,14 @@ class SquaredNorm:
             self._device[number] = device_partials(part)
         else:
             self._host[number] = _host_partials(part, self._threads)
+
+    def add_all(self, parts: Sequence[Tensor]) -> None:
+        """Add all parts at once, in order, as ``add`` would one by one."""
+        if parts[0].is_cuda:
+            self._device[0] = device_partials_of_parts(parts)
+            return
+        for number, part in enumerate(parts):
+            self.add(number, part)
 
     def total(self) -> float | Tensor:
         """Return the sum over all parts, in their order: a number, or a scalar on the device."""

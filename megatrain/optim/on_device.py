@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,6 +44,7 @@ __all__ = [
     "UpdateTable",
     "device_optimizer",
     "device_partials",
+    "device_partials_of_parts",
     "device_squared_norm",
     "sum_partials",
     "warm_up_norm",
@@ -203,14 +205,10 @@ class TritonOptimizer:
                     rows.append([count, *starts])
         device, tables = groups[0][1].device, list[UpdateTable]()
         for rows, flats, segment in found.values():
-            num_programs, width = 0, len(self._kernels.ROW_COLUMNS)
-            table = torch.zeros(len(rows), width, dtype=torch.int64, pin_memory=device.type == "cuda")
-            for number, row in enumerate(rows):
-                table[number, : 1 + len(row)] = torch.tensor([num_programs, *row])
-                num_programs += -(-row[0] // block_elements)
+            table, num_programs = _rows_on_device(rows, block_elements, device)
             examples = [None if flat is None else flat.new_empty(0) for flat in flats]
             if num_programs:
-                tables.append(UpdateTable(table.to(device, non_blocking=True), num_programs, examples, segment))
+                tables.append(UpdateTable(table, num_programs, examples, segment))
         return tables
 
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
@@ -336,6 +334,25 @@ def _warm_up(optimizer: TritonOptimizer | TritonWeightAverage, kernels: ModuleTy
             optimizer.update_by_tables(tables, decided)
 
 
+def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: torch.device) -> tuple[Tensor, int]:
+    """Return a table for kernels and the number of its programs. No host sync.
+
+    Args:
+        rows: Number of elements, then addresses, in the order of `triton_kernels.ROW_COLUMNS`.
+        block_elements: Elements of a program.
+        device: Where the arrays are.
+    """
+    num_programs, width = 0, len(_import_kernels().ROW_COLUMNS)
+    numbers = list[list[int]]()
+    for row in rows:
+        numbers.append([num_programs, *row, *(0 for _ in range(width - 1 - len(row)))])
+        num_programs += -(-row[0] // block_elements)
+    table = torch.tensor(numbers, dtype=torch.int64).reshape(-1, width)
+    if device.type == "cuda":
+        table = table.pin_memory().to(device, non_blocking=True)
+    return table, num_programs
+
+
 def _import_kernels() -> ModuleType:
     """Import the kernels, and with them Triton, only in runs that update on a GPU."""
     try:
@@ -407,9 +424,51 @@ def device_partials(gradient: Tensor) -> Tensor:
     if len(partials):
         with torch.accelerator.device_index(flat.device.index):
             triton_kernels.squared_norms[(len(partials),)](
+                None,
+                0,
                 flat,
                 partials,
                 flat.numel(),
+                block_elements=NORM_BLOCK_ELEMENTS,
+                num_lanes=NORM_LANES,
+                unrolled=_UNROLLED,
+                num_warps=1,
+            )
+    return partials
+
+
+#: Addresses and lengths of gradients -> their table; gradients stay where they are from step to step.
+_norm_tables: OrderedDict[tuple[object, ...], tuple[Tensor, int]] = OrderedDict()
+_MOST_NORM_TABLES = 1024
+
+
+def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return `device_partials` of several gradients one after the other, with one launch where that is possible."""
+    from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
+
+    triton_kernels, first = _kernels_for(parts[0]), parts[0]
+    addresses = [part.data_ptr() for part in parts] if triton_kernels is not None else []
+    is_aligned = not any(address % triton_kernels.ROW_ALIGNMENT for address in addresses) if triton_kernels else False
+    if len(parts) == 1 or triton_kernels is None or not is_aligned:
+        return torch.cat([device_partials(part) for part in parts])
+    key = first.device, first.dtype, *addresses, *map(len, parts)
+    if key not in _norm_tables:
+        rows = [(len(part), 0, 0, address) for part, address in zip(parts, addresses, strict=True) if len(part)]
+        _norm_tables[key] = _rows_on_device(rows, NORM_BLOCK_ELEMENTS, first.device)
+        if len(_norm_tables) > _MOST_NORM_TABLES:
+            _norm_tables.popitem(last=False)
+    _norm_tables.move_to_end(key)
+    table, num_programs = _norm_tables[key]
+    flat = _flat("gradient", first, first.dtype, first)
+    partials = torch.empty(num_programs, dtype=torch.float64, device=first.device)
+    if num_programs:
+        with torch.accelerator.device_index(first.device.index):
+            triton_kernels.squared_norms[(num_programs,)](
+                table,
+                len(table),
+                flat,
+                partials,
+                0,
                 block_elements=NORM_BLOCK_ELEMENTS,
                 num_lanes=NORM_LANES,
                 unrolled=_UNROLLED,
@@ -435,7 +494,9 @@ def warm_up_norm(device: torch.device) -> None:
     """Compile the kernels of `device_squared_norm` for a CUDA device."""
     if device.type == "cuda" and _kernels_or_none() is not None:
         for dtype in GRADIENT_DTYPES:
-            device_squared_norm(torch.zeros(1, dtype=dtype, device=device))
+            zeros = torch.zeros(1, dtype=dtype, device=device)
+            device_squared_norm(zeros)
+            device_partials_of_parts([zeros, zeros])
 
 
 def _kernels_for(tensor: Tensor) -> ModuleType | None:

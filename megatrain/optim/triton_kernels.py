@@ -395,8 +395,10 @@ def _add(left: tl.tensor, right: tl.tensor) -> tl.tensor:
     return left + right
 
 
-@triton.jit(do_not_specialize=["num_elements"])
+@triton.jit(do_not_specialize=["num_rows", "num_elements"])
 def squared_norms(
+    rows: tl.tensor,
+    num_rows: tl.tensor,
     grad: tl.tensor,
     partials: tl.tensor,
     num_elements: tl.tensor,
@@ -407,10 +409,17 @@ def squared_norms(
     """Write the sum of squares of each `block_elements` of `grad`, in fp64, as `kernels.squared_norms` does.
 
     A program is a block: lane j adds elements j, j + num_lanes, ... in this order, then the lanes are added in order.
-    The square of an fp32 number is exact in fp64, so it does not matter whether it is rounded before it is added.
+    The square of an fp32 number is exact in fp64, so it does not matter whether it is rounded before it is added. With
+    `rows` it takes many gradients, whose partial sums follow each other.
     """
     lane = tl.arange(0, num_lanes)
-    first = tl.program_id(0).to(tl.int64) * block_elements
+    if rows is None:
+        first = tl.program_id(0).to(tl.int64) * block_elements
+    else:
+        row = _row_of_program(rows, num_rows)
+        first = (tl.program_id(0) - tl.load(row)) * block_elements
+        num_elements = tl.load(row + 1)
+        grad = _array_of_row(row, 4, grad)
     lanes = tl.full([num_lanes], 0.0, tl.float64)
     for row in range(0, block_elements // num_lanes, unrolled):
         for step in tl.static_range(unrolled):  # loads of several rows are under way at once

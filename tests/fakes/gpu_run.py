@@ -55,6 +55,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(unified, "device_view", device.view_of_host),
         mock.patch.object(by_tier, "host_view", lambda tensor: tensor.memory),
         mock.patch.object(clip, "device_partials", lambda gradient: _queued_partials(gradient, device)),
+        mock.patch.object(clip, "device_partials_of_parts", lambda parts: _queued_partials_of(parts, device)),
         mock.patch.object(clip, "sum_partials", lambda partials: _queued_sum(partials, device)),
         mock.patch.object(plan, "warm_up_norm"),
         # No Mock: it keeps what it was called with, and so all the memory.
@@ -93,6 +94,10 @@ def _queued_partials(gradient: Any, device: VirtualCuda) -> Any:
     device.note_use(partials, gradient)
     device.launch(lambda: to.copy_(torch.tensor(clip._host_partials(of, None), dtype=torch.float64)))
     return partials
+
+
+def _queued_partials_of(parts: Sequence[Any], device: VirtualCuda) -> Any:
+    return torch.cat([_queued_partials(part, device) for part in parts])
 
 
 def _queued_sum(partials: Any, device: VirtualCuda) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ class NormOnDevice(clip.SquaredNorm):
 
     def add(self, number: int, part: torch.Tensor) -> None:
         self._device[number] = clip.device_partials(part)
+
+    def add_all(self, parts: Sequence[torch.Tensor]) -> None:
+        self._device[0] = torch.cat([clip.device_partials(part) for part in parts])
 
 
 def runner_of(config: Any) -> LayerRunner:

@@ -20,7 +20,7 @@ import torch
 from megatrain.optim import on_device
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import FORMATS, Optimizer, Segment, Update
-from megatrain.optim.clip import squared_norm
+from megatrain.optim.clip import partial_squares, squared_norm
 from megatrain.optim.on_device import DeviceKernelError, TritonOptimizer, UpdateGroup, device_squared_norm
 from oracles.blocks import (
     GRAD_SCALES,
@@ -267,6 +267,18 @@ def test_interpreted_norms_have_the_host_s_bits(
     assert_norms_are_the_hosts((65_536 + 8077,) if dtype == torch.float32 else (77,), dtype, "cpu")  # seconds a block
 
 
+def test_interpreted_norms_of_several_parts_have_the_host_s_bits(
+    interpreter: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one launch; where a part begins anywhere, in one for each."""
+    monkeypatch.setattr(on_device, "_kernels_or_none", lambda: interpreter)
+    generator = torch.Generator().manual_seed(4)
+    parts = [torch.randn(size, generator=generator).exp().bfloat16() for size in (65_536, 640, 77)]
+    for given in (parts, [torch.cat([part[:1], part])[1:] for part in parts]):
+        found = on_device.device_partials_of_parts(given)
+        assert torch.equal(found, torch.cat([partial_squares(part) for part in parts]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_without_triton_have_the_host_s_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "_kernels_or_none", lambda: None)
@@ -281,8 +293,8 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
     for kind in ("*fp32", "*i16"):
-        signature = {"grad": kind, "partials": "*fp64", "num_elements": "i64"}
-        constants = {"block_elements": 65_536, "num_lanes": 64, "unrolled": 16}
+        signature = {"grad": kind, "partials": "*fp64", "num_rows": "i32", "num_elements": "i64"}
+        constants = {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unrolled": 16}
         source = triton.compiler.ASTSource(
             kernels.squared_norms, {**signature, **dict.fromkeys(constants, "constexpr")}, constexprs=constants
         )
