@@ -85,6 +85,10 @@ CASES = {
     ),
     "squared_norms": Case(
         "optim", "squared_norms", {"grad": "*fp32", "partials": "*fp64", "num_elements": "i64"},
+        {"rows": None, "block_elements": 65_536, "num_lanes": 64, "unrolled": 16}, options={"num_warps": 1},
+    ),
+    "squared_norms, a table": Case(
+        "optim", "squared_norms", {"rows": "*i64", "grad": "*fp32", "partials": "*fp64", "num_elements": "i32"},
         {"block_elements": 65_536, "num_lanes": 64, "unrolled": 16}, options={"num_warps": 1},
     ),
     "sum_in_order": Case("optim", "sum_in_order", {"values": "*fp64", "total": "*fp64"}, {}, options={"num_warps": 1}),

@@ -129,7 +129,7 @@ def test_interpreted_bits_of_tables_equal_the_host_kernel(
         assert all(alike(block, copies[kind]) for kind, block in blocks.items())
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "lion, int8"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "adamw, bfloat16", "adamw, int8", "lion, int8", "sgd, int8"])
 def test_interpreted_kernels_read_the_decision(interpreter: ModuleType, name: str) -> None:
     """A factor in memory gives the bits of the same number; a decision against an update leaves every block."""
     host = {**HOSTS, **SMALL_HOSTS}[name]
