@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
-from .options import json_option
+from .options import json_option, records_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -63,14 +63,18 @@ def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
     """
     if is_followed:
         return _follow(_one_of(run or Path()), as_json=as_json)
-    seen = [_look(path) for path in _find_runs(run or Path())]
+    seen = list(map(_look, _find_runs(run or Path())))
     if run is not None and not seen and (alone := _look(run)).owner is not None:
         seen = [alone]
+    shown = []
+    for one in seen:
+        with records_of(one.path):
+            if as_json:
+                shown.append(_to_json(one))
+            else:
+                _print(one)
     if as_json:
-        click.echo(json.dumps({"runs": [_to_json(one) for one in seen]}))
-    else:
-        for one in seen:
-            _print(one)
+        click.echo(json.dumps({"runs": shown}))
     if not seen:
         if run is not None:
             raise RunFailedError(f"no run in '{run}' or below. Give the output_dir of one", EXIT_CONFIG)

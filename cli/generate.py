@@ -159,7 +159,7 @@ def _read(file: Path) -> list[str]:
     from megatrain.data.rows_report import DataError
 
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(str(file), f"cannot be read: {error}", "Name a file of text or JSON lines") from None
     found: list[str] = []

@@ -105,7 +105,7 @@ def command(
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0
     click.echo(f"wrote  {path}" + ("" if schema is None else f" and {schema.name}"))
-    to_fill_in = [line.split(" = ")[0] for line in text.splitlines() if "FILL IN" in line and not line.startswith("#")]
+    to_fill_in = [line.split(" = ")[0] for line in text.split("\n") if "FILL IN" in line and not line.startswith("#")]
     if rows is not None and rows.problem:
         click.secho(f"data   {rows.problem}", fg="yellow")
     elif rows is not None and rows.format:

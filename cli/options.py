@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import RunFailedError, exit_code_of
+from .main import EXIT_FAILED, RunFailedError, exit_code_of
 
 if TYPE_CHECKING:
     from megatrain.config import LoadedConfig
@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from .terminal import Spinner
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@contextmanager
+def records_of(run: Path) -> Iterator[None]:
+    """Report a damaged record in the folder of a run, which anybody may have edited, by the folder."""
+    try:
+        yield
+    except Exception as error:  # whatever code raises that meets a record of another shape
+        if exit_code_of(error) is not None or isinstance(error, click.ClickException | click.Abort):
+            raise
+        names = "status.json, plan.json, summary.json or metrics.jsonl"
+        raise RunFailedError(
+            f"{run}: one of {names} is damaged ({type(error).__name__}: {error}). Restore it, or move it away",
+            EXIT_FAILED,
+        ) from error
 
 
 def config_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ import click
 
 from .control import echo_wrapped
 from .main import EXIT_FAILED, RunFailedError
-from .options import json_option
+from .options import json_option, records_of
 
 
 @click.command("report")
@@ -34,6 +34,11 @@ def command(run: Path, page: Path | None, other_run: Path | None, as_json: bool)
 
     RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
     """
+    with records_of(run if other_run is None else Path(f"{run} or {other_run}")):
+        return _report(run, page, other_run, as_json=as_json)
+
+
+def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bool) -> int:
     from megatrain.report.figures import compute_figures
     from megatrain.report.history import read_history
 

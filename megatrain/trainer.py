@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -108,6 +109,7 @@ class Trainer:
         ConfigError: data.max_length is more than the model's positions.
         ModelFolderError: the model is unusable.
         UnsupportedModelError: the model is unusable.
+        TypeError: the config is the name of a file.
     """
 
     opened: OpenRun
@@ -124,6 +126,9 @@ class Trainer:
         exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
         group: RankGroup | None = None,
     ) -> None:
+        if isinstance(config, str | os.PathLike):
+            text = f"Trainer takes a config, not the name of its file: Trainer(megatrain.load_config({str(config)!r}))"
+            raise TypeError(text)
         self.group = group or RankGroup.single()
         self.plan = plan or _planned(with_kept_rules(resolve(config)), self.group)
         self.run = self.plan.run

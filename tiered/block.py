@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tiered.errors import shortened
+
+_MAX_KEY, _MAX_SEGMENT = 2000, 255
 _KEY = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)*")
 
 
@@ -31,8 +34,15 @@ class BlockSpec:
     durable: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.key, str):
+            raise TypeError(f"the key of a block is text, not {type(self.key).__name__}: {self.key!r:.40}")
+        if len(self.key) > _MAX_KEY or any(len(part) > _MAX_SEGMENT for part in self.key.split("/")):
+            raise ValueError(
+                f"block key '{shortened(self.key)}' has {len(self.key)} characters: use at most {_MAX_KEY}, and "
+                f"{_MAX_SEGMENT} between two '/', as names of files"
+            )
         if not _KEY.fullmatch(self.key) or any(part in (".", "..") for part in self.key.split("/")):
-            raise ValueError(f"block key '{self.key}': use letters, digits, '_', '.', '-', joined by '/'")
+            raise ValueError(f"block key '{shortened(self.key)}': use letters, digits, '_', '.', '-', joined by '/'")
         if any(size < 0 for size in self.shape):
             raise ValueError(f"block '{self.key}': negative size in shape {self.shape}")
 

@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from tiered.units import format_size
 
 
+def shortened(text: object) -> str:
+    """Return a key for a message: as text, and without its middle if it is long."""
+    whole = str(text)
+    return whole if len(whole) <= 200 else f"{whole[:100]}...{whole[-60:]}"
+
+
 class TieredError(Exception):
     """Base of every error the store raises on purpose."""
 
@@ -57,7 +63,7 @@ class BlockNotFoundError(TieredError, KeyError):
 
     def __init__(self, key: str, hint: str = "") -> None:
         self.key = key
-        super().__init__(f"no block named '{key}' is registered" + (f" ({hint})" if hint else ""))
+        super().__init__(f"no block named '{shortened(key)}' is registered" + (f" ({hint})" if hint else ""))
 
     def __str__(self) -> str:  # KeyError would print the repr of its argument
         return str(self.args[0])

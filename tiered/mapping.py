@@ -132,9 +132,15 @@ def as_tensor(key: str, value: object) -> torch.Tensor:
     """Return a tensor as it is, and a NumPy array as a tensor, which shares its memory where torch can.
 
     Raises:
-        TypeError: something else, or an array of a dtype that torch does not have.
+        TypeError: something else, a tensor that is not dense or has no contents, or an array of a dtype that torch does
+            not have.
     """
     if isinstance(value, torch.Tensor):
+        if value.is_meta:
+            raise TypeError(f"block '{key}' cannot be written from a tensor on the meta device: that has no contents")
+        if value.layout != torch.strided or value.is_nested:
+            kind = str(value.layout).removeprefix("torch.").removesuffix("_coo").replace("strided", "nested")
+            raise TypeError(f"block '{key}' is written from a dense tensor, not from a {kind} one: call to_dense()")
         return value
     if not isinstance(value, np.ndarray | np.generic):
         found = type(value).__name__

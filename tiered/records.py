@@ -194,6 +194,13 @@ class Lease:
         if not self._released:
             _end([self], abandoned=kind is not None, stream=None)
 
+    def __getattr__(self, name: str) -> Any:
+        """Explain why a released lease has no tensor; called only for what is missing."""
+        if name == "tensor":
+            text = f"lease on '{self.key}' in tier '{self.tier}' was released: acquire the block again for its tensor"
+            raise LeaseError(text)
+        raise AttributeError(f"'Lease' object has no attribute '{name}'")
+
     def __copy__(self) -> Lease:
         raise LeaseError("a lease cannot be copied: acquire the block again")
 

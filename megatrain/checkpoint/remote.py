@@ -295,15 +295,16 @@ class RemoteFolder:
                 raise RemoteError(f"'{self.url}/{name}' is of a newer version of this program: upgrade")
             if _seal(body) != document["sha256"]:
                 return None
-            parts = tuple(RemotePart(**part) for part in body["parts"])
+            parts = tuple(map(_part, body["parts"]))
             step, number = int(_FOLDER.fullmatch(name)[2]), int(name[:8])  # type: ignore[index]
             paths = [part.path for part in parts]
-            if paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
+            if not paths or paths not in ([""], [rank_folder_name(rank) for rank in range(len(parts))]):
                 return None  # a document may come from a stranger: no name of a folder may lead out
-            if not isinstance(body["meta"], dict):
+            meta, lanes, elements = body["meta"], body["lanes"], body["elements"]
+            if not isinstance(meta, dict) or not all(map(_is_count, [lanes, *elements.values()])):
                 return None
-            return RemoteCheckpoint(number, step, parts, body["meta"], body["lanes"], body["elements"])
-        except (ValueError, KeyError, TypeError):
+            return RemoteCheckpoint(number, step, parts, meta, lanes, elements)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return None
 
     # -- make a copy -----------------------------------------------------------------------------------------------
@@ -487,10 +488,15 @@ class RemoteFolder:
         if text is None or hashlib.sha256(text).hexdigest() != part.sha256:
             raise DamagedError(f"'{self.url}/{path}' is {'missing' if text is None else 'damaged'}")
         found: dict[str, tuple[int, str]] = {}
-        for name, (nbytes, sum_) in json.loads(text)["objects"].items():
-            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise DamagedError(f"'{self.url}/{path}' names '{name}', which would lie outside of the checkpoint")
-            found[name] = (int(nbytes), str(sum_))
+        try:
+            for name, (nbytes, sum_) in json.loads(text)["objects"].items():
+                if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\0" in name:
+                    raise DamagedError(f"'{self.url}/{path}' names {name!r}, which would lie outside of the checkpoint")
+                if not _is_count(nbytes) or not isinstance(sum_, str):
+                    raise TypeError(f"{name!r} is said to have {nbytes!r:.40} bytes and the checksum {sum_!r:.80}")
+                found[name] = (nbytes, sum_)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"'{self.url}/{path}' makes no sense: {type(error).__name__}: {error}") from error
         return found
 
     def _fetch(self, folder: str, root: Path, item: tuple[str, str, int, str]) -> None:
@@ -661,11 +667,24 @@ def files_beside(output_dir: Path) -> dict[str, Path]:
     return {path.relative_to(output_dir).as_posix(): path for path in found if path.is_file()}
 
 
+def _part(values: Mapping[str, Any]) -> RemotePart:
+    """Return a rank's part of a copy. Raises ``TypeError`` or ``ValueError`` for values that none has."""
+    part = RemotePart(**values)
+    texts, counts = (part.path, part.sha256), (part.generation, part.num_objects, part.nbytes)
+    if not all(isinstance(text, str) for text in texts) or not all(map(_is_count, counts)):
+        raise TypeError(f"part of a copy with {texts} and {counts}")
+    return part
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
 def _put_beside(folder: Path, output_dir: Path) -> None:
     """Put files into the folder of a run, but where it has its own."""
-    for file in sorted(folder.rglob("*")):
-        target = output_dir / file.relative_to(folder)
-        if file.is_file() and not target.exists():
+    for name, file in files_beside(folder).items():  # nothing else that a stranger may have put there
+        target = output_dir / name
+        if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(file, target)
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON
+from megatrain.base.table import without_secrets
 from megatrain.config.keys import (
     ARRAY_TABLES,
     KEYS,
@@ -39,6 +40,7 @@ from megatrain.config.problems import (
     find_bad_combinations,
     find_warnings,
     syntax_problem,
+    toml_lines,
     validated,
 )
 from megatrain.config.schema import RunConfig
@@ -49,6 +51,7 @@ _MEANT = re.compile(r"Did you mean ([\w.]+)")
 _HEADER = re.compile(r"\s*(\[\[?)\s*([^\]]+?)\s*\]\]?\s*(?:#.*)?")
 _KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[A-Za-z0-9_-]+))*)\s*=""")
 _KEY_PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))")
 _STRING_OR_COMMENT = re.compile(r""""(?:\\.|[^"\\])*"|'[^']*'|#.*""")
 
@@ -178,7 +181,7 @@ def find_lines(text: str) -> dict[str, int]:
     counts: dict[str, int] = {}
     table = ""
     depth, quote = 0, ""  # inside an open array, or inside a multi-line string that ends with `quote`
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(toml_lines(text), start=1):
         if quote:
             if quote in line:
                 quote = ""
@@ -225,9 +228,11 @@ def _with_numbers(name: str, counts: dict[str, int]) -> str:
 def make_paths_absolute(values: dict[str, Any], folder: Path) -> None:
     """Make every path in a tree of config values absolute, in place, as seen from ``folder``.
 
-    ``~`` and variables of the environment are put in; a path with one that is not set stays as it is.
+    ``~`` and variables of the environment are put in; a path with one that is not set stays as it is. So does a URL,
+    but for its password: configs are kept and shown.
     """
     for table, leaf, _, schema in _paths_in(values):
+        table[leaf] = without_secrets(table[leaf])
         if not _names_unset_variable(table[leaf]):
             table[leaf] = _absolute(table[leaf], folder, schema["x-path"]["name"])
 
@@ -270,6 +275,8 @@ def _names_unset_variable(text: str) -> str:
 def _absolute(text: str, folder: Path, name: str | None) -> str:
     if not (folder / text).exists():  # a folder's own name may have a "$"
         text = _VARIABLE.sub(lambda match: os.environ.get(match[1] or match[2], match[0]), text)
+    if _URL.match(text):
+        return without_secrets(text)
     path = Path(text).expanduser()
     candidate = path if path.is_absolute() else folder / path
     if name is not None and not path.is_absolute() and not candidate.exists() and re.fullmatch(name, text):

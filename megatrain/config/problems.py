@@ -68,6 +68,12 @@ _REMEDIES = (
 _ANY = 'Write each line as KEY = VALUE, for example seed = 42 or run_name = "mine", or as [TABLE]'
 
 
+def toml_lines(text: str) -> list[str]:
+    """Return the lines of a TOML text. ``str.splitlines`` also splits at signs that TOML allows within a line."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    return lines if lines[-1] else lines[:-1]
+
+
 def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Problem:
     """Return the problem behind an error of the TOML reader.
 
@@ -78,7 +84,7 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     """
     said = str(error)
     match = _ERROR_LINE.search(said)
-    lines = text.splitlines()
+    lines = toml_lines(text)
     number = int(match[1]) if match and match[1] else len(lines) or None
     if "end of document" in said:
         number = _line_left_open(lines) or number

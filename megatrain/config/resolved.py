@@ -183,7 +183,7 @@ class Line:
 
 def resolved_lines(loaded: LoadedConfig) -> list[Line]:
     """Return the lines of the resolved config; those that set a key know who set it."""
-    defaults = set(to_toml(_with_defaults(loaded.config)).splitlines())
+    defaults = set(to_toml(_with_defaults(loaded.config)).split("\n"))
     return [
         Line(text, key, _origin(loaded, key, is_default=text in defaults)) if key else Line(text)
         for key, text in _lines(resolved_values(loaded.config))

@@ -22,7 +22,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from megatrain.embed.optimizer import TieredOptimizer
 from megatrain.embed.partition import OffloadError, Part, UnitPart, partition
 from megatrain.embed.shared import ModuleRanks, check_same_module
-from megatrain.embed.stores import Wanted, compute_device, compute_tier, home_order, room_for_homes, shared_state
+from megatrain.embed.stores import (
+    Wanted,
+    check_store,
+    compute_device,
+    compute_tier,
+    home_order,
+    room_for_homes,
+    shared_state,
+)
 from megatrain.embed.weights import (
     AbsentWeightError,
     BackwardWindow,
@@ -90,7 +98,11 @@ def offload(
         CapacityError: no room.
         RanksDifferError: the module is not the same on all ranks.
         ValueError: settings that do not go together.
+        TypeError: no module, or no store.
     """
+    check_store(store, "offload")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"offload takes a torch.nn.Module, not {model!r:.60}")
     if group is None and gradient_lanes is not None:
         raise ValueError("gradient_lanes without group: one process adds gradients up in the order they come")
     ranks = None if group is None else ModuleRanks(group, store, gradient_lanes)
@@ -626,7 +638,14 @@ def _applying_whole(model: nn.Module, offloaded: OffloadedModule) -> Callable[..
 
 
 def _refuse_conversion(fn: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
-    if (other := fn(torch.empty(0, dtype=dtype)).dtype) != dtype:
+    try:
+        other = fn(torch.empty(0, dtype=dtype)).dtype
+    except (AssertionError, RuntimeError) as error:  # torch, of a device that does not exist
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise OffloadError(
+            f"an offloaded module cannot be moved there: {reason}. It computes on the device of its store"
+        ) from error
+    if other != dtype:
         raise OffloadError(
             f"an offloaded module cannot be converted from {dtype} to {other}: convert it before megatrain.offload"
         )

@@ -47,7 +47,7 @@ from megatrain.embed.groups import (
 )
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.saved_state import SavedState
-from megatrain.embed.stores import home_order, room_for_homes, shared_state
+from megatrain.embed.stores import check_store, home_order, room_for_homes, shared_state
 from megatrain.embed.weights import block_of
 from megatrain.optim.clip import global_norm, gradient_scale
 from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
@@ -93,6 +93,18 @@ _CONSUMED = (
 )
 
 
+_ONE_KERNEL = "there is one kernel for each placement, and all give the same results. Leave the option out"
+#: What torch's own optimizers take besides; false and None change nothing.
+_OPTIONS_OF_TORCH = {
+    "fused": _ONE_KERNEL,
+    "foreach": _ONE_KERNEL,
+    "capturable": "updates run on the CPU or on a stream, outside of CUDA graphs",
+    "differentiable": "nothing is differentiated through an update",
+    "amsgrad": "AMSGrad keeps a third moment, which has no kernel here. Leave the option out",
+    "maximize": "negate the loss instead",
+}
+
+
 class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
@@ -130,6 +142,7 @@ class TieredOptimizer(torch.optim.Optimizer):
             tensors where a parameter is sharded, else a generation.
 
     Raises:
+        TypeError: a module in place of its parameters, something that is no store, or an option of torch's only.
         ValueError: a setting out of range, no store, a dtype without master weights, or something that sharded
             parameters cannot have.
         CapacityError: no room.
@@ -151,7 +164,9 @@ class TieredOptimizer(torch.optim.Optimizer):
         state: Sequence[str] | str = "auto",
         name: str = "optimizer",
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
+        **unknown: Any,
     ) -> None:
+        self._check_arguments(params, store, unknown)
         if checkpoint not in ("auto", "generation", "tensors"):
             raise ValueError(f'checkpoint="{checkpoint}": there are "auto", "generation" and "tensors"')
         if not max_grad_norm >= 0:
@@ -184,6 +199,19 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         shared_state(self.store).optimizers.add(self)
         self.state = _StoredState(self)  # type: ignore[assignment]
+
+    def _check_arguments(self, params: object, store: object, unknown: Mapping[str, Any]) -> None:
+        """Raise ``TypeError`` for a module in place of its parameters, and for options of torch's own optimizers."""
+        kind = type(self).__name__
+        if isinstance(params, nn.Module):
+            raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
+        if store is not None:
+            check_store(store, kind)
+        for name, value in unknown.items():
+            if name not in _OPTIONS_OF_TORCH:
+                raise TypeError(f"{kind} has no option {name!r}")
+            if value:
+                raise TypeError(f"{kind} has no option {name!r}: {_OPTIONS_OF_TORCH[name]}")
 
     @property
     def store(self) -> TieredStore:

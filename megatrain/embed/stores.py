@@ -67,7 +67,8 @@ def open_store(
         on_full: when a drive is full in the middle of the work.
 
     Raises:
-        ValueError: a size that cannot be read, or one of a drive that is not named.
+        ValueError: a size that cannot be read, is more than the machine has, or is of a drive that is not named; or
+            there is no CUDA device.
         LockedError: another process uses one of the folders.
     """
     if on_full not in ("pause", "error"):
@@ -79,12 +80,18 @@ def open_store(
     drives = [Path(folder, rank).expanduser() for folder in folders]
     tiers: list[Tier] = []
     if gpu is not None:
+        if not torch.cuda.is_available():
+            raise ValueError(f"gpu={gpu!r}: torch finds no CUDA device. Leave gpu out: modules then compute on the CPU")
         device = torch.device("cuda", torch.cuda.current_device())
         total = torch.cuda.get_device_properties(device).total_memory
         tiers.append(GpuTier(_bytes("gpu", gpu, total, int(torch.cuda.mem_get_info(device)[0])), device=str(device)))
     here = _processes_here()
     available = int(available_ram_bytes() * (1 - _RAM_MARGIN))
-    tiers.append(RamTier(_bytes("ram", ram, total_ram_bytes() // here, available // here)))
+    ram_bytes, total = _bytes("ram", ram, total_ram_bytes() // here, available // here), total_ram_bytes()
+    if ram_bytes > total:
+        text = f"ram={ram!r} is more than the {format_size(total)} of this machine. Give less, or a drive: nvme="
+        raise ValueError(text)
+    tiers.append(RamTier(ram_bytes))
     try:
         if drives:
             free = _free_bytes(drives)
@@ -147,6 +154,18 @@ def release(store: TieredStore, tier: str) -> int:
     store.reserve(tier, free)  # kept buffers make way
     store.reserve(tier, -free)
     return owner.usage().used_bytes
+
+
+def check_store(store: object, call: str) -> None:
+    """Raise ``TypeError`` for what is no store, such as the size of one.
+
+    Args:
+        store: what the caller gave.
+        call: the function, for the message.
+    """
+    if not isinstance(store, TieredStore):
+        given = f'ram="{store}"' if isinstance(store, str) else 'ram="auto"'
+        raise TypeError(f"{call} takes the store that megatrain.open_store({given}) returns, not {store!r:.60}")
 
 
 def compute_tier(store: TieredStore) -> str:

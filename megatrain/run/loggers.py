@@ -185,7 +185,8 @@ def last_evaluations(path: Path, step: int) -> dict[str, EvaluationMetrics]:
     """Return the last evaluation of each set, up to a step, in a ``metrics.jsonl``; none if there is no file."""
     found = {}
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        with path.open(encoding="utf-8", errors="replace") as file:
+            lines = list(file)
     except OSError:
         return {}
     for line in lines:

@@ -116,10 +116,11 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return a record; empty if it cannot be read."""
     try:
         values = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) and values.get("format") == _FORMAT else {}
 
 
 def read_entries(path: Path, name: str) -> list[dict[str, Any]]:
-    return [entry for entry in read_record(path).get(name, []) if isinstance(entry, dict)]
+    entries = read_record(path).get(name)
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

@@ -113,7 +113,7 @@ def read_status(path: Path | str) -> RunStatus | None:
         except ValueError:  # half written, on a full drive
             if attempt + 1 < _READ_ATTEMPTS:
                 time.sleep(_READ_RETRY_S)
-        except (OSError, TypeError, KeyError, AttributeError):
+        except (OSError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return None
     return None
 

@@ -286,7 +286,7 @@ def _commands(text: str) -> Iterator[list[str]]:
 def _lines(text: str) -> Iterator[str]:
     """Yield the lines of a script: continued ones joined, quotes and arrays over several lines too."""
     whole = ""
-    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
+    for line in text.replace("\\\r\n", " ").replace("\\\n", " ").replace("\r\n", "\n").split("\n"):
         whole = f"{whole}\n{line}" if whole else line
         try:
             shlex.split(whole, comments=True)

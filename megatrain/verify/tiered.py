@@ -129,7 +129,7 @@ def train_in_processes(command: Sequence[str], config: Path, num_processes: int)
         said = done.stderr.strip().splitlines()[-3:]
         raise RanksFailedError(" | ".join(said) or f"exit code {done.returncode}")
     output_dir = load_config(config).config.output_dir
-    lines = map(json.loads, (output_dir / METRICS_NAME).read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, filter(None, (output_dir / METRICS_NAME).read_text(encoding="utf-8").split("\n")))
     steps = [line for line in lines if "event" not in line]
     files = {path.name: checksum(path.read_bytes()) for path in sorted((output_dir / FINAL_NAME).glob("*.safetensors"))}
     return TieredRun([step["loss"] for step in steps], [step["grad_norm"] for step in steps], files=files)

@@ -491,6 +491,72 @@ def test_names_that_lead_out_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("escaped"))
 
 
+@pytest.mark.parametrize(
+    "objects",
+    [
+        None,
+        [],
+        {"a\0b": [1, "00"]},
+        {"a": ["many", "00"]},
+        {"a": [-1, "00"]},
+        {"a": [1, 7]},
+        {"a": 1},
+        {"a": [1, "00", 3]},
+        "text",
+    ],
+)
+def test_objects_that_make_no_sense_are_refused(tmp_path: Path, objects: Any) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/away")
+    text = json.dumps({"format": 1} if objects is None else {"format": 1, "objects": objects}).encode()
+    part = remote.RemotePart("", 1, 1, 1, hashlib.sha256(text).hexdigest())
+    copy = remote.RemoteCheckpoint(1, 2, (part,), {"saved_at": "1"}, 1, {})
+    folder.commit(copy)
+    (tmp_path / "away" / copy.name / "OBJECTS.json").write_bytes(text)
+    with pytest.raises(remote.DamagedError, match=r"OBJECTS\.json' (makes no sense|names)"):
+        folder.fetch(folder.checkpoints()[0], tmp_path / "out", 0)
+    assert len(list(folder.problems(folder.checkpoints()[0]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("generation", "1"),
+        ("nbytes", "many"),
+        ("nbytes", -1),
+        ("num_objects", None),
+        ("path", 7),
+        ("sha256", 7),
+        ("elements", [1]),
+        ("elements", {"a": "b"}),
+        ("lanes", "x"),
+        ("meta", []),
+        ("parts", {}),
+    ],
+)
+def test_a_document_that_makes_no_sense_is_no_copy(tmp_path: Path, field: str, value: Any) -> None:
+    folder = RemoteFolder(f"file://{tmp_path}/away")
+    body: dict[str, Any] = {"parts": [{"path": "", "generation": 1, "num_objects": 1, "nbytes": 1, "sha256": "0"}]}
+    body |= {"meta": {}, "lanes": 1, "elements": {}}
+    (body if field in body else body["parts"][0])[field] = value
+    path = tmp_path / "away" / "00000001-step-2" / remote.CHECKPOINT_NAME
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"format": 1, "sha256": remote._seal(body), "body": body}))
+    assert folder.checkpoints() == []
+
+
+def test_only_known_files_enter_the_folder_of_a_run(tmp_path: Path) -> None:
+    names = [".hidden", "final/evil.py", "checkpoints/EVIL", "a/reference/x", "reference/deep/x", "status.json"]
+    for name in [*names, "reference/ab.safetensors", "metrics.jsonl", "trackers.json"]:
+        (tmp_path / "got" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "got" / name).write_text("theirs")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "metrics.jsonl").write_text("mine")
+    remote._put_beside(tmp_path / "got", tmp_path / "out")
+    found = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert found == {"reference/ab.safetensors", "metrics.jsonl", "trackers.json"}
+    assert (tmp_path / "out" / "metrics.jsonl").read_text() == "mine"
+
+
 def test_a_secret_in_an_error_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     text = remote._plain("no hunter2 at https://me:pw1234@host/x?X-Amz-Signature=pw1234&a=b: ftp://u:pw1234@h")

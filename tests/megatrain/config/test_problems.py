@@ -280,3 +280,29 @@ def test_bytes_of_another_encoding_are_named_with_the_locale_that_reads_them() -
     assert (
         r"model.model_name_or_path = 'caf\udce9' holds bytes" in problem.message and "LC_ALL=C.UTF-8" in problem.remedy
     )
+
+
+@pytest.mark.parametrize("sign", ["\u2028", "\u2029", "\u0085"])
+def test_a_line_ends_where_toml_ends_it(tmp_path: Path, sign: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(f'# a comment{sign}seed = 5\nrun_name = "a{sign}b"\r\nwrong = 1\n{HEAD}'.encode())
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert [problem.line for problem in caught.value.problems] == [3]
+    path.write_text(f"# a{sign}b\n# c{sign}d\nseed = \n{HEAD}", encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert [problem.line for problem in caught.value.problems] == [3]
+
+
+def test_a_password_in_a_path_is_not_kept(tmp_path: Path) -> None:
+    secret = "https://me:hunter2@host/model"
+    text = HEAD.replace('"model"', f'"{secret}"\ntokenizer_name_or_path = "{secret}"')
+    path = tmp_path / "run.toml"
+    path.write_text(f'{text}[lora]\nadapter_name_or_path = "{secret}"\n[checkpoint]\n', encoding="utf-8")
+    config = load_config(path, overrides=(f"tokenizer_name_or_path={secret}?sig=hunter2",)).config
+    assert config.model.model_name_or_path == "https://***@host/model"
+    assert "hunter2" not in repr(config)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides=(f"chat_template={secret}",))
+    assert "no file https://***@host/model" in str(caught.value)

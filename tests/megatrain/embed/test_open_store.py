@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import megatrain
+from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import home_order, shared_state
 from megatrain.machine.machine import total_ram_bytes
 from tiered import CapacityError, LockedError, MiB, format_size
@@ -44,6 +45,8 @@ def test_sizes(tmp_path: Path) -> None:
         ({"ram": "8MiB", "nvme_size": "40GiB"}, 'without a drive: name its folder, nvme="state/store"'),
         ({"ram": "8MiB", "nvme": "DIR", "nvme_size": "12 bananas"}, "nvme_size"),
         ({"ram": "8MiB", "nvme": "DIR", "on_full": "explode"}, "explode"),
+        ({"ram": "999TiB"}, "ram=.999TiB. is more than the .* of this machine"),
+        ({"ram": 1 << 60}, "is more than the .* of this machine"),
     ],
 )
 def test_what_cannot_be_read_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -124,3 +127,35 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         megatrain.open_store(ram="8MiB", nvme=file / "inside", nvme_size="8MiB")
     assert isinstance(caught.value, OSError | ValueError) or "tiered" in type(caught.value).__module__
     assert os.path.isfile(file)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_gpu_that_does_not_exist() -> None:
+    with pytest.raises(ValueError, match=r"torch finds no CUDA device\. Leave gpu out"):
+        megatrain.open_store(ram="8MiB", gpu="1GiB")
+    with megatrain.open_store(ram="8MiB") as store:
+        module = megatrain.offload(torch.nn.Linear(4, 4), store)
+        with pytest.raises(OffloadError, match="cannot be moved there: "):
+            module.to("cuda")
+        assert module(torch.ones(1, 4)).shape == (1, 4)
+
+
+def test_arguments_in_the_wrong_place() -> None:
+    module: Any = torch.nn.Linear(4, 4)
+    with pytest.raises(TypeError, match=r'offload takes the store that megatrain\.open_store\(ram="16MiB"\) returns'):
+        megatrain.offload(module, "16MiB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Trainer\(megatrain\.load_config\('x\.toml'\)\)"):
+        megatrain.Trainer("x.toml")  # type: ignore[arg-type]
+    with megatrain.open_store(ram="8MiB") as store:
+        with pytest.raises(TypeError, match=r"offload takes a torch\.nn\.Module, not 5"):
+            megatrain.offload(5, store)  # type: ignore[type-var]
+        with pytest.raises(TypeError, match=r"not the module Linear: give model\.parameters\(\)"):
+            megatrain.TieredAdamW(module, store=store)
+        with pytest.raises(TypeError, match="TieredAdamW takes the store that"):
+            megatrain.TieredAdamW(module.parameters(), store="8MiB")  # type: ignore[arg-type]
+        for name in ("fused", "foreach", "amsgrad", "capturable", "maximize", "differentiable"):
+            with pytest.raises(TypeError, match=f"TieredAdamW has no option '{name}': "):
+                megatrain.TieredAdamW(module.parameters(), store=store, **{name: True})
+        with pytest.raises(TypeError, match="TieredSGD has no option 'colour'"):
+            megatrain.TieredSGD(module.parameters(), store=store, colour=1)
+        megatrain.TieredAdamW(module.parameters(), store=store, fused=None, amsgrad=False)
