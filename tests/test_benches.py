@@ -56,6 +56,7 @@ ARGUMENTS = {
     "recompute": ["--quick", "--tokens", "1x1x32", "--rounds", "1"],
     "timeline": ["--quick", "--tokens", "1x1x32", "--steps", "2"],
     "checkpoint": ["--quick", "--sizes", "0.002", "--blocks", "5", "--rounds", "1", "--saves", "1"],
+    "many_blocks": ["--quick", "--blocks", "50", "--checkpoints", "3"],
     "export": ["--quick"],
     "activations": ["--quick", "--steps", "1", "--tokens", "1x1x256"],
     "gsm8k": ["--quick", "--steps", "3", "--eval-samples", "5"],

@@ -13,6 +13,8 @@ import torch
 from tiered.block import BlockSpec
 from tiered.by_name import ByName
 from tiered.errors import BlockNotFoundError
+from tiered.events import StoreStats
+from tiered.units import format_size
 
 #: What a block can be written from.
 Writable = torch.Tensor | npt.NDArray[Any]
@@ -37,6 +39,15 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         self, key: str, shape: Sequence[int], dtype: torch.dtype, *, home: str, durable: bool = True
     ) -> BlockSpec:
         """Declare a block and reserve its home slot."""
+
+    @property
+    @abstractmethod
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats:
+        """Return all counters."""
 
     @abstractmethod
     def unregister(self, *keys: str) -> None:
@@ -122,6 +133,21 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         return self is other
 
     __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        """Return the number of blocks, and of each tier what is used and its capacity."""
+        count = f"{len(self)} block{'' if len(self) == 1 else 's'}"
+        tiers = ", ".join(
+            f"{name} {format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}"
+            for name, tier in self.stats().tiers.items()
+        )
+        return f"<{type(self).__name__}{' (closed)' if self.is_closed else ''}, {count}: {tiers}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a TieredStore cannot be pickled or copied: it owns memory and files. "
+            "Commit, and let the other process call TieredStore.open with a copy of the folder"
+        )
 
     def clear(self) -> None:
         """Forget all blocks, without reading them. Raises as ``unregister``."""

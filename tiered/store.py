@@ -28,7 +28,7 @@ from tiered.simulation import SimulatedClock
 from tiered.tiers.base import Tier, WriteCountingTier
 from tiered.tiers.health import FullDrives, OnFull
 from tiered.transfer import Transfer
-from tiered.units import GiB, format_size
+from tiered.units import GiB
 
 
 class TieredStore(BlockMapping):
@@ -538,21 +538,6 @@ class TieredStore(BlockMapping):
             return
         self._movement.give_up_waiting()
         self._generations.full.give_up()
-
-    def __repr__(self) -> str:
-        """Return the number of blocks, and of each tier what is used and its capacity."""
-        uses = ((name, tier.usage()) for name, tier in self._movement.tiers.items())
-        tiers = ", ".join(
-            f"{name} {format_size(usage.used_bytes)} of {format_size(usage.capacity_bytes)}" for name, usage in uses
-        )
-        count = f"{len(self._blocks)} block{'' if len(self._blocks) == 1 else 's'}"
-        return f"<TieredStore{' (closed)' if self.is_closed else ''}, {count}: {tiers}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a TieredStore cannot be pickled or copied: it owns memory and files. "
-            "Commit, and let the other process call TieredStore.open with a copy of the folder"
-        )
 
     def __enter__(self) -> TieredStore:
         return self

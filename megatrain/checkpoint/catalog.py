@@ -10,7 +10,6 @@ from pathlib import Path
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
 from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, in_order
-from megatrain.checkpoint.reader import CheckpointReader
 from megatrain.checkpoint.scan import is_there, scan
 from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord, list_generations
@@ -230,6 +229,8 @@ def _is_same(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _problems(checkpoint: Checkpoint, on_block: Callable[[int, str], None] | None) -> list[str]:
+    from megatrain.checkpoint.reader import CheckpointReader  # needs torch, which a list does without
+
     def tell(record: BlockRecord) -> None:
         if on_block is not None:
             on_block(checkpoint.number, record.key)

@@ -106,6 +106,7 @@ class Checkpoint:
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
         is_newest: whether a run would continue from it.
+        manifest: of its only generation, where that is its document; None: not read.
     """
 
     folder: Path
@@ -119,6 +120,7 @@ class Checkpoint:
     problem: str | None = None
     is_foreign: bool = False
     is_newest: bool = False
+    manifest: Manifest | None = field(default=None, repr=False, compare=False)
 
     @property
     def world(self) -> int:
@@ -323,13 +325,14 @@ def _of_one_process(folder: Path) -> Iterator[Checkpoint]:
     for number in list_generations(folder):
         ranks = (RankGeneration("", number),)
         try:
-            meta = read_manifest(folder, number).meta
+            manifest = read_manifest(folder, number)
         except GenerationError as error:
             if number in list_generations(folder):  # else a living run has just removed it
                 is_newer = isinstance(error, NewerFormatError)
                 yield Checkpoint(folder, number, ranks, problem=str(error), is_foreign=is_newer)
         else:
-            yield Checkpoint(folder, number, ranks, meta if isinstance(meta, dict) else {})
+            meta = manifest.meta if isinstance(manifest.meta, dict) else {}
+            yield Checkpoint(folder, number, ranks, meta, manifest=manifest)
 
 
 def _of_document(folder: Path) -> list[Checkpoint]:

@@ -108,7 +108,7 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
     except CheckpointError as error:
         return replace(checkpoint, meta={}, problem=str(error), is_foreign=True)
     try:
-        manifests = read_manifests(checkpoint)
+        manifests = read_manifests(checkpoint) if checkpoint.manifest is None else [checkpoint.manifest]
         nbytes = sum(block.nbytes for block in whole_blocks(checkpoint, manifests).values())
     except GenerationError as error:
         return replace(checkpoint, problem=str(error)) if is_there(checkpoint) else None

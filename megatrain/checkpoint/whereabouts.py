@@ -89,6 +89,8 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
     A file that is missing in a folder that is there is damage: the reader of the generation names it.
     """
     name = f"{manifest.generation:08d}"
+    if all(os.path.isdir(os.path.join(drive, SNAPSHOT_FOLDER, name)) for drive in _drives_of(manifest, folder, name)):
+        return {}  # without a look at each block: a run may have thousands of checkpoints
     missing: dict[Path, dict[str, None]] = {}
     for block in manifest.blocks:
         named = Path(os.path.normpath(folder / block.location))
@@ -108,6 +110,13 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
         for drive, keys in missing.items()
         if drive != folder and not os.path.isdir(drive / SNAPSHOT_FOLDER / name)
     }
+
+
+def _drives_of(manifest: Manifest, folder: Path, name: str) -> set[str]:
+    """Return the drives that may hold a part of a generation, by what its manifest says."""
+    written = {path for paths in manifest.paths.values() for path in paths}
+    above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in manifest.blocks}
+    return written | {os.path.normpath(os.path.join(folder, place)) for place in above}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:

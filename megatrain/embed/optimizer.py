@@ -105,6 +105,19 @@ _OPTIONS_OF_TORCH = {
 }
 
 
+def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for a module in place of its parameters, and for options of torch's own optimizers."""
+    if isinstance(params, nn.Module):
+        raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
+    if store is not None:
+        check_store(store, kind)
+    for name, value in unknown.items():
+        if name not in _OPTIONS_OF_TORCH:
+            raise TypeError(f"{kind} has no option {name!r}")
+        if value:
+            raise TypeError(f"{kind} has no option {name!r}: {_OPTIONS_OF_TORCH[name]}")
+
+
 class TieredOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with its state in a store: 12 bytes per parameter, weights included, for AdamW.
 
@@ -166,7 +179,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         checkpoint: Literal["auto", "generation", "tensors"] = "auto",
         **unknown: Any,
     ) -> None:
-        self._check_arguments(params, store, unknown)
+        _check_arguments(type(self).__name__, params, store, unknown)
         if checkpoint not in ("auto", "generation", "tensors"):
             raise ValueError(f'checkpoint="{checkpoint}": there are "auto", "generation" and "tensors"')
         if not max_grad_norm >= 0:
@@ -199,19 +212,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         shared_state(self.store).optimizers.add(self)
         self.state = _StoredState(self)  # type: ignore[assignment]
-
-    def _check_arguments(self, params: object, store: object, unknown: Mapping[str, Any]) -> None:
-        """Raise ``TypeError`` for a module in place of its parameters, and for options of torch's own optimizers."""
-        kind = type(self).__name__
-        if isinstance(params, nn.Module):
-            raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
-        if store is not None:
-            check_store(store, kind)
-        for name, value in unknown.items():
-            if name not in _OPTIONS_OF_TORCH:
-                raise TypeError(f"{kind} has no option {name!r}")
-            if value:
-                raise TypeError(f"{kind} has no option {name!r}: {_OPTIONS_OF_TORCH[name]}")
 
     @property
     def store(self) -> TieredStore:

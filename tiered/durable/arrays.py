@@ -69,18 +69,21 @@ def array_chunk_bytes(folder: Path) -> int | None:
     return document_chunk_bytes(read_document(folder))
 
 
-def chunk_files(folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = ()) -> list[ChunkFile]:
+def chunk_files(
+    folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = (), chunk_bytes: int | None = None
+) -> list[ChunkFile]:
     """Return all chunk files of an array, in order; also those that are missing.
 
     Args:
         folder: where the array's files lie.
         spec: the block's.
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
+        chunk_bytes: the size of the files, if it was read already.
 
     Raises:
         GenerationError: the folder holds no array.
     """
-    chunk_bytes = array_chunk_bytes(folder)
+    chunk_bytes = chunk_bytes or array_chunk_bytes(folder)
     if chunk_bytes is None:
         raise GenerationError(no_array_text(spec.key, folder))
     files = []

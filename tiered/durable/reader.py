@@ -98,6 +98,7 @@ class GenerationReader:
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
         self._name = generation_name(self.manifest.generation)
         written = [path for paths in self.manifest.paths.values() for path in paths]
+        self._specs: dict[str, BlockSpec] = {}  # of records that make sense
         self._owners: dict[Path, str] = {}  # by folder of a generation: ours, foreign, or unknown
         self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*search, *written]))
 
@@ -113,6 +114,8 @@ class GenerationReader:
             BlockNotFoundError: the generation has none of that name.
             GenerationError: its record makes no sense here.
         """
+        if key in self._specs:
+            return self._specs[key]
         if key not in self.blocks:
             raise BlockNotFoundError(key, f"generation {self.generation} has {len(self.blocks)} blocks")
         record = self.blocks[key]
@@ -127,6 +130,7 @@ class GenerationReader:
             )
         if spec.nbytes != record.nbytes:
             raise GenerationError(f"block '{key}': {record.nbytes} bytes do not make {spec.shape} of {spec.dtype}")
+        self._specs[key] = spec
         return spec
 
     def read(self, key: str, out: torch.Tensor) -> None:
@@ -236,8 +240,9 @@ class GenerationReader:
         Raises:
             GenerationError: its array is nowhere.
         """
-        place = self.place(key)
-        return chunk_files(place, self.spec(key), elsewhere=[each for each in self.folders(key) if each != place])
+        place, chunk_bytes, folders = self._array(key)
+        elsewhere = [each for each in folders if each != place]
+        return chunk_files(place, self.spec(key), elsewhere, chunk_bytes=chunk_bytes)
 
     def place(self, key: str) -> Path:
         """Return the folder with the document of a block's array.
@@ -245,12 +250,17 @@ class GenerationReader:
         Raises:
             GenerationError: its array is nowhere.
         """
+        return self._array(key)[0]
+
+    def _array(self, key: str) -> tuple[Path, int, list[Path]]:
+        """Return the folder with the document of a block's array, the size of its files, and where they may be."""
         self.spec(key)
-        place = next((folder for folder in self.folders(key) if array_chunk_bytes(folder) is not None), None)
-        if place is None:
-            named = Path(os.path.normpath(self.path / self.blocks[key].location))
-            raise GenerationError(no_array_text(key, named))
-        return place
+        folders = self.folders(key)
+        for folder in folders:
+            if (chunk_bytes := array_chunk_bytes(folder)) is not None:
+                return folder, chunk_bytes, folders
+        named = Path(os.path.normpath(self.path / self.blocks[key].location))
+        raise GenerationError(no_array_text(key, named))
 
     def folders(self, key: str) -> list[Path]:
         """Return where the array of a block may be, the place that the manifest names first."""

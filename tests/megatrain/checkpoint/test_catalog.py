@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from megatrain.checkpoint.catalog import (
 from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.run.folder import RunFolder
+from oracles.run_state import make_state
 from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, generation_folder, make_current
@@ -256,3 +259,25 @@ def test_nothing_is_removed_while_the_run_lives(run: SavedRun) -> None:
         remove_checkpoint(run.out / "checkpoints", list_checkpoints(run.out)[0])
     assert steps(list_checkpoints(run.out)) == [2, 4, 6]
     assert checkpoints_folder(run.out) == run.out / "checkpoints"
+
+
+def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with TieredStore([RamTier(MiB), NvmeTier([tmp_path / "checkpoints"], MiB)], keep_generations=9) as store:
+        for number in range(3):
+            store.put(f"a/w{number}", torch.ones(9))
+        for step in (1, 2, 3, 4):
+            store.commit(make_state(step=step).to_meta()).wait()
+    read: list[str] = []
+    real = os.open
+
+    def note(path: Any, *arguments: Any, **options: Any) -> int:
+        read.append(str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", note)
+    monkeypatch.setattr("megatrain.checkpoint.whereabouts._read", lambda path: pytest.fail(f"{path} was read"))
+    assert [each.step for each in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
+    manifests = [path for path in read if "snap/" in path]
+    assert len(manifests) == len(set(manifests)) == 4
