@@ -106,7 +106,7 @@ class Checkpoint:
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
         is_newest: whether a run would continue from it.
-        manifest: of its only generation, where that is its document; None: not read.
+        manifest: manifest of its only generation, where that is its document; None: not read.
     """
 
     folder: Path
