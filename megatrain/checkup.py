@@ -78,7 +78,14 @@ from megatrain.api import (
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
-from megatrain.config.resolved import changes_from, with_commit, with_fused, with_lanes, with_packing
+from megatrain.config.resolved import (
+    changes_from,
+    with_commit,
+    with_fused,
+    with_lanes,
+    with_liger,
+    with_packing,
+)
 from megatrain.data.rows_report import check_losses
 from megatrain.models.export import check_target
 from megatrain.models.folder import some
@@ -386,6 +393,7 @@ class _Checkup:
         run, size = with_kept_rules(resolve(self._config)), self._config.distributed.processes
         self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
         config = with_fused(with_lanes(self._config, plan.run.num_lanes), plan.run.optimizer.muon_fused)
+        config = with_liger(config, uses_liger=plan.run.uses_liger)
         self._config = with_packing(config, plan.run.data.table.packing)
         if plan.packing_warning:
             yield CheckResult("plan", "warning", plan.packing_warning)

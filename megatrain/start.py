@@ -281,7 +281,9 @@ def with_kept_rules(run: RunSpec) -> RunSpec:
     batch = run.batch
     lanes = kept.num_lanes if batch.num_lanes is None else batch.num_lanes
     tokens = batch.aimed_tokens if kept.micro_batch_tokens is None else kept.micro_batch_tokens
-    return replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
+    run = replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
+    is_open = run.model.table.use_liger_kernel == "auto"
+    return run.with_liger(uses_liger=kept.uses_liger) if is_open else run
 
 
 def describe_model(plan: Plan) -> Mapping[str, Any]:

@@ -29,6 +29,7 @@ from megatrain.config.resolved import (
     with_commit,
     with_fused,
     with_lanes,
+    with_liger,
     with_packing,
     write_resolved,
 )
@@ -134,6 +135,7 @@ class Trainer:
         self.run = self.plan.run
         fused = self.run.optimizer.muon_fused
         config = with_fused(with_lanes(config, self.run.num_lanes), "parts" if fused == "auto" else fused)
+        config = with_liger(config, uses_liger=self.run.uses_liger)
         config = with_packing(config, self.run.data.table.packing)
         self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()

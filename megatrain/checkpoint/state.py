@@ -51,11 +51,13 @@ class KeptRules:
         num_lanes: Lanes in which the gradients of micro-batches are added.
         micro_batch_tokens: Tokens that a micro-batch aims at; None if the checkpoint does not name its device.
         muon_fused: ``optimizer.muon_fused``, "whole" in a checkpoint of before there was the key.
+        uses_liger: Whether liger-kernel computes norms and MLPs.
     """
 
     num_lanes: int = 1
     micro_batch_tokens: int | None = None
     muon_fused: str = "whole"
+    uses_liger: bool = False
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
@@ -72,6 +74,7 @@ class KeptRules:
             num_lanes=lanes if isinstance(lanes, int) else 1,
             micro_batch_tokens=tokens if isinstance(tokens, int) else None,
             muon_fused=str(config.get("optimizer", {}).get("muon_fused", "whole")),
+            uses_liger=config.get("model", {}).get("use_liger_kernel", False) is True,
         )
 
 

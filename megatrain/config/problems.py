@@ -443,7 +443,8 @@ def _check_distillation(config: RunConfig) -> Iterator[Problem]:
         yield Problem("training.label_smoothing_factor", text, "Leave the key out")
     if config.training.z_loss:
         yield Problem("training.z_loss", f"{said} has no z-loss in this release", "Leave training.z_loss out")
-    for is_on, name in ((config.model.use_liger_kernel, "use_liger_kernel"), (config.model.images != "off", "images")):
+    uses_liger = config.model.use_liger_kernel is True
+    for is_on, name in ((uses_liger, "use_liger_kernel"), (config.model.images != "off", "images")):
         if is_on:
             yield Problem(f"model.{name}", f"{said} cannot be used with model.{name} by this release", "Leave it out")
 
@@ -838,7 +839,7 @@ def _check_attention(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_kernels(config: RunConfig) -> Iterator[Problem]:
-    if config.model.use_liger_kernel and config.device == "cpu":
+    if config.model.use_liger_kernel is True and config.device == "cpu":
         yield Problem(
             "model.use_liger_kernel",
             'the kernels of model.use_liger_kernel need a GPU, but device = "cpu"',

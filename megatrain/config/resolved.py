@@ -246,16 +246,19 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
     Args:
         config_toml: the checkpoint's, as :func:`to_toml` wrote it.
-        now: the config of the run; its "auto" for ``training.gradient_lanes`` and ``optimizer.muon_fused`` are what
+        now: the config of the run; its "auto" for ``training.gradient_lanes``, ``optimizer.muon_fused`` and
+            ``model.use_liger_kernel`` is what
             the checkpoint has.
 
     Raises:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
     """
-    # Before there were the keys, there was one lane, and fused parameters were whole matrices.
+    # Before there were the keys, there was one lane, fused parameters were whole matrices, and no kernels were liger's.
     before = with_fused(with_lanes(config_from_toml(config_toml), 1), "whole")
+    before = with_liger(before, uses_liger=False)
     lanes, fused = before.training.gradient_lanes, before.optimizer.muon_fused
     assert lanes != "auto"
+    now = with_liger(now, uses_liger=before.model.use_liger_kernel is True)
     return compare(before, with_fused(with_lanes(now, lanes), fused))
 
 
@@ -366,6 +369,13 @@ def with_fused(config: RunConfig, rule: Literal["auto", "parts", "whole"]) -> Ru
     if config.optimizer.optim != "muon" or config.optimizer.muon_fused != "auto":
         return config
     return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"muon_fused": rule})})
+
+
+def with_liger(config: RunConfig, *, uses_liger: bool) -> RunConfig:
+    """Return a config with a choice in place of "auto" for ``model.use_liger_kernel``, or the config itself."""
+    if config.model.use_liger_kernel != "auto":
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"use_liger_kernel": uses_liger})})
 
 
 def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import UnsupportedModelError
@@ -18,12 +19,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-__all__ = ["apply_liger_kernels", "check_liger_kernels"]
+__all__ = ["apply_liger_kernels", "check_liger_kernels", "has_liger_kernels"]
 
 _KEY = "model.use_liger_kernel = true"
 #: Arguments of liger's functions -> what is asked for; those that a function does not have are left out.
 _LEFT_OUT = {"rope": False, "cross_entropy": False, "fused_linear_cross_entropy": False}
 _NO_MLP = {"swiglu": False, "geglu": False}
+
+
+def has_liger_kernels() -> bool:
+    """Return whether liger-kernel and Triton are installed, without importing them."""
+    return all(find_spec(name) is not None for name in ("liger_kernel", "triton"))
 
 
 def check_liger_kernels(model: PreTrainedModel, device: torch.device) -> None:
@@ -84,6 +90,6 @@ def _function_for(model: PreTrainedModel) -> Callable[..., Any]:
 def _cannot_be_used(error: ImportError) -> UnsupportedModelError:
     return UnsupportedModelError(
         _KEY,
-        f"the package liger-kernel cannot be used here ({error}). Install it, with Triton: pip install "
-        "liger-kernel; or write use_liger_kernel = false",
+        f"the package liger-kernel cannot be used here ({error}). Install it: pip install 'megatrain-tier[gpu]'. A new "
+        "run may write use_liger_kernel = false; one that began with these kernels keeps them",
     )

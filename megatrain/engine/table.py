@@ -67,7 +67,7 @@ class TrainingConfig(Table):
     train_batch_tokens: int | None = key(
         "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two: a micro-batch then has as "
         "many rows as divide a step, up to 8,192 tokens on a GPU and 2,048 on a CPU, with a micro-batch for each of "
-        "gradient_lanes where there are so many rows.",
+        "gradient_lanes where there are so many rows. Checkpoints record this number, and a run keeps it.",
         None,
         ge=2,
         alters="yes",

@@ -17,6 +17,7 @@ TargetModules = Annotated[
     is_not("names no modules", 'Write a list of names: ["q_proj", "v_proj"], "all-linear" or "auto"'),
 ]
 TemplatePath = Annotated[str, is_path("auto")]
+LigerChoice = Annotated[Literal["auto"] | bool, is_not("is no choice of kernels", 'Write true, false or "auto"')]
 NoRemoteCode = Annotated[
     Literal[False], is_not("is not possible: code in a model folder is never run here", "Leave the key out")
 ]
@@ -64,10 +65,11 @@ class ModelConfig(Table):
         alters="yes",
         used_if={"compile": [True]},
     )
-    use_liger_kernel: bool = key(
-        "Norms and gated MLPs computed by the package liger-kernel, where it has kernels "
-        "for the model; needs a GPU. Other roundings than without.",
-        False,
+    use_liger_kernel: LigerChoice = key(
+        "Norms and gated MLPs computed by the package liger-kernel, where it has kernels for the model; needs a GPU. "
+        "Other roundings than without. auto: on a GPU, where the extra `gpu` is installed; not with compile, nor with "
+        'task = "distill". Checkpoints record the choice, and a run keeps it.',
+        "auto",
         alters="yes",
         same_name="transformers, TRL",
     )

@@ -246,6 +246,16 @@ class RunSpec:
         """Whether fake tensors of the CPU stand for those of a GPU."""
         return self.device.type == "cuda" and self.traced_on.type == "cpu"
 
+    @property
+    def uses_liger(self) -> bool:
+        """Whether liger-kernel computes norms and MLPs; False as long as the choice is open."""
+        return self.model.table.use_liger_kernel is True
+
+    def with_liger(self, *, uses_liger: bool) -> RunSpec:
+        """Return the run with or without the kernels of liger-kernel."""
+        table = self.model.table.model_copy(update={"use_liger_kernel": uses_liger})
+        return replace(self, model=replace(self.model, table=table))
+
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import nn
 
-from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.errors import ConfigError, Problem, UnsupportedModelError
 from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.converters.experts import has_experts_to_cut
 from megatrain.converters.fused import find_fused
-from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
+from megatrain.converters.liger import (
+    apply_liger_kernels,
+    check_liger_kernels,
+    has_liger_kernels,
+)
 from megatrain.converters.packed_rows import settle_packing
 from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
@@ -470,13 +474,13 @@ class _Subject:
 
 def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     """Build the model, trace a step of it, and make its optimizer."""
-    graph = make_graph(run) if like is None else like.graph
+    run, graph = _settle_kernels(run, like)
     run, packing_warning = settle_rows(run, graph)
     packing = run.data.table.packing
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     if padded is None:
         padded = bool(packing) or run.batch.micro_batch_rows > 1
-    if like is not None and _traced_on(like.run) == _traced_on(run):
+    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
         trace = like.trace
     else:
         trace = trace_run(run, graph, padded=padded)
@@ -489,6 +493,30 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     return _Subject(
         run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, encodings
     )
+
+
+def _settle_kernels(run: RunSpec, like: Plan | None) -> tuple[RunSpec, ModelGraph]:
+    """Return a run with its choice of liger's kernels, and its model; that of a plan like it where they agree."""
+    if run.model.table.use_liger_kernel == "auto":
+        if like is not None and like.run.device.type == run.device.type:
+            run = run.with_liger(uses_liger=like.run.uses_liger)
+        elif takes_liger_kernels(run):
+            wanted = run.with_liger(uses_liger=True)
+            try:
+                return wanted, make_graph(wanted)
+            except UnsupportedModelError:  # of its kernels, or else the model without them is refused as well
+                run = run.with_liger(uses_liger=False)
+        else:
+            run = run.with_liger(uses_liger=False)
+    if like is not None and like.run.uses_liger == run.uses_liger:
+        return run, like.graph
+    return run, make_graph(run)
+
+
+def takes_liger_kernels(run: RunSpec) -> bool:
+    """Return whether a run that leaves the choice open computes with liger's kernels, if they suit its model."""
+    is_open = run.model.table.compiler is None and run.task != "distill"
+    return is_open and run.device.type == "cuda" and has_liger_kernels()
 
 
 def _traced_on(run: RunSpec) -> tuple[str, int, int]:
@@ -659,7 +687,7 @@ def make_graph(run: RunSpec) -> ModelGraph:
     graph = run.model.build(run.dtype)
     if run.model.table.mlp_rows:
         tile_mlps(graph, run.model.table.mlp_rows)
-    if run.model.table.use_liger_kernel:
+    if run.uses_liger:
         check_liger_kernels(graph.model, run.device)
         apply_liger_kernels(graph.model, with_mlps=not run.model.table.mlp_rows)
     return graph

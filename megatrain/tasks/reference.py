@@ -207,7 +207,7 @@ class Reference:
             "attention": self._plan.graph.model.config._attn_implementation,
             "kernels": [
                 run.model.table.compiler,
-                run.model.table.use_liger_kernel,
+                run.uses_liger,
                 run.model.table.mlp_rows,
                 run.model.table.split_experts,  # a sum over parts has other bits
             ],

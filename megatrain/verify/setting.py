@@ -86,6 +86,7 @@ def make_config(
             "model_name_or_path": str(setting.model.folder),
             "tokenizer_name_or_path": str(setting.model.tokenizer),
             "attn_implementation": setting.attention,
+            "use_liger_kernel": False,  # plain training has none
             "freeze": tuple(setting.freeze),
         },
         "precision": {"compute_dtype": compute_dtype, "grad_dtype": grad_dtype},

@@ -50,6 +50,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         # Made inside of torch, by its own idea of the device.
         mock.patch.object(visit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
+        mock.patch.object(planner, "has_liger_kernels", return_value=False),  # they run on a GPU alone
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(unified, "device_view", device.view_of_host),

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ def stand_in_liger() -> Iterator[None]:
     hidden = _forget()
     for name in PACKAGES:
         sys.modules[name] = ModuleType(name)
+        sys.modules[name].__spec__ = ModuleSpec(name, None, is_package=True)
         sys.modules[name].__path__ = [str(STAND_IN.joinpath(*name.split(".")))]
     try:
         yield

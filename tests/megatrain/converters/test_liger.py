@@ -14,15 +14,24 @@ from transformers.models.llama import modeling_llama
 
 from fakes.liger_packages import stand_in_liger
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.checkpoint.resume import ConfigChangedError
+from megatrain.checkpoint.state import KeptRules
 from megatrain.config import problems
+from megatrain.config.resolved import changes_from, config_from_toml, to_toml
+from megatrain.converters import liger as liger_kernels
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, tile_mlps
+from megatrain.machine.files import find_machine
 from megatrain.plan import planner
+from megatrain.plan.plan import RunSpec
+from megatrain.plan.planner import plan_run
+from megatrain.resolve import resolve
+from megatrain.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
-from oracles.tiered_run import config_text, run_config, write_tiny_model
+from oracles.tiered_run import EXAMPLES, config_text, run_config, write_tiny_model
 
 CUDA = torch.device("cuda")
 
@@ -90,8 +99,99 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(UnsupportedModelError, match=r"liger-kernel cannot be used here .*pip install liger-kernel"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"liger-kernel cannot be used here .*pip install 'megatrain-tier\[gpu\]'"
+    ):
         check_liger_kernels(build_graph(tiny_config("llama")).model, CUDA)
+
+
+def run_for(device: str, table: str = "") -> RunSpec:
+    """Return a run of the 0.82 M model on a device of another machine."""
+    machine = find_machine("h200-1.5tb" if device == "cuda" else "cpu-server-512gb")
+    text = config_text(Path("folder"), EXAMPLES / "quickstart" / "model", nvme=0).replace('device = "cpu"', "")
+    config = config_from_toml(text.replace("[data]", f"train_from_scratch = true\n{table}\n[data]", 1))
+    return resolve(config, machine)
+
+
+def test_the_choice_depends_on_the_device_and_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU never has these kernels; a key that says true or false is no choice."""
+    is_installed = True
+    monkeypatch.setattr(planner, "has_liger_kernels", lambda: is_installed)
+    assert planner.takes_liger_kernels(run_for("cuda"))
+    assert not planner.takes_liger_kernels(run_for("cpu"))
+    assert not planner.takes_liger_kernels(run_for("cuda", "compile = true"))
+    for choice in (True, False):
+        assert run_for("cuda", f"use_liger_kernel = {str(choice).lower()}").uses_liger is choice
+    is_installed = False
+    assert not planner.takes_liger_kernels(run_for("cuda"))
+
+
+@pytest.mark.usefixtures("liger")
+def test_a_model_without_kernels_is_planned_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the key leaves the choice open; where it says true, such a model is refused."""
+    monkeypatch.setattr(planner, "has_liger_kernels", lambda: True)
+    assert plan_run(run_for("cuda")).run.uses_liger
+    assert not plan_run(run_for("cpu")).run.uses_liger
+    monkeypatch.setattr(liger_kernels, "_function_for", refuse)
+    assert not plan_run(run_for("cuda")).run.uses_liger
+    with pytest.raises(UnsupportedModelError, match="no kernels for it"):
+        plan_run(run_for("cuda", "use_liger_kernel = true"))
+
+
+def refuse(model: object) -> None:
+    raise UnsupportedModelError("model.use_liger_kernel = true", "no kernels for it")
+
+
+@pytest.mark.usefixtures("liger")
+def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start decides, in this checkpoint and in one of a version that did not have the choice."""
+
+    def trainer(name: str, steps: int) -> Trainer:
+        (tmp_path / name).mkdir(exist_ok=True)
+        text = config_text(tmp_path / name, EXAMPLES / "quickstart" / "model", nvme=0)
+        text = text.replace("[training]", f"[training]\nmax_steps = {steps}")
+        config = config_from_toml(text.replace("[data]", "train_from_scratch = true\n[data]", 1))
+        return Trainer(config)
+
+    monkeypatch.setattr(planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
+    for is_there in (True, False):
+        name = "with" if is_there else "without"
+        monkeypatch.setattr(planner, "takes_liger_kernels", lambda run, is_there=is_there: is_there)
+        first = trainer(name, 1)
+        assert first.run.uses_liger is first.config.model.use_liger_kernel is is_there
+        first.train()
+        monkeypatch.setattr(planner, "takes_liger_kernels", lambda run, is_there=is_there: not is_there)
+        resumed = trainer(name, 2)
+        assert resumed.run.uses_liger is is_there
+        assert resumed.train().num_steps == 2
+    monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
+    forced = trainer("with", 3)
+    other = forced.config.model_copy(
+        update={"model": forced.config.model.model_copy(update={"use_liger_kernel": False})}
+    )
+    with pytest.raises(ConfigChangedError, match=r"model\.use_liger_kernel: true -> false"):
+        Trainer(other).train()
+    for module in [module for module in sys.modules if module.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)
+    with pytest.raises(UnsupportedModelError, match=r"pip install 'megatrain-tier\[gpu\]'.* keeps them"):
+        trainer("with", 3)
+
+
+def test_a_config_without_the_key_had_no_such_kernels(tmp_path: Path) -> None:
+    """Its checkpoint is resumed without them by a config that leaves the choice open."""
+    config = config_from_toml(config_text(tmp_path, tmp_path, nvme=0))
+    assert config.model.use_liger_kernel == "auto"
+    written = to_toml(config)
+    assert not changes_from(written, config).altering
+    before = written.replace('use_liger_kernel = "auto"\n', "")
+    assert len(before) < len(written) and not changes_from(before, config).altering
+    kept = KeptRules.of_meta({"config_toml": before})
+    assert kept is not None and not kept.uses_liger
+    recorded = written.replace('use_liger_kernel = "auto"', "use_liger_kernel = true")
+    assert not changes_from(recorded, config).altering
+    kept = KeptRules.of_meta({"config_toml": recorded})
+    assert kept is not None and kept.uses_liger
 
 
 PLACEMENTS = {

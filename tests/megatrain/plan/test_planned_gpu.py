@@ -94,7 +94,10 @@ def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -
 def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
     """Eager norms and MLPs move three times what kernels do that read each row once; products are the same."""
     pytest.importorskip("liger_kernel")
-    plain, fused = (planned(tmp_path, "h200-1.5tb", model_table=text) for text in ("", "use_liger_kernel = true\n"))
+    plain, fused = (
+        planned(tmp_path, "h200-1.5tb", model_table=f"use_liger_kernel = {text}\n") for text in ("false", '"auto"')
+    )
+    assert (plain.run.uses_liger, fused.run.uses_liger) == (False, True)
     assert fused.trace.exact and not fused.trace.uncounted
     for phase, work in work_of_phases(plain).items():
         other = work_of_phases(fused)[phase]
