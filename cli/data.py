@@ -85,7 +85,7 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
         advice = ": set model.chat_template" if {"tool_calls", "tools"} & set(preview.left_out) else ""
         click.echo(styled(f"the chat template has no place for {_visible(names)}{advice}", fg="yellow"))
     if preview.special_tokens:
-        text = f"the text of the row holds special tokens: {' '.join(preview.special_tokens)}"
+        text = f"the text of the row holds special tokens: {_visible(' '.join(preview.special_tokens))}"
         click.echo(styled(text, fg="yellow"))
     parts = []
     for segment in preview.segments:
