@@ -600,7 +600,7 @@ def _describe_ended(run: Path) -> str:
     seen = f"{_age(status.updated_at)} ago"
     if status.state == "done":
         lost = _lost(run)
-        return f"done, {status.step} steps, {seen}" + (f"\n{lost}" if lost else "")
+        return f"done, {status.step:,} step{'s' if status.step != 1 else ''}, {seen}" + (f"\n{lost}" if lost else "")
     if status.state == "stopped":
         return f"stopped at step {status.step}, {seen}; {what_next}"
     if status.state == "failed":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,4 +97,4 @@ def _print_rest(translation: Translation, out: Path | None) -> None:
         for key, entry in translation.to_fill_in.items():
             click.echo(f"  {key}: {entry.note}", err=True)
     if out is not None:
-        click.echo(f"next: megatrain-tier check {out}", err=True)
+        click.echo(f"next: megatrain-tier check {shlex.quote(str(out))}", err=True)

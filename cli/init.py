@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import tempfile
 from dataclasses import replace
 from importlib import resources
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _NAME = "run.toml"
 #: What rows are -> how they are trained; all others by sft.
 _TASKS = {"preference": "dpo", "text": "pretrain"}
+_FIRST = "outputs/first"  # of run.toml; a file with a name of its own has a folder of that name
 _EXAMPLE = "first.toml"
 _EXAMPLE_FOLDER = "megatrain-example"
 
@@ -97,6 +99,7 @@ def command(
         facts,
         rows,
         has_lora=has_lora,
+        output_dir=_FIRST if path.name == _NAME else f"outputs/{path.stem}",
     )
     schema = _write_schema(folder)
     with path.open("x", encoding="utf-8") as file:
@@ -118,8 +121,8 @@ def command(
     if to_fill_in:
         click.echo(f"fill   {', '.join(to_fill_in)}")
     elif rows is not None and rows.format:
-        click.echo(f"look   megatrain-tier data preview {path}")
-    click.echo(f"next   megatrain-tier check {path}")
+        click.echo(f"look   megatrain-tier data preview {shlex.quote(str(path))}")
+    click.echo(f"next   megatrain-tier check {shlex.quote(str(path))}")
     return 0
 
 
@@ -158,17 +161,21 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
         click.echo(json.dumps({"path": str(config.resolve())}))
         return 0
     click.echo(f"wrote  {config}, a model's config and tokenizer, and a text")
-    click.echo(f"next   megatrain-tier run {config}")
+    click.echo(f"next   megatrain-tier run {shlex.quote(str(config))}")
     return 0
 
 
 def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     """Look at the first rows of the data, where they are on this machine."""
     from megatrain.config.starter import DataFacts
+    from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
     from megatrain.data.rows_report import DataError
     from megatrain.data.sources import is_hub_name, look_at
 
     written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
+    is_file_name = suffix_of(Path(place)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and not set(place) & set("*?[")
+    if is_file_name and not Path(place).exists():
+        return DataFacts(written, problem=f"{written}: there is no such file yet")
     if is_hub_name(place):
         return DataFacts(written)  # nothing is fetched before `check`
     try:

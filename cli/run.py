@@ -413,7 +413,7 @@ def _run_detached(words: Sequence[str], *, as_json: bool) -> int:
     click.echo(f"training in the background, process {process.pid}")
     click.echo(f"log     {facts['log']}")
     click.echo(f"follow  megatrain-tier status --follow {folder}")
-    click.echo(f"stop    megatrain-tier stop {folder}")
+    click.echo(f"stop    megatrain-tier stop {shlex.quote(str(folder))}")
     # Python warns of a child that nothing waits for.
     process.returncode = 0
     return 0

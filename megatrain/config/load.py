@@ -113,6 +113,10 @@ def load_config(
         # What speaks of a key that is only misspelled may be there because of that.
         problems.extend(each for each in found if not any(_follows_from(each, key) for key in meant))
         warnings.extend(find_warnings(config))
+    is_overlay = not tree.values.keys() & {"task", "output_dir", "data", "model"}
+    if config is None and tree.values and is_overlay and not extra_files:
+        text = "the file names no task, output_dir, model or data: it changes another config"
+        problems.insert(0, Problem("", text, f"Lay it over one: megatrain-tier run CONFIG -c {source}", str(source)))
     if problems or config is None:
         raise ConfigError(str(source), problems)
     origins = {key: where if line is None else f"{where}:{line}" for key, (where, line) in tree.origins.items()}

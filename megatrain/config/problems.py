@@ -56,6 +56,7 @@ _TWICE = re.compile(r"cannot declare \((.*)\) twice|cannot overwrite a value|dup
 _REMEDIES = (
     ("unclosed array", "Close the list with ]"),
     ("unclosed inline table", "Close the table with }, on the same line"),
+    ("invalid hex value", r"Write text with backslashes in single quotes: 'C:\Users'"),
     ("unescaped '\\'", r"Write text with backslashes in single quotes: 'C:\data'"),
     ("illegal character '\\n'", "Close the quotes on this line"),
     ('expected "\'"', "Close the quotes on this line"),
@@ -243,6 +244,8 @@ def _field_path(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
     return location
 
 
+#: Tasks that sample texts while they train.
+_ONLINE_TASKS = ("grpo", "ppo", "rloo", "online_dpo", "gspo", "dapo")
 #: (key, value) -> the name of that choice here.
 _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
@@ -252,6 +255,8 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
     alias = _ALIASES.get((key, str(value).lower()))
     near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
     remedy = f'Did you mean "{near[0]}"? ' if near else ""
+    if key == "task" and str(value).lower() in _ONLINE_TASKS:
+        remedy = "TRL trains it with megatrain.hf.offloaded(GRPOTrainer): see docs/embedding.md. "
     if alias:
         remedy = f'Write "{alias}", which is {str(value).upper()}. '
     listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected
@@ -279,6 +284,8 @@ def _explain_type(key: str, name: str, shown: str, value: object, wanted: str) -
         return Problem(key, f"{shown} is a number", f'Write it in quotes: "{value}"')
     if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value) and value == int(value):
         return Problem(key, f"{shown} is not a whole number", f"Write {int(value)}")
+    if isinstance(value, float) and wanted == "a whole number" and 0 < value < 1 and name.endswith("_steps"):
+        return Problem(key, f"{shown} is a share of all steps, which transformers takes", "Write a number of steps")
     if isinstance(value, float) and wanted == "a whole number" and math.isfinite(value):
         text = f"Write {math.floor(value)} or {math.ceil(value)}"
         return Problem(key, f"{shown} is not a whole number", text)

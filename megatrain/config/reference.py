@@ -106,6 +106,8 @@ def find_keys(name: str) -> tuple[list[str], str]:
     if homes and leaf == key:
         preferred = full_keys_of_leaf(leaf)
         return preferred if len(preferred) == 1 else homes, ""
+    if leaf in ("wandb", "tensorboard"):
+        return ["logging.report_to"], f'`{leaf}` is a value: write report_to = ["jsonl", "{leaf}"] in [logging]'
     if leaf in TRANSLATIONS and (ours := TRANSLATIONS[leaf].ours):
         return find_keys(ours)[0], TRANSLATIONS[leaf].advice()
     if leaf in ACCEPTED:

@@ -51,7 +51,13 @@ class DataFacts:
 
 
 def starter_toml(
-    machine: MachineFacts, task: str, model: ModelFacts | None, data: DataFacts | None, *, has_lora: bool = False
+    machine: MachineFacts,
+    task: str,
+    model: ModelFacts | None,
+    data: DataFacts | None,
+    *,
+    has_lora: bool = False,
+    output_dir: str = "outputs/first",
 ) -> str:
     """Return the text of a config that loads.
 
@@ -60,6 +66,7 @@ def starter_toml(
         model: None: an example that has to be replaced.
         data: None: an example that has to be replaced.
         has_lora: adapters are trained in place of the model.
+        output_dir: Folder of the run.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",
@@ -69,7 +76,7 @@ def starter_toml(
         "#   megatrain-tier run FILE      train; the same command continues after a stop",
         "config_version = 1",
         _line("task", task, TASK_FACTS[task].what),
-        _line("output_dir", "outputs/first", "paths are relative to this file"),
+        _line("output_dir", output_dir, "paths are relative to this file"),
         _line("seed", 42),
         "",
         *_model(model),

@@ -45,7 +45,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
     if not (folder / "tokenizer.json").is_file():
         raise DataError(
             name_or_path,
-            "there is no tokenizer.json, which exact loss masks need",
+            "there is no tokenizer.json: only fast tokenizers are read",
             "Set model.tokenizer_name_or_path if it is in another folder",
         )
     try:
@@ -56,7 +56,7 @@ def load_tokenizer(name_or_path: str, *, chat_template: str = "auto") -> PreTrai
             name_or_path, f"the tokenizer cannot be opened: {reason}", "Check tokenizer.json and tokenizer_config.json"
         ) from error
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError(name_or_path, "this tokenizer reports no offsets, which exact loss masks need")
+        raise DataError(name_or_path, "this tokenizer reports no offsets of its tokens: only fast tokenizers are read")
     if chat_template != "auto":
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")

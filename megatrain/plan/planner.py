@@ -296,7 +296,8 @@ def _too_few_micro_batches(run: RunSpec) -> Problem:
     """Return the problem of a step that has no micro-batch for some rank, with values that would do."""
     size, lanes, batch = run.world.size, run.num_lanes, run.batch
     count, together = batch.num_micro_batches, batch.rows_per_example
-    most = max(n for n in range(1, size) if _has_work_for_all(n, lanes, count))
+    # A new run adds in as many lanes as it has processes, if the config names no other number.
+    most = max(n for n in range(1, size) if _has_work_for_all(n, n if lanes == size else lanes, count))
     enough = next(n for n in range(size, lanes + 1) if _has_work_for_all(size, lanes, n))
     fewer = f"or start at most {_processes(most)}"
     if batch.given_rows is None:

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from megatrain.base.table import HF, Listed, Table, all_alter, as_names, key
 
-_REPORTS = ["jsonl", "tensorboard", "wandb"]
+_REPORTS = ["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"]
 ReportTargets = Annotated[
     tuple[Literal["jsonl", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "comet_ml"], ...],
     BeforeValidator(as_names),

@@ -46,6 +46,12 @@ _LONG_WARMUP_SHARE = 0.5
 def model_warnings(model: ModelSpec, max_length: int, optimizer: OptimizerConfig, graph: ModelGraph) -> Iterator[str]:
     """Yield what about a config does not suit its model: rows longer than its positions, rates that are far out."""
     yield from _positions(graph, max_length, from_scratch=model.table.train_from_scratch)
+    width = getattr(graph.config.get_text_config(), "hidden_size", None)
+    if model.lora is not None and isinstance(width, int) and model.lora.r > width:
+        yield (
+            f"lora.r = {model.lora.r} is more than the model's hidden_size = {width}: adapters are larger than the "
+            "matrices that they change"
+        )
     is_new = model.table.train_from_scratch or graph.num_parameters < _SMALL_MODEL_PARAMETERS
     for key, rate in optimizer.learning_rates.items():
         yield from _rate(key, rate, optimizer.optim, is_new=is_new)

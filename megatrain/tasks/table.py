@@ -196,8 +196,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = key(
-        "When to evaluate. Unless no, also at the end. Default: steps where there is a [[data.eval]] or a "
-        "data.val_size, else no.",
+        "When to evaluate. Unless no, also at the end. With a [[data.eval]] or a data.val_size the default is steps.",
         "no",
         same_name=HF,
     )

@@ -113,3 +113,31 @@ def test_usage(words: tuple[str, ...], code: int, message: str) -> None:
     result = call(*words)
     assert result.exit_code == code and message in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ('task = "grpo"', "megatrain.hf.offloaded(GRPOTrainer)"),
+        (
+            'task = "sft"\n[evaluation]\neval_steps = 0.5',
+            "a share of all steps, which transformers takes. Write a number",
+        ),
+        ('run_name = "C:\\Users\\x"', r"single quotes: 'C:\Users'"),
+        (
+            'device = "cpu"\n[tiers.ram]\nsize = "1GiB"',
+            "it changes another config. Lay it over one: megatrain-tier run",
+        ),
+    ],
+)
+def test_messages_name_what_was_meant(tmp_path: Path, lines: str, message: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(lines + "\n")
+    result = CliRunner().invoke(command_group(), ["check", str(path)])
+    assert result.exit_code == 2 and message in " ".join(result.stdout.split()), result.output
+
+
+def test_a_tracker_is_explained_as_a_value() -> None:
+    result = CliRunner().invoke(command_group(), ["config", "explain", "wandb"])
+    assert result.stdout.startswith('`wandb` is a value: write report_to = ["jsonl", "wandb"]'), result.output
+    assert '"mlflow"' in result.stdout and '"trackio"' in result.stdout

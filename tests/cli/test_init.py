@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -282,3 +283,13 @@ def test_home_in_the_paths_of_init(here: Path, monkeypatch: pytest.MonkeyPatch) 
     assert result.exit_code == 0 and "rows are read as text" in result.stdout
     assert 'path = "$HOME/a.txt"' in Path("run.toml").read_text()
     assert load_config("run.toml").config.data.train[0].path == str(here / "home/a.txt")
+
+
+def test_each_file_has_its_own_run_folder_and_missing_data_is_named(tmp_path: Path) -> None:
+    config = tmp_path / "my runs" / "lora.toml"
+    config.parent.mkdir()
+    result = CliRunner().invoke(command_group(), ["init", str(config), "--data", "d/nix.jsonl"])
+    assert result.exit_code == 0, result.output
+    assert tomllib.loads(config.read_text())["output_dir"] == "outputs/lora"
+    assert "nix.jsonl: there is no such file yet" in result.stdout
+    assert f"next   megatrain-tier check '{config}'" in result.stdout, "a line to paste"

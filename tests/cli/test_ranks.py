@@ -128,6 +128,10 @@ def test_a_step_in_tokens_is_cut_for_its_lanes(made: SavedRun, tmp_path: Path) -
     assert "Write train_batch_tokens = 256, or start at most 4 processes" in refused.output
     assert made.call(*words, "8", *options("train_batch_tokens=256", "tiers.ram.size=1GiB")).exit_code == 0
     assert made.call(*words, "4").exit_code == 0
+    # Two micro-batches: three processes are refused, and the number that is named runs.
+    words = ["run", in_tokens(made, 2 * 32), "--dry-run", "--processes"]
+    assert "or start at most 2 processes" in made.call(*words, "3").output
+    assert made.call(*words, "2").exit_code == 0
 
 
 def test_errors_of_all_ranks_are_told_once(made: SavedRun) -> None:

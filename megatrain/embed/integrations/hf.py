@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ["RECORD_NAME", "TierCallback", "TierTrainerMixin", "offloaded"]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, for tab completion."""
+    return sorted(__all__)
+
+
 #: Beside the optimizer's state in a checkpoint of the trainer: which generation of which store belongs to it.
 RECORD_NAME = "tiered.json"
 
