@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .options import config_options, json_option, load
-from .terminal import leave_out_torch
+from .terminal import Spinner, leave_out_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,17 +41,20 @@ def preview_command(
 
     Without colour, trained text stands in [[double brackets]].
     """
-    loaded = load(config, extra_files, overrides)
+    with Spinner("reading the config", is_shown=not as_json) as spinner:
+        loaded = load(config, extra_files, overrides, spinner)
 
-    from megatrain.data.encoding import load_tokenizer
-    from megatrain.data.preview import preview_rows
-    from megatrain.resolve_rows import resolve_data, resolve_folders
+        from megatrain.data.encoding import load_tokenizer
+        from megatrain.data.preview import preview_rows
+        from megatrain.resolve_rows import resolve_data, resolve_folders
 
-    data = resolve_data(loaded.config)
-    if data.images_folder is None:
-        leave_out_torch()
-    tokenizer = load_tokenizer(resolve_folders(loaded.config)[1], chat_template=loaded.config.model.chat_template)
-    previews = preview_rows(data, tokenizer, count, row)
+        data = resolve_data(loaded.config)
+        if data.images_folder is None:
+            leave_out_torch()
+        spinner.say("opening the tokenizer")
+        tokenizer = load_tokenizer(resolve_folders(loaded.config)[1], chat_template=loaded.config.model.chat_template)
+        spinner.say("reading rows")
+        previews = preview_rows(data, tokenizer, count, row)
     if as_json:
         click.echo(json.dumps({"rows": [preview.to_json() for preview in previews]}))
         return 0

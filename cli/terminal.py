@@ -41,6 +41,7 @@ OWN_PROCESS = object()
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
+_SILENT_S = 1.0  # of a command whose stderr is no terminal
 _SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
 #: Errors of a write to a closed terminal or a broken pipe.
 _GONE = (errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF)
@@ -57,16 +58,19 @@ class Spinner:
     """A line on stderr with the current activity and its seconds. A context manager that clears the line.
 
     Entering draws the line; nothing heavy is imported for it. The cursor stays visible: a killed process leaves nothing
-    to restore.
+    to restore. If stderr is no terminal, each activity after the first second of the command prints a line of its own.
 
     Args:
         text: the activity.
-        is_shown: whether to draw at all; nothing is drawn where stderr is no terminal.
+        is_shown: whether to draw or print at all.
     """
 
     def __init__(self, text: str, *, is_shown: bool = True) -> None:
         self._stream = sys.stderr
         self._is_shown = is_shown and self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._is_plain = is_shown and not self._is_shown and _is_own_process()
+        self._printed = ""
+        self._first_line = threading.Timer(_SILENT_S, self._print)
         self._frames = frames_for(self._stream.encoding)
         self._text, self._start_s = text, time.monotonic()
         self._drawing = threading.Lock()
@@ -78,6 +82,9 @@ class Spinner:
             self._draw()
             self._thread = threading.Thread(target=self._turn, name="spinner", daemon=True)
             self._thread.start()
+        elif self._is_plain:
+            self._first_line.daemon = True
+            self._first_line.start()
         return self
 
     def __exit__(
@@ -90,6 +97,8 @@ class Spinner:
         self._text, self._start_s = text, time.monotonic()
         if self._thread is not None:
             self._draw()
+        elif self._is_plain and self._first_line.finished.is_set():
+            self._print()
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
@@ -101,12 +110,21 @@ class Spinner:
 
     def stop(self) -> None:
         """Clear the line for good. Safe to call twice."""
+        self._first_line.cancel()
+        self._is_plain = False
         thread, self._thread = self._thread, None
         if thread is None:
             return
         self._over.set()
         thread.join()
         self._write(_CLEAR)
+
+    def _print(self) -> None:
+        """Print the activity, once."""
+        with self._drawing:
+            if self._is_plain and self._text != self._printed:
+                self._printed = self._text
+                self._write(f"{self._text} ...\n")
 
     def _turn(self) -> None:
         while not self._over.wait(_INTERVAL_S):

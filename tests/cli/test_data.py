@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -136,3 +137,24 @@ def test_mistakes(config: Path) -> None:
         assert result.exit_code == 4 and "line 1" in result.stderr and "Traceback" not in result.output
     assert call("stats", config.parent / "nowhere.toml").exit_code == 2
     assert call("preview", config, "-n", "0").exit_code == 2
+
+
+def test_a_piped_command_prints_its_progress_after_a_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each activity that is there after the first second; none of a faster command."""
+    terminal = sys.modules[f"{command_group().callback.__module__.rpartition('.')[0]}.terminal"]
+    monkeypatch.setattr(terminal, "_is_own_process", lambda: True)
+    monkeypatch.setattr(terminal, "_SILENT_S", 3600.0)
+    with terminal.Spinner("reading") as spinner:
+        spinner.say("opening")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(terminal, "_SILENT_S", 0.0)
+    with terminal.Spinner("reading") as spinner:
+        assert spinner._first_line.finished.wait(60)
+        spinner.say("opening")
+        spinner.say("opening")
+    assert capsys.readouterr().err == "reading ...\nopening ...\n"
+    with terminal.Spinner("reading", is_shown=False) as spinner:
+        spinner.say("opening")
+    assert capsys.readouterr().err == ""
