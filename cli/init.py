@@ -173,10 +173,9 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
     from megatrain.data.sources import is_hub_name, look_at
 
     written, place = _as_written(data, folder), os.path.expandvars(os.path.expanduser(data))
-    is_file_name = suffix_of(Path(place)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and not set(place) & set("*?[")
-    if is_file_name and not Path(place).exists():
-        return DataFacts(written, problem=f"{written}: there is no such file yet")
     if is_hub_name(place):
+        if suffix_of(Path(place)) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
+            return DataFacts(written, problem=f"{written}: there is no such file yet")
         return DataFacts(written)  # nothing is fetched before `check`
     try:
         look = look_at(place, is_preference=None if task is None else task == "dpo")
