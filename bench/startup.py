@@ -29,8 +29,9 @@ from bench.common import QUICKSTART, ROOT, Report
 COMMANDS: Mapping[str, Sequence[str]] = {
     "report": ("report", "outputs/first"),
     "preview": ("data", "preview", "-n", "1", "first.toml"),
-    "plan": ("plan", "first.toml"),
-    "check": ("check", "first.toml"),
+    # A folder of their own: an older tree may not know all keys of a newer tree's run.
+    "plan": ("plan", "first.toml", "--set", "output_dir=outputs/new"),
+    "check": ("check", "first.toml", "--set", "output_dir=outputs/new"),
 }
 IMPORTS = "import torch; from transformers.models.llama.modeling_llama import LlamaForCausalLM"
 #: Most processor seconds; of the second kind above those of the imports.
