@@ -139,6 +139,8 @@ def command(
         if count_steps and refusal is None:
             spinner.say("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
+    if plan.flash_note:
+        click.echo(plan.flash_note, err=True)
     if plan.packing_warning:
         click.echo(f"warning: {plan.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)

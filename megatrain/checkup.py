@@ -81,6 +81,7 @@ from megatrain.base.owner import living_owner
 from megatrain.config.resolved import (
     changes_from,
     with_commit,
+    with_flash,
     with_fused,
     with_lanes,
     with_liger,
@@ -393,8 +394,10 @@ class _Checkup:
         run, size = with_kept_rules(resolve(self._config)), self._config.distributed.processes
         self._plan = plan = plan_run(run if size == 1 else run.as_fullest_rank(size))
         config = with_fused(with_lanes(self._config, plan.run.num_lanes), plan.run.optimizer.muon_fused)
-        config = with_liger(config, uses_liger=plan.run.uses_liger)
+        config = with_flash(with_liger(config, uses_liger=plan.run.uses_liger), plan.run.flash)
         self._config = with_packing(config, plan.run.data.table.packing)
+        if plan.flash_note:
+            yield CheckResult("plan", "note", plan.flash_note)
         if plan.packing_warning:
             yield CheckResult("plan", "warning", plan.packing_warning)
         sizes = ", ".join(

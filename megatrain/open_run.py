@@ -19,6 +19,7 @@ from megatrain.engine.environment import (
     deterministic_kernels,
     device_errors_explained,
 )
+from megatrain.engine.flash import flash_kernels
 from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_memory
 from megatrain.engine.step import StepEngine
 from megatrain.models.folder import ModelFolderError
@@ -95,6 +96,7 @@ def open_run(
         device_errors_explained(),
         deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
         cublas_setting_read(plan.device),
+        flash_kernels(run.flash, repeatable_on=plan.device if run.is_deterministic else None),
         open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=weights.loader) as store,
         _freed_memory(plan, store),
     ):

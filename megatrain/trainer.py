@@ -27,6 +27,7 @@ from megatrain.config.resolved import (
     config_lines,
     to_toml,
     with_commit,
+    with_flash,
     with_fused,
     with_lanes,
     with_liger,
@@ -135,7 +136,7 @@ class Trainer:
         self.run = self.plan.run
         fused = self.run.optimizer.muon_fused
         config = with_fused(with_lanes(config, self.run.num_lanes), "parts" if fused == "auto" else fused)
-        config = with_liger(config, uses_liger=self.run.uses_liger)
+        config = with_flash(with_liger(config, uses_liger=self.run.uses_liger), self.run.flash)
         config = with_packing(config, self.run.data.table.packing)
         self.config = with_commit(config, self.run.model.hub)
         self.observer = observer or RunObserver()
@@ -291,6 +292,8 @@ class Trainer:
             self.group.gather,
         )
         self._best.check(self._evaluation.evaluations_of(each.name for each in self._evaluation_sets))
+        if plan.flash_note:
+            told.append(plan.flash_note)
         warnings = [plan.packing_warning] if plan.packing_warning else []
         for text in (
             *warnings,

@@ -52,12 +52,14 @@ class KeptRules:
         micro_batch_tokens: Tokens that a micro-batch aims at; None if the checkpoint does not name its device.
         muon_fused: ``optimizer.muon_fused``, "whole" in a checkpoint of before there was the key.
         uses_liger: Whether liger-kernel computes norms and MLPs.
+        flash: Kernels of torch's flash attention.
     """
 
     num_lanes: int = 1
     micro_batch_tokens: int | None = None
     muon_fused: str = "whole"
     uses_liger: bool = False
+    flash: str = "FA2"
 
     @classmethod
     def of_meta(cls, meta: Mapping[str, Any]) -> KeptRules | None:
@@ -69,12 +71,14 @@ class KeptRules:
         found = meta.get("model")
         model = found if isinstance(found, Mapping) else {}
         lanes = config.get("training", {}).get("gradient_lanes", 1)
+        flash = str(config.get("model", {}).get("flash_attention", "FA2"))
         tokens = model.get("micro_batch_tokens", _UNRECORDED_TOKENS.get(model.get("device", "")))
         return cls(
             num_lanes=lanes if isinstance(lanes, int) else 1,
             micro_batch_tokens=tokens if isinstance(tokens, int) else None,
             muon_fused=str(config.get("optimizer", {}).get("muon_fused", "whole")),
             uses_liger=config.get("model", {}).get("use_liger_kernel", False) is True,
+            flash="FA2" if flash == "auto" else flash,
         )
 
 

@@ -846,6 +846,12 @@ def _check_attention(config: RunConfig) -> Iterator[Problem]:
 
 
 def _check_kernels(config: RunConfig) -> Iterator[Problem]:
+    if config.model.flash_attention in ("FA3", "FA4") and config.device == "cpu":
+        yield Problem(
+            "model.flash_attention",
+            f'{config.model.flash_attention} needs a GPU, but device = "cpu"',
+            'Write flash_attention = "FA2"',
+        )
     if config.model.use_liger_kernel is True and config.device == "cpu":
         yield Problem(
             "model.use_liger_kernel",

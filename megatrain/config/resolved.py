@@ -246,19 +246,19 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
     Args:
         config_toml: the checkpoint's, as :func:`to_toml` wrote it.
-        now: the config of the run; its "auto" for ``training.gradient_lanes``, ``optimizer.muon_fused`` and
-            ``model.use_liger_kernel`` is what
-            the checkpoint has.
+        now: the config of the run; its "auto" for ``training.gradient_lanes``, ``optimizer.muon_fused``,
+            ``model.use_liger_kernel`` and ``model.flash_attention`` is what the checkpoint has.
 
     Raises:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
     """
     # Before there were the keys, there was one lane, fused parameters were whole matrices, and no kernels were liger's.
     before = with_fused(with_lanes(config_from_toml(config_toml), 1), "whole")
-    before = with_liger(before, uses_liger=False)
+    before = with_flash(with_liger(before, uses_liger=False), "FA2")
     lanes, fused = before.training.gradient_lanes, before.optimizer.muon_fused
     assert lanes != "auto"
     now = with_liger(now, uses_liger=before.model.use_liger_kernel is True)
+    now = with_flash(now, before.model.flash_attention)
     return compare(before, with_fused(with_lanes(now, lanes), fused))
 
 
@@ -376,6 +376,13 @@ def with_liger(config: RunConfig, *, uses_liger: bool) -> RunConfig:
     if config.model.use_liger_kernel != "auto":
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"use_liger_kernel": uses_liger})})
+
+
+def with_flash(config: RunConfig, kernels: str) -> RunConfig:
+    """Return a config with a choice in place of "auto" for ``model.flash_attention``, or the config itself."""
+    if config.model.flash_attention != "auto":
+        return config
+    return config.model_copy(update={"model": config.model.model_copy(update={"flash_attention": kernels})})
 
 
 def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:

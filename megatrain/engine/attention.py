@@ -14,6 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.flash import FlashKernels
 from megatrain.engine.work import Work
 from tiered.units import round_up
 
@@ -36,6 +38,9 @@ _OPERATORS: Mapping[str, tuple[Backend, int]] = {
 #: Flash attention rounds rows and widths up to multiples of its blocks.
 FLASH_ROWS = 128
 _FLASH_WIDTH, _FLASH_ROUNDED_WIDTH, _FLASH_WIDEST = 32, 192, 256
+#: Widths of heads for which both packages, FA3 and FA4, have deterministic kernels, their smallest block of rows, and
+#: the most splits of keys.
+_PACKAGE_WIDTHS, _PACKAGE_BLOCK, _PACKAGE_SPLITS = (64, 96, 128), 64, 128
 #: Largest and smallest block of the memory-efficient kernels, in rows and columns. Heads wider than the largest need
 #: workspace for the gradients of keys and values, which otherwise stay in registers.
 _EFFICIENT_BLOCK, _LEAST_EFFICIENT_BLOCK = 128, 64
@@ -139,7 +144,7 @@ class AttentionCall:
         flops = self.num_flops
         return Work(attention_flops=flops, skipped_flops=flops // 2 if self.is_causal else 0, launches=1)
 
-    def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool) -> int:
+    def hidden_nbytes(self, device: torch.device, *, is_deterministic: bool, flash: FlashKernels = "FA2") -> int:
         """Return the bytes of workspace that the kernel allocates on a CUDA device.
 
         A forward's is next to nothing where rows are long enough to occupy the GPU, and counts as 0. Results for many
@@ -148,9 +153,15 @@ class AttentionCall:
         Args:
             device: where it runs.
             is_deterministic: whether it must sum in the same order at every run.
+            flash: kernels of flash attention.
+
+        Raises:
+            UnsupportedModelError: these kernels cannot compute the call.
         """
         if device.type != "cuda":
             return 0
+        if self.backend == "flash" and flash != "FA2":
+            return self._package_nbytes(flash, is_deterministic)
         if not self.is_backward:
             return self._results_nbytes // 2 if self.is_ragged else 0
         if self.backend == "efficient":
@@ -159,6 +170,40 @@ class AttentionCall:
             return self.num_copied_bytes + self._flash_nbytes(_num_multiprocessors(device) if is_deterministic else 0)
         # cuDNN's is not documented; its backward needs the same parts.
         return self._flash_nbytes(0) if self.backend == "cudnn" else 0
+
+    def _package_nbytes(self, flash: FlashKernels, is_deterministic: bool) -> int:
+        """Upper bound of the workspace of FA3 and FA4, whose blocks depend on the architecture and the mask.
+
+        Backward: gradients of queries in fp32, two sums per row, gradients of keys and values in fp32 where several
+        heads of queries share them, and counters that order the additions. Forward: partial results of split keys,
+        where blocks of queries do not occupy the GPU and the order of sums is free.
+        """
+        if self.width not in _PACKAGE_WIDTHS or self.value_width != self.width or self.has_dropout:
+            raise UnsupportedModelError(
+                f'model.flash_attention = "{flash}"',
+                f"its kernels are used for heads of {', '.join(map(str, _PACKAGE_WIDTHS))} numbers without dropout; "
+                f"the model has heads of {self.width} and {self.value_width} numbers"
+                f'{" with dropout" if self.has_dropout else ""}. Write flash_attention = "FA2"',
+            )
+        copied = self._results_nbytes // 2 if self.is_ragged else 0
+        more_rows = self.num_rows + 1 if self.is_ragged else self.num_rows
+        queries = self.num_queries + more_rows * FLASH_ROWS
+        if not self.is_backward:
+            blocks = self.num_rows * self.num_heads * -(-self.num_queries // (self.num_rows * FLASH_ROWS))
+            if flash != "FA3" or is_deterministic or blocks >= _NUM_MULTIPROCESSORS:
+                return copied
+            splits = min(_PACKAGE_SPLITS, -(-self.longest_keys // _PACKAGE_BLOCK))
+            return copied + splits * queries * self.num_heads * (self.value_width + 1) * _FLOAT_NBYTES
+        numbers = queries * self.num_heads * (self.width + 2)
+        counted = self.longest_keys  # FA4 gets no longest sequence from torch, and takes all tokens for it
+        if self.is_ragged and flash == "FA4":
+            counted = max(self.num_queries, self.num_keys)
+        counters = self.num_rows * (counted // _PACKAGE_BLOCK + 4)
+        numbers += counters * self.num_heads
+        if self.num_key_heads != self.num_heads:
+            keys = self.num_keys + more_rows * 2 * FLASH_ROWS
+            numbers += self.num_key_heads * (keys * (self.width + self.value_width) + 2 * counters)
+        return self.num_copied_bytes + copied + numbers * _FLOAT_NBYTES
 
     def _flash_nbytes(self, num_multiprocessors: int) -> int:
         """Gradients of queries in fp32, once per split; sums per row; gradients of keys and values of all heads.

@@ -25,6 +25,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
+from megatrain.engine.device_kernels import stands_for_gpu
+from megatrain.engine.flash import planned_flash
 from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.kernel_work import kernels_counted
@@ -846,6 +848,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
         try:
             self._book(func, args, kwargs, result)
+        except UnsupportedModelError:
+            raise
         except Exception as error:
             raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
         if self.recorder is not None:
@@ -936,7 +940,8 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._count(item)
         if attention is not None and not self._paused:
             is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
-            hidden = attention.hidden_nbytes(args[0].device, is_deterministic=is_deterministic)
+            device = torch.device("cuda") if stands_for_gpu(args[0]) else args[0].device
+            hidden = attention.hidden_nbytes(device, is_deterministic=is_deterministic, flash=planned_flash())
             self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
 
     def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:

@@ -53,6 +53,13 @@ class ModelConfig(Table):
         alters="yes",
         same_name="transformers, TRL, Axolotl, MegaTrain",
     )
+    flash_attention: Literal["auto", "FA2", "FA3", "FA4"] = key(
+        "Kernels of sdpa's flash attention on a GPU. FA2: torch's. FA3 (Hopper) and FA4 (Blackwell): faster on long "
+        "rows, by the packages flash-attn-3 and flash-attn-4; other roundings. auto: FA3 or FA4 where the GPU and the "
+        "package allow it, else FA2. Checkpoints record the choice, and a run keeps it.",
+        "FA2",
+        alters="yes",
+    )
     compile: bool = key(
         "torch.compile of the layers, once per kind of layer. Other roundings than without; minutes at the "
         "first step, and a C++ compiler or Triton.",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatrain.engine import device_kernels
+from megatrain.engine.flash import FlashKernels
 from megatrain.engine.program import (
     StepProgram,
     Tick,
@@ -256,6 +257,17 @@ class RunSpec:
         table = self.model.table.model_copy(update={"use_liger_kernel": uses_liger})
         return replace(self, model=replace(self.model, table=table))
 
+    @property
+    def flash(self) -> FlashKernels:
+        """Kernels of torch's flash attention; torch's own as long as the choice is open."""
+        kernels = self.model.table.flash_attention
+        return "FA2" if kernels == "auto" else kernels
+
+    def with_flash(self, kernels: str) -> RunSpec:
+        """Return the run with other kernels of flash attention."""
+        table = self.model.table.model_copy(update={"flash_attention": kernels})
+        return replace(self, model=replace(self.model, table=table))
+
     def with_packing(self, packing: bool | Literal["concat"]) -> RunSpec:
         """Return the run with another packing of its data."""
         single_rows = self.batch.single_rows and bool(packing)
@@ -406,6 +418,7 @@ class Plan:
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
         packing_warning: why the packing of ``run.data`` is not the default; "": it is, or is what the config says.
+        flash_note: why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
     """
 
     run: RunSpec
@@ -425,6 +438,7 @@ class Plan:
     room_beside_tier: str = ""
     carried_tensors: str = ""
     packing_warning: str = ""
+    flash_note: str = ""
 
     @property
     def device(self) -> torch.device:

@@ -25,6 +25,7 @@ from megatrain.converters.tiled import tile_mlps
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.device_kernels import fakes_standing_for_gpu
 from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
 from megatrain.engine.program import (
     DURABLE_KINDS,
     FrozenWeights,
@@ -159,6 +160,7 @@ def plan_run(
             kept.budgets[subject.compute_tier].capacity_bytes, device, run.tiers.machine
         ),
         packing_warning=subject.packing_warning,
+        flash_note=subject.flash_note,
     )
     if run.advanced.stream_updates != "auto":
         streaming = replace(plan, program=_streaming(plan, run.advanced.stream_updates))
@@ -457,6 +459,7 @@ class _Subject:
         host_updates: why none are made there although there is a GPU tier, or "".
         compute_tier: where layers run.
         packing_warning: as in ``Plan``.
+        flash_note: as in ``Plan``.
         in_place: the frozen layouts that may stay in the model's folder, by name.
         encodings: as in ``StepProgram``.
     """
@@ -469,6 +472,7 @@ class _Subject:
     host_updates: str
     compute_tier: str
     packing_warning: str
+    flash_note: str
     in_place: Mapping[str, FrozenBlock]
     encodings: Mapping[str, Encoding]
 
@@ -481,10 +485,7 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
     if padded is None:
         padded = bool(packing) or run.batch.micro_batch_rows > 1
-    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
-        trace = like.trace
-    else:
-        trace = trace_run(run, graph, padded=padded)
+    run, trace, flash_note = _trace_with_flash(run, graph, padded, like)
     threads = KernelThreads(num_update_threads(run.device.type))
     fused = find_fused(graph)[0] if run.optimizer.optim == "muon" else None
     optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
@@ -492,7 +493,17 @@ def _look_at(run: RunSpec, padded: bool | None, like: Plan | None) -> _Subject:
     on_device, host_updates = _on_device(optimizer, run.traced_on, compute_tier)
     in_place, encodings = find_frozen(run, graph)
     return _Subject(
-        run, graph, trace, optimizer, on_device, host_updates, compute_tier, packing_warning, in_place, encodings
+        run,
+        graph,
+        trace,
+        optimizer,
+        on_device,
+        host_updates,
+        compute_tier,
+        packing_warning,
+        flash_note,
+        in_place,
+        encodings,
     )
 
 
@@ -520,9 +531,73 @@ def takes_liger_kernels(run: RunSpec) -> bool:
     return is_open and run.device.type == "cuda" and has_liger_kernels()
 
 
-def _traced_on(run: RunSpec) -> tuple[str, int, int]:
+def _trace_with_flash(
+    run: RunSpec, graph: ModelGraph, padded: bool, like: Plan | None
+) -> tuple[RunSpec, VisitTrace, str]:
+    """Return a run with its choice of flash attention, its trace, and why it has torch's kernels, or ""."""
+    is_open, note = run.model.table.flash_attention == "auto", ""
+    if is_open and like is not None and like.run.device.type == run.device.type:
+        run = run.with_flash(like.run.flash)
+    elif is_open:
+        kernels, note = choose_flash(run)
+        run = run.with_flash(kernels)
+    elif run.flash != "FA2":
+        check_flash(run)
+    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
+        return run, like.trace, note
+    try:
+        return run, trace_run(run, graph, padded=padded), note
+    except UnsupportedModelError as error:
+        if not is_open or run.flash == "FA2":
+            raise
+        note = _flash_note(error.problem.partition(". Write")[0])
+        run = run.with_flash("FA2")
+    return run, trace_run(run, graph, padded=padded), note
+
+
+def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
+    """Return the kernels of a run that leaves the choice open, and why they are torch's, or ""."""
+    if run.device.type != "cuda":
+        return "FA2", ""
+    if run.model.table.compiler is not None:
+        return "FA2", _flash_note("model.compile makes its own graphs")
+    planned_gpu = _planned_gpu(run)
+    kernels = flash_of_gpu(run.device, planned_gpu)
+    if kernels == "FA2":
+        return "FA2", _flash_note("FA3 and FA4 have no kernels for this GPU")
+    reason = why_unusable(kernels, run.device, planned_gpu)
+    return ("FA2", _flash_note(reason)) if reason else (kernels, "")
+
+
+def check_flash(run: RunSpec) -> None:
+    """See whether the GPU and the packages allow the kernels that a config or a checkpoint names.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    if run.device.type != "cuda":
+        reason = "it needs a GPU"
+    else:
+        reason = why_unusable(run.flash, run.device, _planned_gpu(run))
+    if reason:
+        raise unsupported_flash(run.flash, reason)
+
+
+def _planned_gpu(run: RunSpec) -> str | None:
+    """Return the name of the GPU of another machine; None for a run on this one."""
+    planned = run.tiers.machine
+    if planned is None:
+        return None
+    return "" if planned.profile.gpu is None else planned.profile.gpu.name
+
+
+def _flash_note(reason: str) -> str:
+    return f"model.flash_attention: FA2, torch's own kernels: {reason}"
+
+
+def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
     """Return what a trace of a model depends on: a GPU has other kernels than a CPU."""
-    return run.device.type, run.batch.micro_batch_rows, run.batch.max_length
+    return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
 
 
 def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
@@ -658,6 +733,7 @@ def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | Non
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+        flash_planned(run.flash),
     ):
         return trace_visits(
             graph,

@@ -210,6 +210,7 @@ class Reference:
                 run.uses_liger,
                 run.model.table.mlp_rows,
                 run.model.table.split_experts,  # a sum over parts has other bits
+                *(() if run.flash == "FA2" else (run.flash,)),
             ],
             "libraries": {name: version(name) for name in ("torch", "transformers")},
         }

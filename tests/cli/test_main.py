@@ -60,6 +60,7 @@ class SomePlan:
         )
     )
     packing_warning: str = ""
+    flash_note: str = ""
     carried_tensors: str = ""
 
 

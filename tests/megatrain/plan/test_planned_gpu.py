@@ -8,10 +8,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
+from megatrain.base.errors import UnsupportedModelError
 from megatrain.config import load_config
 from megatrain.converters import documents
 from megatrain.engine import weight_gradients
+from megatrain.engine.attention import AttentionCall
+from megatrain.engine.flash import FlashKernels
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.files import find_machine
 from megatrain.plan.estimate import flops_per_token, work_of_phases
@@ -89,6 +93,31 @@ def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -
     plan = planned(tmp_path, "h200-1.5tb", rows=2 * ROWS, like=like)
     assert plan.graph is like.graph and plan.trace == alone.trace != like.trace
     assert plan.totals == alone.totals and plan.estimate == alone.estimate
+
+
+def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
+    """Fake tensors of the CPU stand for the GPU's. The kernels of the plan decide about the workspace."""
+    table, count = 'use_liger_kernel = false\nflash_attention = "{}"\n', AttentionCall.hidden_nbytes
+    counted: list[tuple[str, bool, int]] = []
+
+    def noted(call: AttentionCall, device: torch.device, *, flash: FlashKernels, **options: bool) -> int:
+        nbytes = count(call, device, flash=flash, **options)
+        counted.append((flash, call.is_backward, nbytes))
+        return nbytes
+
+    with mock.patch.object(AttentionCall, "hidden_nbytes", noted):
+        for asked, chosen in (("FA2", "FA2"), ("FA3", "FA3"), ("auto", "FA3")):
+            counted.clear()
+            plan = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format(asked))
+            assert (plan.run.flash, plan.flash_note) == (chosen, "")
+            backward = {(flash, nbytes) for flash, is_backward, nbytes in counted if is_backward}
+            assert {flash for flash, _, _ in counted} == {chosen}
+            # Gradients of 16 heads of 128 numbers in fp32, at least.
+            assert backward and min(nbytes for _, nbytes in backward) > LENGTH * 16 * 128 * 4
+    narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
+    assert narrow.run.flash == "FA2" and "heads of 80 " in narrow.flash_note
+    with pytest.raises(UnsupportedModelError, match="heads of 80 "):
+        planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("FA3"), head_dim=80)
 
 
 def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""The generation of flash attention behind torch's operators: FA2, which torch contains, or a package's FA3 or FA4.
+
+torch registers a package's kernels for the operators that models call. That concerns the whole process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.nn.attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatrain.base.errors import UnsupportedModelError
+
+__all__ = [
+    "FlashKernels",
+    "check_repeatable",
+    "flash_kernels",
+    "flash_of_gpu",
+    "flash_planned",
+    "planned_flash",
+    "unsupported_flash",
+    "why_unusable",
+]
+
+FlashKernels = Literal["FA2", "FA3", "FA4"]
+
+_PACKAGES = {"FA3": "flash-attn-3", "FA4": "flash-attn-4"}
+_ARCHITECTURES = {"FA3": "Hopper (H100, H200, GH200)", "FA4": "Blackwell (B200, B300, GB200, GB300)"}
+#: Major compute capability -> kernels made for it. Consumer Blackwell (12) has neither.
+_OF_CAPABILITY: dict[int, FlashKernels] = {9: "FA3", 10: "FA4"}
+#: Parts of the names of GPUs, for plans that are made without the GPU.
+_OF_NAME: dict[str, FlashKernels] = {
+    **dict.fromkeys(("H100", "H200", "H20", "H800"), "FA3"),
+    **dict.fromkeys(("B100", "B200", "B300"), "FA4"),
+}
+_planned: FlashKernels = "FA2"
+#: Backwards whose bits are compared, and the shape of their queries: heads, tokens, width.
+_NUM_TRIES, _TRIED_SHAPE, _TRIED_KEY_HEADS = 4, (16, 4096, 128), 4
+
+
+def flash_of_gpu(device: torch.device, planned_gpu: str | None) -> FlashKernels:
+    """Return the newest kernels made for a GPU.
+
+    Args:
+        device: the GPU, if it is in this machine.
+        planned_gpu: the name of a GPU of another machine; None for one of this machine.
+    """
+    if planned_gpu is None:
+        is_nvidia = torch.version.hip is None and torch.version.cuda is not None
+        return _OF_CAPABILITY.get(torch.cuda.get_device_capability(device)[0], "FA2") if is_nvidia else "FA2"
+    # "GH200" and "GB200" contain the names of their GPUs.
+    return next((kernels for name, kernels in _OF_NAME.items() if name in planned_gpu.upper()), "FA2")
+
+
+def why_unusable(kernels: FlashKernels, device: torch.device, planned_gpu: str | None) -> str:
+    """Return why a GPU cannot compute with kernels, and what to install; "" if it can.
+
+    Packages of another machine are taken to be installed there.
+    """
+    if kernels == "FA2":
+        return ""
+    if flash_of_gpu(device, planned_gpu) != kernels:
+        return f"{kernels} needs a GPU of the architecture {_ARCHITECTURES[kernels]}"
+    if planned_gpu is not None:
+        return ""
+    with _activated(kernels) as reason:
+        return reason
+
+
+@contextmanager
+def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = None) -> Iterator[None]:
+    """Let torch's flash attention compute with these kernels.
+
+    Args:
+        kernels: kernels of flash attention.
+        repeatable_on: device on which a package must give the same bits at every run; None for no check.
+
+    Raises:
+        UnsupportedModelError: torch does not have the choice, or the package is missing or does not work.
+    """
+    with _activated(kernels) as reason:
+        if reason:
+            raise unsupported_flash(kernels, reason)
+        if kernels != "FA2" and repeatable_on is not None:
+            check_repeatable(kernels, repeatable_on)
+        yield
+
+
+@contextmanager
+def _activated(kernels: FlashKernels) -> Iterator[str]:
+    """Activate kernels; the context is the reason why that failed, or ""."""
+    attention: Any = torch.nn.attention
+    if kernels == "FA2":
+        yield ""
+        return
+    if not hasattr(attention, "activate_flash_attention_impl"):
+        yield f"torch {torch.__version__} cannot use {kernels}. Install a newer torch"
+        return
+    before, reason = attention.current_flash_attention_impl(), ""
+    try:
+        attention.activate_flash_attention_impl(kernels)
+    except Exception as error:  # the package's own code runs, with errors of every type
+        reason = f"the package {_PACKAGES[kernels]} cannot be used here ({type(error).__name__}: {error}). Install it"
+    try:
+        yield reason
+    finally:
+        if attention.current_flash_attention_impl() is not None:
+            attention.restore_flash_attention_impl()
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+
+
+def unsupported_flash(kernels: FlashKernels, reason: str) -> UnsupportedModelError:
+    """Return the error of kernels that cannot be used, with the remedies."""
+    text = f'{reason}. A new run may write flash_attention = "FA2"; one that began with {kernels} keeps it'
+    return UnsupportedModelError(f'model.flash_attention = "{kernels}"', text)
+
+
+def check_repeatable(kernels: FlashKernels, device: torch.device) -> None:
+    """Compare the bits of a few backwards: some builds of FA3 ignore the flag that asks for determinism.
+
+    Raises:
+        UnsupportedModelError: they differ.
+    """
+    _compare_backwards(kernels, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the plan gives this memory to the run
+
+
+def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
+    heads, tokens, width = _TRIED_SHAPE
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(num_heads: int) -> torch.Tensor:
+        drawn = torch.randn(1, tokens, num_heads, width, generator=generator, device=device, dtype=torch.bfloat16)
+        return drawn.transpose(1, 2).requires_grad_()
+
+    inputs = draw(heads), draw(_TRIED_KEY_HEADS), draw(_TRIED_KEY_HEADS)
+    first: tuple[torch.Tensor, ...] | None = None
+    for _ in range(_NUM_TRIES):
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+            found = torch.autograd.grad(out, inputs, out.detach())
+        first = first or found
+        if not all(map(torch.equal, found, first)):
+            reason = f"the installed {_PACKAGES[kernels]} gives other bits at every run. Install a newer build"
+            raise unsupported_flash(kernels, reason)
+
+
+@contextmanager
+def flash_planned(kernels: FlashKernels) -> Iterator[None]:
+    """Let traces count the workspace of these kernels.
+
+    For the process: the greenlets of a trace have contexts of their own.
+    """
+    global _planned
+    before, _planned = _planned, kernels
+    try:
+        yield
+    finally:
+        _planned = before
+
+
+def planned_flash() -> FlashKernels:
+    """Return the kernels whose workspace a trace counts."""
+    return _planned
