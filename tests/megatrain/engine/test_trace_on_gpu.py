@@ -28,6 +28,7 @@ from megatrain.engine.trace import (
     trace_generation,
     trace_visits,
 )
+from megatrain.plan import planner
 from megatrain_tier_cli.main import command_group
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
@@ -251,7 +252,8 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torch find a GPU."""
+    """Let torch find a GPU, on which liger's kernels are not installed."""
+    monkeypatch.setattr(planner, "has_liger_kernels", lambda: False)  # they run on a GPU alone
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
