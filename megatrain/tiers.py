@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from megatrain.base.drive_readme import write_readme
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
-from megatrain.machine.machine import existing_parent, own_drive_bytes
+from megatrain.machine.machine import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
 from megatrain.plan.placement import FOLDER, DoesNotFitError
@@ -289,9 +288,9 @@ def check_drives(plan: Plan) -> None:
     owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
     drives: dict[int, list[Path]] = {}
     for path in needs:
-        drives.setdefault(existing_parent(path).stat().st_dev, []).append(path)
+        drives.setdefault(file_system_number(path), []).append(path)
     for paths in drives.values():
-        have = shutil.disk_usage(existing_parent(paths[0])).free + sum(owned[path] for path in paths)
+        have = disk_usage(paths[0]).free + sum(owned[path] for path in paths)
         need = sum(needs[path] for path in paths)
         if need > have:
             tier = "output_dir" if paths == [checkpoints] else "nvme"

@@ -256,7 +256,7 @@ def _explain_choice(key: str, shown: str, value: object, expected: str) -> Probl
     near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
     remedy = f'Did you mean "{near[0]}"? ' if near else ""
     if key == "task" and str(value).lower() in _ONLINE_TASKS:
-        remedy = "TRL trains it with megatrain.hf.offloaded(GRPOTrainer): see docs/embedding.md. "
+        remedy = "TRL trains it with megatrain.hf.offloaded(GRPOTrainer). "
     if alias:
         remedy = f'Write "{alias}", which is {str(value).upper()}. '
     listed = ", ".join(f'"{choice}"' for choice in choices) if re.search("'", expected) else expected

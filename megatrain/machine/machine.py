@@ -746,7 +746,7 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
     capacity = 0
     num_sharing = Counter(file_system_number(drive.path) for drive in tiers.table.nvme if drive.size.is_auto)
     for drive in tiers.table.nvme:
-        disk = shutil.disk_usage(existing_parent(drive.path))
+        disk = disk_usage(drive.path)
         margin = tiers.table.safety_margin.resolve(disk.total)
         share = max(0, disk.free - margin) // max(1, num_sharing[file_system_number(drive.path)])
         own = own_drive_bytes(drive.path, output_dir / CHECKPOINTS_NAME)
@@ -766,7 +766,16 @@ def _planned_nvme_bytes(tiers: TierSpecs, planned: PlannedMachine) -> int:
 
 def file_system_number(path: Path) -> int:
     """Return what two paths have in common that lie on one file system."""
-    return existing_parent(path).stat().st_dev
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # another process may remove the folder in between
+            return existing_parent(path).stat().st_dev
+
+
+def disk_usage(path: Path) -> shutil._ntuple_diskusage:
+    """Return total, used and free bytes of the file system that a path is on, or would be on."""
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # as above
+            return shutil.disk_usage(existing_parent(path))
 
 
 def own_drive_bytes(path: Path, checkpoints: Path) -> int:

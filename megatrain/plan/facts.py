@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import psutil
 
 from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.machine.machine import (
-    existing_parent,
+    disk_usage,
     file_system_of,
     gpu_capacity_bytes,
     ram_capacity_bytes,
@@ -78,7 +77,7 @@ def _drives(folder: Path) -> Iterator[Drive]:
 
 
 def _free(path: Path) -> int:
-    return shutil.disk_usage(existing_parent(path)).free
+    return disk_usage(path).free
 
 
 def _objection(file_system: FileSystem, free_bytes: int) -> str:

@@ -6,7 +6,6 @@ A plan is made all the same, as it may be meant for another machine; a run on th
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ def drive_paths(drives: Sequence[NvmeTierConfig]) -> list[DrivePath]:
     """Return where each path of the NVMe tier lies; makes and writes nothing."""
     found = []
     for number, drive in enumerate(drives):
-        disk = shutil.disk_usage(machine.existing_parent(drive.path))
+        disk = machine.disk_usage(drive.path)
         found.append(DrivePath(f"tiers.nvme.{number}", drive, file_system_of(drive.path), disk.free, disk.total))
     return found
 

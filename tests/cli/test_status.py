@@ -155,7 +155,7 @@ def test_what_a_living_run_saved(tmp_path: Path, call: Callable[..., Result]) ->
             400,
             "failed at step 412, 3 min ago: the drive died",
         ),
-        (replace(STATUS, state="done", step=1000), 1000, "done, 1000 steps, 3 min ago"),
+        (replace(STATUS, state="done", step=1000), 1000, "done, 1,000 steps, 3 min ago"),
     ],
 )
 def test_runs_that_ended(
@@ -189,8 +189,8 @@ def test_a_run_whose_drive_holds_other_files_is_not_said_to_go_on(tmp_path: Path
 @pytest.mark.parametrize(
     ("status", "code", "line"),
     [
-        (replace(STATUS, state="done", step=1000), 0, "done, 1000 steps, "),
-        (replace(STATUS, state="done", step=1000, exit_code=0), 0, "done, 1000 steps, "),
+        (replace(STATUS, state="done", step=1000), 0, "done, 1,000 steps, "),
+        (replace(STATUS, state="done", step=1000, exit_code=0), 0, "done, 1,000 steps, "),
         (replace(STATUS, state="stopped", exit_code=75), 75, "stopped at step 412, "),
         (replace(STATUS, state="failed", exit_code=4, message="bad row"), 4, "failed at step 412, "),
         (STATUS, 1, "not running; last seen at step 412, "),

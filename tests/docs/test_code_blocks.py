@@ -30,6 +30,7 @@ NOT_EXECUTED = {
     "docs/heads.md": 1,
     "docs/gpu.md": 3,
     "docs/lora_in_ten_minutes.md": 2,
+    "docs/mutants.md": 1,
     "docs/null_gpu.md": 2,
     "docs/pairs.md": 1,
     "docs/quickstart.md": 1,

@@ -82,7 +82,7 @@ def test_bfloat16_with_rounded_gradients(tiny_model: Path, tmp_path: Path) -> No
     check(kept, again)
 
 
-@pytest.mark.parametrize(("gpu", "num_layers"), [("48MiB", 4), ("20MiB", 2)])
+@pytest.mark.parametrize(("gpu", "num_layers"), [("48MiB", 4), ("12MiB", 2)])
 def test_a_device_tier_keeps_graphs_of_weights_at_home_there(
     gpu: str, num_layers: int, tiny_model: Path, tmp_path: Path
 ) -> None:

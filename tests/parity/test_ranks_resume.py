@@ -68,7 +68,7 @@ def test_another_world_goes_on_with_the_same_bits(
         info = list_checkpoints(out)[-1]
         assert (info.step, info.world, info.problem, info.is_newest) == (step + 1, world, None, True)
         kept = rules_of_newest(out, "auto")
-        assert kept is not None and (kept.num_lanes, kept.micro_batch_tokens) == (4, 2048)
+        assert kept is not None and kept.num_lanes == 4
         if world > 1:
             assert [problems for each, problems in verify_checkpoints(out, step + 1) if each.world > 1] == [[]]
     assert losses == unbroken[0]

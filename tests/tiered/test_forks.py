@@ -97,21 +97,41 @@ def test_a_child_refuses_also_while_a_thread_of_the_parent_holds_the_lock(tmp_pa
             assert "was forked" in in_child(lambda requests=requests: str(store.acquire_many(requests)))  # type: ignore
 
 
+def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
+    """Call a function of this file in a new interpreter.
+
+    Children of pytest's own process may wait for its threads of torch, which no child has.
+    """
+    command = [sys.executable, __file__, check.__name__, str(folder)]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=80)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_child_closes_nothing_and_opens_a_store_of_its_own(tmp_path: Path) -> None:
+    check_in_own_process(check_store_of_child, tmp_path)
+
+
+def check_store_of_child(folder: Path) -> None:
     def work() -> str:
         with store:
             store.close()
-        with made_store(tmp_path / "of_child") as own:
+        with made_store(folder / "of_child") as own:
             return f"{float(own['a'].sum())} {in_child(lambda: str(own['a']))}"
 
-    with made_store(tmp_path) as store:
+    with made_store(folder) as store:
         store.commit().wait()
         found = in_child(work)
         assert found.startswith(f"{float(MiB)} TieredError: process"), found
         assert float(store["a"].sum()) == MiB, "the parent's store works on"
 
 
-def test_memory_of_a_child_never_lies_where_a_slab_of_its_parent_is() -> None:
+def test_memory_of_a_child_never_lies_where_a_slab_of_its_parent_is(tmp_path: Path) -> None:
+    check_in_own_process(check_addresses_of_child, tmp_path)
+
+
+def check_addresses_of_child(folder: Path) -> None:
     slabs = [HostSlab(nbytes) for nbytes in (4096, 64 * KiB, 3 * MiB)]
     addresses = [slab.address for slab in slabs]
 
@@ -206,3 +226,7 @@ def test_a_fork_copies_no_pinned_slab(what: str, nbytes: int) -> None:
         assert int(done.stdout) > nbytes // 2
     else:
         assert int(done.stdout) < nbytes // 4
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Path(sys.argv[2]))

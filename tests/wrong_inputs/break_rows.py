@@ -42,7 +42,6 @@ CONVERSATIONS: dict[str, list[Any]] = {
     "content is null": [USER, {"role": "assistant", "content": None}],
     "content is a number": [USER, {"role": "assistant", "content": 7}],
     "content is an image": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ASSISTANT],
-    "content of empty parts": [{"role": "user", "content": []}, ASSISTANT],
     "nobody answers": [USER],
     "only a system prompt": [{"role": "system", "content": "x"}],
     "an empty answer": [USER, {"role": "assistant", "content": ""}],
