@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.attention
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatrain.base.errors import UnsupportedModelError
@@ -143,7 +142,7 @@ def _compare_backwards(kernels: FlashKernels, device: torch.device) -> None:
     inputs = draw(heads), draw(_TRIED_KEY_HEADS), draw(_TRIED_KEY_HEADS)
     first: tuple[torch.Tensor, ...] | None = None
     for _ in range(_NUM_TRIES):
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with torch.enable_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             out = scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
             found = torch.autograd.grad(out, inputs, out.detach())
         first = first or found

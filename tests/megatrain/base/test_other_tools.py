@@ -27,7 +27,7 @@ def test_each_of_our_keys_in_the_table_exists() -> None:
 
 
 def test_no_advice_on_names_that_are_ours() -> None:
-    assert {name for name in TRANSLATIONS if full_keys_of_leaf(name)} == {"dtype"}
+    assert {name for name in TRANSLATIONS if full_keys_of_leaf(name)} == {"dtype", "flash_attention"}
     assert not {*ACCEPTED, *ALWAYS_ON} & set(TRANSLATIONS), "these are accepted"
 
 
