@@ -16,8 +16,10 @@ from megatrain.converters import documents
 from megatrain.engine import weight_gradients
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import FlashKernels
+from megatrain.engine.trace import trace_visits
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.files import find_machine
+from megatrain.plan import planner
 from megatrain.plan.estimate import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -105,7 +107,10 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
         counted.append((flash, call.is_backward, nbytes))
         return nbytes
 
-    with mock.patch.object(AttentionCall, "hidden_nbytes", noted):
+    with (
+        mock.patch.object(AttentionCall, "hidden_nbytes", noted),
+        mock.patch.object(planner, "trace_visits", trace_visits),  # no trace of an earlier plan
+    ):
         for asked, chosen in (("FA2", "FA2"), ("FA3", "FA3"), ("auto", "FA3")):
             counted.clear()
             plan = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format(asked))
