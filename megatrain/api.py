@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatrain.data.loader import StepBatch
     from megatrain.data.rows_report import DataError, DataReport
     from megatrain.data.sources import is_hub_name, source_files
-    from megatrain.data.stream import open_dataset
+    from megatrain.data.stream import changed_sources, open_dataset
     from megatrain.engine.weight_gradients import GradientAccumulator
     from megatrain.machine import machine
     from megatrain.machine.files import machine_toml
@@ -163,6 +163,7 @@ __all__ = [
     "DataReport",
     "StepBatch",
     "TokenDataset",
+    "changed_sources",
     "is_hub_name",
     "load_evaluation_sets",
     "make_samplers",
@@ -331,7 +332,10 @@ _NAMES = {
         "is_hub_name",
         "source_files",
     ),
-    "data.stream": ("open_dataset",),
+    "data.stream": (
+        "changed_sources",
+        "open_dataset",
+    ),
     "tasks.evaluation": (
         "load_evaluation_sets",
         "make_samplers",

@@ -33,6 +33,7 @@ from megatrain.api import (
     TokenDataset,
     TransformersVersionError,
     already_done,
+    changed_sources,
     check_changes,
     check_drives,
     check_loggers,
@@ -80,6 +81,7 @@ from megatrain.base.names import FINAL_NAME
 from megatrain.base.owner import living_owner
 from megatrain.config.resolved import (
     changes_from,
+    is_by_contents,
     with_commit,
     with_flash,
     with_fused,
@@ -90,6 +92,7 @@ from megatrain.config.resolved import (
 from megatrain.data.rows_report import check_losses
 from megatrain.models.export import check_target
 from megatrain.models.folder import some
+from tiered import checksum
 from tiered.errors import TieredError, UnusableDirectoryError
 from tiered.ext import check_ours
 from tiered.units import format_size
@@ -212,7 +215,31 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
     decays = {"weight_decay_exclude": before.optimizer.weight_decay_exclude}
     now = now.model_copy(update={"optimizer": now.optimizer.model_copy(update=decays)})
     changes = changes_from(state.config_toml, now)
-    check_changes(changes, candidates[0], {}, state.data_fingerprint, allow=False, on_notice=lambda text: None)
+    device = machine.resolve_device(config.device)
+    dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
+    of_model = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    model_config = Path(config.model.model_name_or_path, "config.json")
+    if model_config.is_file():
+        of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
+
+    def find_others() -> list[str]:
+        """Return what else differs, as far as no row has to be tokenized."""
+        lines = [
+            f"{change} (if the contents differ)"
+            for change in changes.free
+            if is_by_contents(change) and not (state.sources and change.key.endswith(".path"))
+        ]
+        return [*lines, *changed_sources(config.data, state.sources)]
+
+    check_changes(
+        changes,
+        candidates[0],
+        of_model,
+        state.data_fingerprint,
+        allow=False,
+        on_notice=lambda text: None,
+        find_others=find_others,
+    )
 
 
 class _Checkup:

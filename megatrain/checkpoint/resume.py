@@ -235,6 +235,7 @@ def check_changes(
     *,
     allow: bool,
     on_notice: Callable[[str], None],
+    find_others: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Compare the config, the model and the data with those of a checkpoint.
 
@@ -242,6 +243,10 @@ def check_changes(
         changes: what differs between the checkpoint's config and this run's.
         checkpoint: to go on from.
         model: as in ``RunState``, of this run.
+        data_fingerprint: Checksum of the rows, as ``BatchLoader.fingerprint`` returns it.
+        allow: Whether such a checkpoint is continued.
+        on_notice: Called with messages for the user.
+        find_others: Returns further lines for a refusal. It is called only if there is one.
 
     Raises:
         ConfigChangedError: a key that alters results, or the data, is another, and ``allow`` is not set.
@@ -265,7 +270,7 @@ def check_changes(
         ways = ", name another output_dir, or accept it with --allow-config-change"
         raise ConfigChangedError(
             f"this config would continue {checkpoint} with other results:\n"
-            + "".join(f"  {line}\n" for line in altering)
+            + "".join(f"  {line}\n" for line in [*altering, *find_others()])
             + f"Undo that{ways if is_readable else ' or name another output_dir'}"
         )
     if altering:

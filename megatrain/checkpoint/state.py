@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -32,7 +32,6 @@ _PROGRAM = "megatrain-tier"
 #: Losses that a state keeps of either end of a run.
 NUM_LOSSES = 10
 _ANOTHER = "Use another checkpoint"
-_NOT_ALWAYS_THERE = ("versions", "first_losses", "last_losses", "arithmetic", "best", "cursor", "save_number")
 
 
 class CheckpointError(Exception):
@@ -116,6 +115,7 @@ class RunState:
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
         save_number: grows with each save of the run, over all its folders and copies, and orders them; 0: not counted.
+        sources: Checksum of each source's files; empty if not recorded. They find other data before it is tokenized.
         best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
     """
 
@@ -144,6 +144,7 @@ class RunState:
     best: Mapping[str, Any] | None = None
     cursor: Mapping[str, Any] | None = None
     save_number: int = 0
+    sources: tuple[str, ...] = ()
 
     def to_meta(self) -> dict[str, Any]:
         """Return the ``meta`` of the commit."""
@@ -168,7 +169,8 @@ class RunState:
             raise CheckpointError(
                 f"{where} has format {found}, this version reads up to {CHECKPOINT_FORMAT}: upgrade {_PROGRAM}"
             )
-        missing = [f.name for f in fields(cls) if f.name not in meta and f.name not in _NOT_ALWAYS_THERE]
+        required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+        missing = [name for name in required if name not in meta]
         if missing:
             raise CheckpointError(f"{where} lacks {', '.join(missing)}: it is damaged. {_ANOTHER}")
         values = {f.name: meta[f.name] for f in fields(cls) if f.name in meta}

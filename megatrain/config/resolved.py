@@ -303,8 +303,13 @@ def difference(before: RunConfig, now: RunConfig) -> Difference:
         if _changes_length(key, before, now):
             altering.append(change)
         else:
-            (by_contents if alters(key) == "by contents" else free).append(change)
+            (by_contents if is_by_contents(change) else free).append(change)
     return Difference(tuple(altering), tuple(by_contents), tuple(free))
+
+
+def is_by_contents(change: Change) -> bool:
+    """Return whether a change alters results only if what the key names has other contents."""
+    return alters(plain(parse_path(change.key))) == "by contents"
 
 
 def _changes_length(key: str, before: RunConfig, now: RunConfig) -> bool:

@@ -173,24 +173,21 @@ class TokenCache:
         """
         try:
             state = file.stat()
-            stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
-            name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
-            memory = self._folder / _CHECKSUMS / f"{name}.json"
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                known = json.loads(memory.read_text(encoding="utf-8"))
-                if known["stamp"] == stamp:
-                    return str(known["checksum"])
-            digest = xxhash.xxh3_64()
-            with file.open("rb", buffering=0) as stream:
-                while piece := stream.read(_READ_BYTES):
-                    digest.update(piece)
         except OSError as error:
-            raise DataError(str(file), f"the file cannot be read: {error.strerror or error}") from None
+            raise _unreadable(file, error) from None
+        stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
+        name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
+        memory = self._folder / _CHECKSUMS / f"{name}.json"
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            known = json.loads(memory.read_text(encoding="utf-8"))
+            if known["stamp"] == stamp:
+                return str(known["checksum"])
+        found = read_checksum(file)
         if time.time() - state.st_mtime > _SETTLED_S:
             with contextlib.suppress(OSError):
                 memory.parent.mkdir(exist_ok=True)
-                _write_whole(memory, {"stamp": stamp, "checksum": digest.hexdigest()})
-        return digest.hexdigest()
+                _write_whole(memory, {"stamp": stamp, "checksum": found})
+        return found
 
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[None]:
@@ -284,6 +281,26 @@ class TokenCache:
         with contextlib.suppress(OSError):
             os.rename(folder, aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_checksum(file: Path) -> str:
+    """Return the checksum of a file's contents.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    digest = xxhash.xxh3_64()
+    try:
+        with file.open("rb", buffering=0) as stream:
+            while piece := stream.read(_READ_BYTES):
+                digest.update(piece)
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    return digest.hexdigest()
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    return DataError(str(file), f"the file cannot be read: {error.strerror or error}")
 
 
 def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> Arrays:

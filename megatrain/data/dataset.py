@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.base.batch_keys import IGNORED_LABEL
-from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key
+from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key, read_checksum
 from megatrain.data.chat import RowEncoder
 from megatrain.data.encoding import PLAIN, WHAT_IT_IS, Encoder, EncodingOptions, Overlong, TokenWriter
+from megatrain.data.files import suffix_of
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
 from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Labels
@@ -112,6 +113,7 @@ class TokenDataset:
         image_starts: where those of each document begin, and the end. Empty: no document has any.
         roles: for each document, what it is in an example of preferences, and which labels are behind its tokens
             (``data/labels.py``). Empty: nothing.
+        source_checksums: Checksum of each source's files. Empty if the rows come from no file.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -128,6 +130,7 @@ class TokenDataset:
     image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    source_checksums: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.begins_row):
@@ -265,6 +268,7 @@ def load_dataset(
 
     weights = tuple(source.weight for source in data.table.train)
     folder = cache_folder(data.table.cache_dir, on_message)
+    cache = None
     if folder is None:
         dataset = _in_memory(encode)
     else:
@@ -273,12 +277,24 @@ def load_dataset(
         described = "" if processor is None else processor.describe()
         key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
         dataset = _opened(cache.get(key, encode))
-    dataset = replace(dataset, weights=weights)
+    dataset = replace(dataset, weights=weights, source_checksums=source_checksums(files, cache))
     if data.table.val_size is not None:
         dataset = hold_out(dataset, data.table.val_size, data.seed)
     if not len(dataset.epoch_documents(data.seed)):
         raise DataError("data.train", "with these weights no document is left", "Raise data.train.0.weight")
     return dataset
+
+
+def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) -> tuple[str, ...]:
+    """Return the checksum of each source's files: their contents, kinds and order, not their names.
+
+    Args:
+        files: Files of each source.
+        cache: Remembers checksums of files. None: the files are read.
+    """
+    of_file = read_checksum if cache is None else cache.file_checksum
+    described = ("\n".join(f"{suffix_of(file)} {of_file(file)}" for file in paths) for paths in files)
+    return tuple(checksum(text.encode()) for text in described)
 
 
 def _encode_sources(

@@ -21,23 +21,41 @@ import numpy as np
 import numpy.typing as npt
 
 from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.data.cache import TokenCache, cache_folder
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import DataSpec, InMemory, OnMessage, TokenDataset, check_ids, load_dataset
+from megatrain.data.dataset import (
+    DataSpec,
+    InMemory,
+    OnMessage,
+    TokenDataset,
+    check_ids,
+    load_dataset,
+    source_checksums,
+)
 from megatrain.data.encoding import Encoder, num_characters
 from megatrain.data.formats import Row, to_row
 from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, RowError, SourceCounts, check_losses
 from megatrain.data.shards import ShardError, Shards
+from megatrain.data.sources import is_hub_name, source_files
 from megatrain.data.table import weights_at
 from tiered import checksum
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.data.table import DatasetConfig
+    from megatrain.data.table import DataConfig, DatasetConfig
 
-__all__ = ["StreamDataset", "StreamLoader", "open_dataset", "open_stream", "refuse_streams", "rows_in_order"]
+__all__ = [
+    "StreamDataset",
+    "StreamLoader",
+    "changed_sources",
+    "open_dataset",
+    "open_stream",
+    "refuse_streams",
+    "rows_in_order",
+]
 
 #: Streams of random numbers, beside those of the loader, of weights and of what is held out.
 _SHARDS, _ROWS, _ORDER = 4, 5, 6
@@ -187,11 +205,46 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         np.zeros(1, dtype=np.int64),
         report,
         known_largest_id=0,
+        source_checksums=tuple(_checksum_of_shards(shards) for shards in streams),
         data=data,
         tokenizer=copy.deepcopy(tokenizer),  # used by a thread of its own
         streams=streams,
         on_message=on_message,
     )
+
+
+def _checksum_of_shards(shards: Shards) -> str:
+    return checksum(repr(shards.describe()).encode())
+
+
+def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
+    """Return a line for each source whose files have other contents than before. Tokenizes nothing.
+
+    Data sets on the hub are left out, as reading them would fetch them.
+
+    Args:
+        table: ``[data]``.
+        before: ``TokenDataset.source_checksums`` of an earlier start. Empty if it recorded none.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    if before and len(before) != len(table.train):
+        return [f"data.train: the number of sources: {len(before)} -> {len(table.train)}"]
+    folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
+    cache = None if folder is None else TokenCache(folder)
+    lines = []
+    for number, (source, old) in enumerate(zip(table.train, before, strict=False)):
+        if table.streaming:
+            new = _checksum_of_shards(Shards(source.path))
+        elif is_hub_name(source.path):
+            continue
+        else:
+            (new,) = source_checksums([source_files(source.path, source.subset, source.split)], cache)
+        if new != old:
+            what = "the shards have other names or sizes" if table.streaming else "the files have other contents"
+            lines.append(f"data.train.{number}: {what} ({source.path})")
+    return lines
 
 
 def refuse_streams(data: DataSpec, what: str) -> None:

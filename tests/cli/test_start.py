@@ -43,6 +43,32 @@ def test_no_plan_before_an_error(
     assert "total MiB" not in result.output and "fits" not in result.output
 
 
+def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) -> None:
+    """Changed keys, files and ``config.json`` come in one message, before a row is tokenized or the model planned."""
+    run = trained.copy(tmp_path / "w")
+    words = ("--set", "lr_scheduler_type=cosine", "--set", f"data.cache_dir={tmp_path / 'tokens'}")
+    (run.folder / "moved.txt").write_bytes((run.folder / "data.txt").read_bytes())
+    wrong = ("--set", "learning_rate=5e-4", *words)
+    moved = run.run(*wrong, "--set", f"data.train.0.path={run.folder / 'moved.txt'}", steps=4)
+    assert moved.exit_code == 2 and "data.train" not in moved.stderr, "the same rows elsewhere"
+    (run.folder / "data.txt").write_text("other rows\n")
+    path = run.folder / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "comment": "new"}))
+    wrong = (*wrong, "--set", "data.train.0.max_samples=5")
+    result = run.run(*wrong, steps=4)
+    assert result.exit_code == 2, result.output
+    for line in (
+        "  optimizer.learning_rate: 0.001 -> 0.0005\n",
+        "  the model's config.json, as a checksum: ",
+        "  data.train.0.max_samples: not set -> 5 (if the contents differ)\n",
+        f"  data.train.0: the files have other contents ({run.folder / 'data.txt'})\n",
+    ):
+        assert line in result.stderr, result.stderr
+    assert not list((tmp_path / "tokens").glob("*/manifest.json")), "nothing is tokenized"
+    checked = " ".join(run.call("check", run.folder / "run.toml", "--skip-weights", *wrong).output.split())
+    assert "learning_rate: 0.001 -> 0.0005" in checked and "the rows of [[data.train]] are others" in checked
+
+
 def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: SavedRun, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "w")
     words = ("--set", "optimizer.state_dtype=bfloat16", "--set", "lr_scheduler_type=cosine")
