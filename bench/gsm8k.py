@@ -44,7 +44,7 @@ from megatrain.data.loader import StepBatch
 from megatrain.resolve import resolve_evaluation
 from megatrain.tasks.evaluation import load_evaluation_sets
 from megatrain.trainer import Trainer
-from megatrain.verify.proof import make_plain_optimizer
+from megatrain.verify import make_plain_optimizer
 
 #: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows), and Adam's first
 #: steps divide by gradients near zero, which carries differences on from step to step.
@@ -309,9 +309,7 @@ def run_plainly(
     source = config.model.model_name_or_path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="sdpa")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    optimizer = make_plain_optimizer(
-        list(model.named_parameters()), trainer.run.optimizer, trainer.run.optimizer.learning_rate
-    )
+    optimizer = make_plain_optimizer(model.named_parameters(), trainer.run.optimizer)
     warmup = int(table.warmup_steps if table.warmup_steps >= 1 else math.ceil(table.warmup_steps * len(batches)))
     schedule = get_scheduler(table.lr_scheduler_type, optimizer, warmup, len(batches))
     rows = test_rows(trainer)

@@ -116,6 +116,12 @@ _SHORT_NAMES = {
     "rank": "lora.r",
 }
 
+#: (Command, removed option) -> the replacement.
+_REMOVED_OPTIONS = {
+    ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "
+    "--set training.gradient_lanes=N: the losses in metrics.jsonl have the same bits",
+}
+
 #: Shell -> how to have it complete commands and options.
 _SHELLS = {
     "bash": 'eval "$(megatrain-tier completion bash)"      # in ~/.bashrc',
@@ -220,6 +226,10 @@ class CommandGroup(click.Group):
 
 def _advised(error: click.NoSuchOption) -> click.UsageError:
     """Say how a key of the config is set that was written as an option; drop what only looks a little like it."""
+    command = "" if error.ctx is None else str(error.ctx.info_name)
+    replacement = _REMOVED_OPTIONS.get((command, error.option_name))
+    if replacement is not None:
+        return click.UsageError(f"`{command}` no longer has {error.option_name}. {replacement}", error.ctx)
     word = error.option_name.lstrip("-").replace("-", "_")
     from megatrain.config.keys import full_keys_of_leaf
 

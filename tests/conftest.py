@@ -59,7 +59,7 @@ LONG_MATRICES = (
     "tests/megatrain/optim/test_triton_elementwise.py::test_interpreted",
     "tests/megatrain/ranks/test_failures.py",
     "tests/megatrain/test_lora.py",
-    "tests/megatrain/verify/",
+    "tests/megatrain/models/test_small.py",
     "tests/cli/test_doctor.py",
     "tests/examples/test_embed_examples.py",
     "tests/cli/test_ranks.py",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -231,8 +230,8 @@ class SmallModel:
     num_parameters: int
 
 
-def default_config() -> PretrainedConfig:
-    """Return the model that is used where no config names one: a small Llama."""
+def _default_config() -> PretrainedConfig:
+    """Return the config of a small Llama."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -260,12 +259,18 @@ def no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def write_small_model(config: PretrainedConfig, folder: Path, *, attn_implementation: str, seed: int) -> SmallModel:
+def write_small_model(
+    config: PretrainedConfig | None, folder: Path, *, attn_implementation: str, seed: int
+) -> SmallModel:
     """Write a scaled-down copy of ``config`` with random weights, a tokenizer, and text.
+
+    Args:
+        config: config of the whole model; None for a small Llama.
 
     Raises:
         UnsupportedModelError: no small copy of it can be built and run.
     """
+    config = config or _default_config()
     model = small_model(config, attn_implementation, seed)
     model.save_pretrained(folder / "model")
     tokenizer = _write_tokenizer(folder / "tokenizer")
@@ -273,11 +278,6 @@ def write_small_model(config: PretrainedConfig, folder: Path, *, attn_implementa
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     num_layers = int(model.config.num_hidden_layers)
     return SmallModel(folder / "model", tokenizer, text, str(config.model_type), num_layers, num_parameters)
-
-
-def kept_patterns(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the globs that still name a parameter: the small copy has fewer layers."""
-    return [pattern for pattern in patterns if any(fnmatchcase(name, pattern) for name in names)]
 
 
 def _write_tokenizer(folder: Path) -> Path:
