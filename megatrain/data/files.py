@@ -10,7 +10,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,8 @@ TEXT_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".txt")
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 EXTRA = "pip install 'megatrain-tier[data]'"
 _READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
+#: Names of shards of MosaicML's streaming, also compressed.
+_MDS = re.compile(r"\.mds(\.\w+)?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # beside saved datasets
 _LISTS_WITHIN_ROWS = (
@@ -82,6 +84,7 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
         raise DataError(path, "there is no such file or folder", "Check the path; it is relative to the config file")
     if split not in (None, "train"):
         raise DataError(path, f'split = "{split}" needs a folder or a dataset of the hub', "Leave split out")
+    refuse_mds(map(str, files))
     for file in files:
         if suffix_of(file) not in (*TEXT_SUFFIXES, *ARROW_SUFFIXES):
             raise DataError(
@@ -90,12 +93,25 @@ def find_files(path: str, split: str | None = None) -> list[Path]:
     return files
 
 
+def refuse_mds(names: Iterable[str]) -> None:
+    """Raise `DataError` if one of the files is a shard of MosaicML's streaming."""
+    for name in names:
+        if _MDS.search(name):
+            raise DataError(
+                name,
+                "MDS shards are not supported",
+                "Convert them to .jsonl or .parquet: write each row of streaming.StreamingDataset as one line of JSON",
+            )
+
+
 def _in_folder(folder: Path) -> list[Path]:
-    files = sorted(
+    found = sorted(folder.rglob("*"))
+    refuse_mds(map(str, found))
+    files = [
         file
-        for file in folder.rglob("*")
+        for file in found
         if suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _NOT_DATA and file.is_file()
-    )
+    ]
     if not files:
         raise DataError(str(folder), "the folder holds no data file", f"Files that are read: {_READ_AS}")
     return files

@@ -6,31 +6,25 @@ import gzip
 import io
 import itertools
 import json
-import math
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import IO, Any
 
-import numpy as np
-
-from megatrain.data.files import EXTRA, LINE_PER_ROW, MAX_ROW_BYTES, too_large, unpacked_rows
+from megatrain.data.files import EXTRA, LINE_PER_ROW, MAX_ROW_BYTES, refuse_mds, too_large, unpacked_rows
 from megatrain.data.rows_report import DataError
-from tiered.units import MiB, format_size
+from tiered.units import MiB
 
 __all__ = ["Shard", "ShardError", "Shards"]
 
-#: How the names of shards end, but for those of MDS, which an index names.
+#: File name endings of shards.
 _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _PACKED = (".gz", ".zst", ".zstd")
-_INDEX_NAME = "index.json"
-_READ_AS = ".jsonl (also with .gz, .zst or .zstd behind it), .parquet, and folders of MDS shards with their index.json"
+_READ_AS = ".jsonl (also with .gz, .zst or .zstd behind it) and .parquet"
 _BLOCK_BYTES = 8 * MiB
 _ROWS_OF_BATCH = 256
-#: A shard of MDS is held whole: who wrote it chose its size, 64 MiB where nothing else was said.
-_MAX_MDS_BYTES = 1 << 30
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _GLOB = re.compile(r"[*?\[]")
 
@@ -47,13 +41,11 @@ class Shard:
         path: for its file system.
         name: without what all shards of the source begin with.
         nbytes: size as it lies there.
-        mds: its entry in the index; empty: it is no shard of MDS.
     """
 
     path: str
     name: str
     nbytes: int
-    mds: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Shards:
@@ -99,7 +91,7 @@ class Shards:
             DataError: what it holds is damaged.
         """
         shard = self.shards[index]
-        read = self._mds_rows if shard.mds else self._parquet_rows if _ends(shard.path, _PARQUET) else self._lines
+        read = self._parquet_rows if _ends(shard.path, _PARQUET) else self._lines
         try:
             with closing(read(shard, start)) as rows:
                 yield from rows
@@ -112,16 +104,11 @@ class Shards:
 
     def _found(self) -> list[Shard]:
         files, root = self._files, self._root
-        if _GLOB.search(root):
-            listed = files.glob(root, detail=True)
-        else:
-            listed = files.find(root, detail=True)
-            index = [name for name in listed if name.rpartition("/")[2] == _INDEX_NAME]
-            if index:
-                return [shard for name in sorted(index) for shard in self._of_index(name)]
+        listed = files.glob(root, detail=True) if _GLOB.search(root) else files.find(root, detail=True)
         sizes = {name: int(info.get("size") or 0) for name, info in listed.items() if info.get("type") != "directory"}
         if not sizes:
             raise DataError(self.path, "there is no such file or folder, or nothing in it", "Check the path")
+        refuse_mds(sorted(sizes))
         names = [name for name in sorted(sizes) if _ends(_unpacked(name), _LINES) or _ends(name, _PARQUET)]
         if not names:
             raise DataError(
@@ -129,22 +116,6 @@ class Shards:
             )
         common = len(names[0].rpartition("/")[0]) if len(names) == 1 else len(_common_folder(names))
         return [Shard(name, name[common:].lstrip("/"), sizes[name]) for name in names]
-
-    def _of_index(self, name: str) -> Iterator[Shard]:
-        folder = name.rpartition("/")[0]
-        try:
-            entries = json.loads(self._files.cat_file(name))["shards"]
-            for entry in entries:
-                if entry["format"] != "mds":
-                    raise DataError(name, f'its shards are of format "{entry["format"]}"', f"Shards are {_READ_AS}")
-                there = entry["zip_data"] or entry["raw_data"]
-                base = str(there["basename"])
-                if "/" in base or base.startswith(".."):
-                    raise DataError(name, f"it names the shard '{base}', which would lie elsewhere")
-                relative = f"{folder[len(self._root) :]}/{base}".lstrip("/")
-                yield Shard(f"{folder}/{base}", relative, int(there["bytes"]), entry)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(name, f"this is no index of MDS shards: {error!r}", "Write the data set again") from None
 
     # -- rows of one -------------------------------------------------------------------------------------------------
 
@@ -179,36 +150,6 @@ class Shards:
                             yield f"{shard.path} row {next(number)}", value
                         at += batch.num_rows
                 first += count
-
-    def _mds_rows(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
-        nbytes = int(shard.mds["raw_data"]["bytes"])
-        if nbytes > _MAX_MDS_BYTES:
-            raise DataError(
-                shard.path,
-                f"a shard of MDS is held whole, and this one has {format_size(nbytes)}",
-                f"Write shards of at most {format_size(_MAX_MDS_BYTES)} (size_limit)",
-            )
-        data = self._files.cat_file(shard.path)
-        if shard.mds["zip_data"]:
-            kind = str(shard.mds["compression"]).partition(":")[0]
-            if kind not in ("zstd", "gz"):
-                raise DataError(shard.path, f'its compression "{kind}" is not read', "Write it with zstd, or without")
-            with _decompressed(".zst" if kind == "zstd" else ".gz", io.BytesIO(data)) as file:
-                data = file.read(nbytes + 1)
-        if len(data) != nbytes:
-            raise DataError(shard.path, f"it has {len(data)} bytes, and its index says {nbytes}", "Fetch it again")
-        count = int(np.frombuffer(data, "<u4", 1)[0])
-        if count != int(shard.mds["samples"]):
-            raise DataError(shard.path, f"it has {count} rows, and its index says {shard.mds['samples']}")
-        offsets = np.frombuffer(data, "<u4", count + 1, 4)
-        decoders = [_decoder(kind) for kind in shard.mds["column_encodings"]]
-        columns = list(zip(shard.mds["column_names"], shard.mds["column_sizes"], decoders, strict=True))
-        for row in range(start, count):
-            where, sample = f"{shard.path} row {row + 1}", data[offsets[row] : offsets[row + 1]]
-            try:
-                yield where, _sample(sample, columns)
-            except (ValueError, IndexError) as error:
-                raise DataError(where, f"this is no row of its columns: {error}", "Fetch the shard again") from None
 
     def _unreadable(self, path: str, error: Exception) -> ShardError:
         text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -273,64 +214,3 @@ def _decompressed(path: str, file: Any) -> IO[bytes]:
     pyarrow = _pyarrow(path)
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
     return io.BufferedReader(_Raw(stream), _BLOCK_BYTES)
-
-
-# -- MDS: rows of MosaicML's streaming --------------------------------------------------------------------------------
-#
-# A shard is the number of its rows (uint32), where each begins and where the last one ends (uint32), some JSON that
-# repeats the index, and the rows. A row is the sizes (uint32) of those of its values whose columns have none, and the
-# values one after the other.
-
-_Columns = Sequence[tuple[str, int | None, Callable[[bytes], Any]]]
-_SCALARS = ["uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
-#: Of arrays whose column does not say it: the byte before the values -> their type.
-_ARRAY_TYPES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
-    64: "uint64", 65: "int64", 66: "float64",
-}  # fmt: skip
-
-
-def _sample(data: bytes, columns: _Columns) -> dict[str, Any]:
-    open_sizes = [name for name, size, _ in columns if not size]
-    sizes = iter(np.frombuffer(data, "<u4", len(open_sizes)).tolist())
-    at, found = 4 * len(open_sizes), dict[str, Any]()
-    for name, size, decode in columns:
-        end = at + (size or next(sizes))
-        if end > len(data):
-            raise ValueError(f"`{name}` would end behind it")
-        found[name] = decode(data[at:end])
-        at = end
-    return found
-
-
-def _decoder(encoding: str) -> Callable[[bytes], Any]:
-    kind, _, rest = encoding.partition(":")
-    if kind == "int":
-        kind = "int64"
-    if kind in _SCALARS:
-        return lambda data: np.frombuffer(data, f"<{np.dtype(kind).str[1:]}", 1)[0].item()
-    if kind == "str":
-        return lambda data: data.decode("utf-8")
-    if kind == "json":
-        return lambda data: json.loads(data)
-    if kind in ("str_int", "str_float"):
-        return lambda data: (int if kind == "str_int" else float)(data.decode("utf-8"))
-    if kind == "ndarray":
-        dtype, _, shape = rest.partition(":")
-        return partial(_array, dtype=dtype, is_fixed=bool(shape))
-    return lambda data: None  # bytes, images, and what only pickle could read: no text
-
-
-def _array(data: bytes, *, dtype: str, is_fixed: bool) -> list[Any]:
-    """Return the values of an array, flat; texts of tokens have one dimension."""
-    at = 0
-    if not dtype:
-        dtype, at = _ARRAY_TYPES[data[0]], 1
-    if not is_fixed:
-        ndim, width = data[at] >> 2, 1 << (data[at] & 3)
-        shape = np.frombuffer(data, f"<u{width}", ndim, at + 1)
-        at += 1 + ndim * width
-        count = math.prod(shape.tolist())
-    else:
-        count = (len(data) - at) // np.dtype(dtype).itemsize
-    return list(np.frombuffer(data, f"<{np.dtype(dtype).str[1:]}", count, at).tolist())

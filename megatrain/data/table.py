@@ -171,7 +171,7 @@ class DataConfig(Table):
     )
     streaming: bool = key(
         "Read [[data.train]] while the run goes on, without a first pass and a cache: folders, files, patterns or URLs "
-        "(s3://, gs://, hf:// ...) of shards, .jsonl, .jsonl.gz, .jsonl.zst, .parquet or MDS. Checkpoints hold a "
+        "(s3://, gs://, hf:// ...) of shards, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. Checkpoints hold a "
         "cursor, from which a run goes on to the bit. Needs training.max_steps.",
         False,
         alters="by contents",

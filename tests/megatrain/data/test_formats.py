@@ -136,6 +136,7 @@ BAD: dict[str, tuple[str, str | bytes, str]] = {
     "broken json": ("a.json", '[{"text": "x"},]', "a.json line 1: broken JSON at column"),
     "parquet": ("a.parquet", b"PAR1", "a.parquet: this is no .parquet file that can be read"),
     "arrow": ("a.arrow", b"ARROW", "a.arrow: this is no .arrow file that can be read"),
+    "mds": ("shard.00000.mds", b"", "shard.00000.mds: MDS shards are not supported. Convert them to .jsonl or .parquet"),
     "other": ("a.xlsx", b"PK", '".xlsx" files are not read. Files that are read: .jsonl (one object per line), .json (a list of objects), .csv'),
 }  # fmt: skip
 

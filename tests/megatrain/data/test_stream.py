@@ -319,15 +319,6 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
     assert own != loader_of(tokenizer, source).fingerprint()
 
 
-def test_arrays_of_tokens_in_mds(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "WINDOW_ROWS", 5)
-    (tmp_path / "a").mkdir()
-    rows = [{"input_ids": list(range(2 + number, 9 + number))} for number in range(5)]
-    written.write_mds(tmp_path / "a", [rows[:3], rows[3:]])
-    loader = loader_of(tokenizer, {"path": str(tmp_path / "a")}, packing=False, rows=1, count=1)
-    assert sorted(ids for _, ids in _documents(loader, 5)) == [row["input_ids"] for row in rows]
-
-
 @pytest.mark.parametrize(
     ("name", "contents", "said"),
     [
@@ -335,8 +326,8 @@ def test_arrays_of_tokens_in_mds(tokenizer: Any, tmp_path: Path, monkeypatch: py
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00torn", "a.jsonl.gz: it cannot be read"),
         ("a.jsonl.zst", b"(\xb5/\xfdtorn", "a.jsonl.zst: it cannot be read"),
         ("a.parquet", b"PAR1torn", "a.parquet: it cannot be read"),
-        ("index.json", b'{"shards": [{"format": "mds"}]}', "this is no index of MDS shards"),
-        ("index.json", b'{"shards": [{"format": "csv"}]}', 'its shards are of format "csv"'),
+        ("shard.00000.mds", b"", "shard.00000.mds: MDS shards are not supported. Convert them to .jsonl or .parquet"),
+        ("shard.00000.mds.zstd", b"", "shard.00000.mds.zstd: MDS shards are not supported"),
         ("a.csv", b"text\nsea\n", "nothing there can be read as a stream"),
         ("a.jsonl", b"\n\n", "none of its shards has a row"),
     ],
