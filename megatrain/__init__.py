@@ -110,4 +110,14 @@ def _ask_for_repeatable_products() -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def _let_idle_threads_sleep() -> None:
+    """Have OpenMP's threads sleep instead of spin while they wait for work, unless the user chose a wait policy.
+
+    A spinning thread takes a core from the threads that transfer and update blocks. The library reads the variable
+    when it is loaded, so this changes nothing in a process that has imported torch already.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
 _ask_for_repeatable_products()
+_let_idle_threads_sleep()

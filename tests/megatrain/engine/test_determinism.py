@@ -187,3 +187,17 @@ def test_mkl_is_set_unless_a_user_has_set_it(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     megatrain._ask_for_repeatable_products()
     assert os.environ["MKL_CBWR"] == "COMPATIBLE"
+
+
+@pytest.mark.parametrize(("chosen", "found"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
+def test_openmp_threads_sleep_while_they_wait_unless_a_user_chose(chosen: dict[str, str], found: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "true", **chosen}
+    done = subprocess.run(
+        [sys.executable, "-c", "import megatrain, torch"],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert f"OMP_WAIT_POLICY = '{found}'" in done.stderr
