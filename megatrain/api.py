@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from megatrain.plan.measure import PlanTimer, measure_ticks
     from megatrain.plan.placement import DoesNotFitError
     from megatrain.plan.plan import Plan, RunSpec
-    from megatrain.plan.planner import check_ranks, plan_run
+    from megatrain.plan.planner import check_positions, check_ranks, plan_run
     from megatrain.plan.simulate import measured_rates, simulate_step
     from megatrain.ranks.affinity import cores_of_rank
     from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
         resolve_preference,
         resolve_tiers,
     )
-    from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
+    from megatrain.rows import check_token_ids, make_loader, tokenizer_of
     from megatrain.run.loggers import METRICS_NAME, check_loggers
     from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
     from megatrain.run.status import FINAL_STATES, RunStatus, read_status
@@ -356,6 +356,7 @@ _NAMES = {
         "RunSpec",
     ),
     "plan.planner": (
+        "check_positions",
         "check_ranks",
         "plan_run",
     ),
@@ -414,7 +415,6 @@ _NAMES = {
         "init_by_file",
     ),
     "rows": (
-        "check_positions",
         "check_token_ids",
         "make_loader",
         "tokenizer_of",

@@ -101,7 +101,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerFast
 
-    from megatrain.api import DataReport
     from megatrain.config.schema import RunConfig
 
 #: What a problem is about: the config or the model, room, data, or storage that failed.
@@ -338,6 +337,7 @@ class _Checkup:
             check_positions(model, config.data.max_length, graph)
         except ConfigError as error:
             yield from (CheckResult("model", "problem", str(each), "config") for each in error.problems)
+            self._is_planned = False
         for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
             yield CheckResult("model", "warning", text)
 
@@ -369,9 +369,7 @@ class _Checkup:
         head = str(dataset.report).splitlines()[0]
         proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
         yield CheckResult("data", "ok", f"{head}{proven}")
-        for note in task_of(self._config.task, resolve_preference(self._config)).notes(dataset):
-            yield CheckResult("data", note.severity, note.text)
-        yield from self._rows_left_out(dataset.report)
+        yield from self._remarks("data", dataset)
         if self._bad_rows == "drop":
             for text in check_losses(
                 dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
@@ -393,26 +391,35 @@ class _Checkup:
                 found.append(problem("data", each))
         yield from found or [problem("data", error)]
 
-    def _rows_left_out(self, report: DataReport) -> Iterator[CheckResult]:
+    def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Iterator[CheckResult]:
+        """Yield what is worth knowing about the rows of a data set: what the task says, then rows that are left out.
+
+        Args:
+            subject: As in ``CheckResult``.
+            dataset: Its rows.
+            name: In front of each text.
+        """
+        report = dataset.report
+        for note in task_of(self._config.task, resolve_preference(self._config)).notes(dataset):
+            yield CheckResult(subject, note.severity, f"{name}{note.text}")
         if report.empty_files is not None and self._bad_rows == "error":
-            yield CheckResult("data", "problem", f"{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
-        for each in report.dropped:
-            text = f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
-            if self._bad_rows == "error":
-                yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
-            else:
-                yield CheckResult("data", "note", text)
+            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
+        left_out = [
+            f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})" for each in report.dropped
+        ]
         if report.num_untrained:
-            text = f"{_count(report.num_untrained, 'row')} without a trained token (first: {report.first_untrained})"
+            count = _count(report.num_untrained, "row")
+            left_out.append(f"{count} without a trained token (first: {report.first_untrained})")
+        for text in left_out:
             if self._bad_rows == "error":
-                yield CheckResult("data", "problem", f"{text}. {_ENDS_THE_RUN}", "data")
+                yield CheckResult(subject, "problem", f"{name}{text}. {_ENDS_THE_RUN}", "data")
             else:
-                yield CheckResult("data", "note", text)
+                yield CheckResult(subject, "note", f"{name}{text}")
         for each in report.untrained_turns:
             text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
-            yield CheckResult("data", "note", text)
+            yield CheckResult(subject, "note", f"{name}{text}")
         for severity, text in report.remarks():
-            yield CheckResult("data", severity, text)
+            yield CheckResult(subject, severity, f"{name}{text}")
 
     def _look_at_plan(self) -> Iterator[CheckResult]:
         if self._graph is None or not self._is_planned:
@@ -444,6 +451,8 @@ class _Checkup:
         sets = load_evaluation_sets(spec, self._plan, self._tokenizer, said.append, self._dataset, warnings.append)
         yield from (CheckResult("eval data", "ok", text.splitlines()[0]) for text in said)
         yield from (CheckResult("eval data", "warning", text) for text in warnings)
+        for each in sets if self._config.data.eval else ():
+            yield from self._remarks("eval data", each.loader.dataset, f"{each.name}: ")
         make_samplers(spec, plans_of_evaluations(spec, self._plan), sets, self._tokenizer)
 
     def _look_at_drives(self) -> Iterator[CheckResult]:

@@ -4,35 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatrain.base.errors import ConfigError, Problem
 from megatrain.data.dataset import TokenDataset, check_ids
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.loader import BatchLoader
 from megatrain.data.scores import TeacherScores, tokenizer_checksum
 from megatrain.data.stream import StreamDataset, StreamLoader
-from megatrain.models.graph import ModelGraph, num_learned_positions
 from megatrain.tasks.distillation import Distillation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.converters.spec import ModelSpec
+    from megatrain.models.graph import ModelGraph
     from megatrain.plan.plan import Plan
 
-__all__ = ["check_positions", "check_token_ids", "make_loader", "tokenizer_of"]
-
-
-def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
-    """Refuse rows that are longer than the positions which the model has learned.
-
-    Raises:
-        ConfigError: names data.max_length.
-    """
-    positions = num_learned_positions(graph)
-    if positions is not None and max_length > positions:
-        message = f"data.max_length = {max_length}, but this model has {positions} positions"
-        problem = Problem("data.max_length", message, f"Write at most {positions}")
-        raise ConfigError(model.name, [problem])
+__all__ = ["check_token_ids", "make_loader", "tokenizer_of"]
 
 
 def tokenizer_of(model: ModelSpec) -> PreTrainedTokenizerFast:

@@ -30,7 +30,7 @@ from megatrain.open_run import OpenRun, open_run, open_weights
 from megatrain.plan.forward import check_weights, forward_run, plan_forward
 from megatrain.plan.limits import refuse
 from megatrain.resolve import check_scorable, resolve
-from megatrain.rows import check_positions, check_token_ids, tokenizer_of
+from megatrain.rows import check_token_ids, tokenizer_of
 from megatrain.run.folder import RunFolder
 from megatrain.run.signals import RunSignals
 from megatrain.tasks.passes import Passes
@@ -139,7 +139,6 @@ class Scorer:
         check_scorable(config)
         self._config, self._table = config, config.score
         self._observer, self._activity = observer or RunObserver(), activity or Activity()
-        check_positions(self.plan.run.model, self.plan.run.batch.max_length, self.plan.graph)
 
     def run(self) -> ScoreSummary:
         """Score what is not scored yet.

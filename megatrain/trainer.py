@@ -48,7 +48,7 @@ from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
-from megatrain.rows import check_positions, check_token_ids, make_loader, tokenizer_of
+from megatrain.rows import check_token_ids, make_loader, tokenizer_of
 from megatrain.run.folder import LockKeeper, RunFolder, open_to_all
 from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
 from megatrain.run.record import write_plan, write_summary
@@ -148,7 +148,6 @@ class Trainer:
         self._saver: Saver | None = None
         self._start_weights: StartWeights | None = None
         self._told_at_start: list[str] = []
-        check_positions(self.run.model, self.run.batch.max_length, self.plan.graph)
 
     # -- the run -------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,7 @@ from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
 from megatrain.models.folder import ModelFolderError
+from megatrain.models.graph import num_learned_positions
 from megatrain.models.in_place import buffer_bytes, frozen_blocks, unread_block
 from megatrain.models.load import open_loader
 from megatrain.optim.average import EMA
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatrain.base.layout import UnitLayout
+    from megatrain.converters.spec import ModelSpec
     from megatrain.engine.encoding import Encoding
     from megatrain.machine.machine import LoadedProfile, MachineProfile
     from megatrain.models.graph import ModelGraph
@@ -727,8 +729,26 @@ def _least_bytes(subject: _Subject, profile: LoadedProfile, padded: bool | None,
             return capacity
 
 
+def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
+    """Refuse rows that are longer than the positions which the model has learned.
+
+    Raises:
+        ConfigError: names data.max_length.
+    """
+    positions = num_learned_positions(graph)
+    if positions is not None and max_length > positions:
+        message = f"data.max_length = {max_length}, but this model has {positions} positions"
+        problem = Problem("data.max_length", message, f"Write at most {positions}")
+        raise ConfigError(model.name, [problem])
+
+
 def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
-    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given."""
+    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given.
+
+    Raises:
+        ConfigError: as ``check_positions``.
+    """
+    check_positions(run.model, run.batch.max_length, graph)
     # As the run will be: which kernels there are to choose from, and what they take, depends on it.
     with (
         deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),

@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from megatrain.converters.fused import find_fused
+from megatrain.models.graph import num_learned_positions
 
 if TYPE_CHECKING:
     from megatrain.converters.spec import ModelSpec
@@ -74,8 +75,8 @@ def _fused(graph: ModelGraph, optimizer: OptimizerConfig) -> Iterator[str]:
 
 def _positions(graph: ModelGraph, length: int, *, from_scratch: bool) -> Iterator[str]:
     positions = getattr(graph.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(positions, int) or not 1 < positions < length:
-        return
+    if not isinstance(positions, int) or not 1 < positions < length or num_learned_positions(graph) is not None:
+        return  # the plan refuses rows that are longer than learned positions
     what = f"data.max_length = {length}, but the model's config.json says max_position_embeddings = {positions}"
     if from_scratch:
         yield f"{what}: programs that load it may cut there. Write at most {positions}, or raise it in config.json"

@@ -57,6 +57,39 @@ def test_all_is_well(run: SavedRun) -> None:
     assert lines[-1] == "no problem found"
 
 
+def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
+    """They are those of the training rows, with the name of the set."""
+    rows = [{"prompt": f"hello {n}", "completion": "" if n % 9 == 0 else "end <|endoftext|> here"} for n in range(20)]
+    (run.folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tables = {"more": '[[data.eval]]\npath = "held.jsonl"\n[evaluation]\neval_strategy = "steps"\neval_steps = 1\n'}
+    words = ("--set", "task=sft", "--set", "data.packing=false", "--skip-weights", "--json")
+    train = [*words, "--set", f"data.train.0.path={run.folder / 'held.jsonl'}"]
+    of_training = findings(check(run, *train, **tables))["data"]
+    of_eval = [each for each in findings(check(run, *train, **tables))["eval data"] if each["severity"] == "note"]
+    notes = [each["text"] for each in of_training if each["severity"] == "note"]
+    assert [each["text"] for each in of_eval] == [f"held: {text}" for text in notes]
+    assert "3 rows without a trained token (first: " in notes[0] and "line 1)" in notes[0]
+    assert "the text of 17 rows holds <|endoftext|>" in notes[1] and len(notes) == 2
+
+
+def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
+    """A classifier of them is refused once, before a trace of its model, by every command that plans."""
+    size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bert = {"model_type": "bert", "vocab_size": 1024, "max_position_embeddings": 16, **size}
+    (run.folder / "model/config.json").write_text(json.dumps(bert))
+    (run.folder / "labels.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
+    path = f"data.train.0.path={run.folder / 'labels.jsonl'}"
+    words = [word for value in ("task=classify", path, 'classify.labels=["a", "b"]') for word in ("--set", value)]
+    words += ["--set", "model.train_from_scratch=true"]
+    message = "data.max_length = 32, but this model has 16 positions. Write at most 16"
+    result = check(run, *words, "--skip-weights")
+    said = " ".join(result.stdout.split())
+    assert result.exit_code == 2 and said.count("max_length = 32") == 1 and message in said, result.output
+    for command in ("plan", "run"):
+        result = run.call(command, run.folder / "run.toml", *words)
+        assert result.exit_code == 2 and message in result.output, result.output
+
+
 def test_everything_is_wrong_at_once(run: SavedRun) -> None:
     (run.folder / "model/model.safetensors").write_bytes(b"short")
     (run.folder / "data.txt").unlink()
