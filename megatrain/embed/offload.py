@@ -388,7 +388,16 @@ class Calls:
         return bool(self._running)
 
     def begin(self, owner: object) -> Call:
-        """Record a forward before anything of it can fail: torch runs the hooks after it in any case."""
+        """Record a forward before anything of it can fail: torch runs the hooks after it in any case.
+
+        Raises:
+            OffloadError: torch.jit traces the forward: it would record addresses of slots that other weights take.
+        """
+        if torch._C._get_tracing_state() is not None:
+            raise OffloadError(
+                "torch.jit.trace cannot record a module whose weights are in a tiered store. Write it with "
+                "save_pretrained(folder) or state_dict(), and trace an ordinary module with those weights"
+            )
         call = Call(owner, _caller())
         self._running.append(call)
         return call

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["TierStrategy"]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, for tab completion."""
+    return sorted(__all__)
+
+
 _PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 #: Optimizers of the last fit of a module: its parameters have their state until the next fit.
 _LAST_OPTIMIZERS: WeakKeyDictionary[nn.Module, list[TieredOptimizer]] = WeakKeyDictionary()

@@ -305,6 +305,18 @@ def test_load_state_dict(home: str, store: TieredStore) -> None:
     module(x()).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_traces_of_jit_are_refused(store: TieredStore) -> None:
+    """In each way that starts one; the module computes on as before."""
+    model = make().eval()
+    expected = model(x())
+    megatrain.offload(model, store)
+    for module in (model, model[0], nn.Sequential(model)):
+        with pytest.raises(OffloadError, match=r"torch\.jit\.trace cannot record.*ordinary module"):
+            torch.jit.trace(module, x())
+    assert torch.equal(model(x()), expected)
+
+
 def test_copies_and_pickles_are_refused(store: TieredStore) -> None:
     module = megatrain.offload(make(), store)
     for spoil in (
