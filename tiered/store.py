@@ -98,18 +98,18 @@ class TieredStore(BlockMapping):
     def open(cls, path: str, tiers: Sequence[Tier], generation: int | None = None, **options: Any) -> TieredStore:
         """Return a store with the blocks of a committed generation (default: the newest), contents verified.
 
-        The newest is the one that the top file names. Where that file is older than the generations, as in a copy of a
-        live directory, it is the newest whole generation, and ``on_notice`` reports it.
+        The newest is the newest whole one: ``on_notice`` reports newer ones that are damaged, and a top file that is
+        older than the generations, as in a copy of a live directory. A generation that is given must be whole.
 
         Blocks get the home that they had if ``tiers`` has a tier of that name, else the slowest tier.
 
         Raises:
-            GenerationError: nothing committed there, or written by a newer format.
-            CorruptBlockError: damaged.
+            GenerationError: nothing committed there, or written by a newer format; or a part is missing.
+            CorruptBlockError: damaged bytes.
         """
         store = cls(tiers, path=path, overwrite=True, **options)
         try:
-            store._generations.open(generation, store.register)
+            store._generations.open(generation, store.register, store.unregister)
         except BaseException:
             store.close()
             raise

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import GenerationError, GenerationReader, KiB, MiB, NvmeTier, RamTier, Tier, TieredStore, TransferError
+from tiered import (
+    CorruptBlockError,
+    GenerationError,
+    GenerationReader,
+    KiB,
+    MiB,
+    NvmeTier,
+    RamTier,
+    Tier,
+    TieredStore,
+    TransferError,
+)
 from tiered.durable import manifest
 from tiered.durable.manifest import (
     MANIFEST_NAME,
@@ -104,6 +115,47 @@ def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: s
     shutil.rmtree(tmp_path / "drive/snap/00000002")
     with pytest.raises(GenerationError, match=r"no generation in .* is whole: generation 3 is not whole"):
         GenerationReader(tmp_path / "drive")
+
+
+@pytest.mark.parametrize("is_moved", [False, True], ids=["in place", "moved"])
+@pytest.mark.parametrize("damaged", [1, 2, 3])
+@pytest.mark.parametrize("part", ["byte", "file"])
+def test_damaged_generations_are_reported_and_passed_over(
+    part: str, damaged: int, is_moved: bool, tmp_path: Path
+) -> None:
+    """The newest whole generation is opened, as runs resume from it; one that is named is never another."""
+    make(tmp_path / "made", 3, keep=3)
+    root = tmp_path / "made"
+    if is_moved:
+        root = root.rename(tmp_path / "moved")
+    numbers = list(range(3, 3 - damaged, -1))
+    for number in numbers:
+        file = root / f"drive/snap/{number:08d}" / ("b/c" if number % 2 else "a") / "c/0"
+        if part == "file":
+            file.unlink()
+        else:
+            contents = bytearray(file.read_bytes())
+            file.unlink()  # it may be linked in other generations
+            contents[100] ^= 1
+            file.write_bytes(contents)
+    before = {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
+    error = CorruptBlockError if part == "byte" else GenerationError
+    with pytest.raises(error, match=r"b/c"):
+        TieredStore.open(str(root / "drive"), tiers(root), generation=3)
+    if damaged == 3:
+        with pytest.raises(error, match=r"b/c"):
+            TieredStore.open(str(root / "drive"), tiers(root))
+        return
+    notices: list[str] = []
+    with TieredStore.open(str(root / "drive"), tiers(root), on_notice=notices.append) as store:
+        assert value_of(store) == 3 - damaged and sorted(store) == sorted(KEYS)
+        (notice,) = notices
+        assert all(f"generation {number} cannot be used: " in notice for number in numbers), notice
+        assert notice.endswith(f"Generation {3 - damaged} is the newest whole one and is used"), notice
+        assert before == {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
+        write(store, 9)
+        assert store.commit().generation == 4
+    assert opened_value(root) == 9
 
 
 def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> None:

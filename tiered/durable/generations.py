@@ -39,7 +39,14 @@ from tiered.durable.ownership import (
 )
 from tiered.durable.reader import GenerationReader
 from tiered.durable.zarr_folder import list_members
-from tiered.errors import CapacityError, GenerationError, TransferError
+from tiered.errors import (
+    CapacityError,
+    CorruptBlockError,
+    GenerationError,
+    NewerFormatError,
+    TieredError,
+    TransferError,
+)
 from tiered.file_io import folder_clashes
 from tiered.leasing import Leasing
 from tiered.locks import lock_directory
@@ -301,31 +308,72 @@ class Generations:
             self._loaded(reader)
             return reader.manifest
 
-    def open(self, generation: int | None, register: Register) -> None:
+    def open(self, generation: int | None, register: Register, unregister: Callable[..., None]) -> None:
         """Register the blocks of a committed generation in an empty store, with verified contents.
+
+        Args:
+            generation: Its number. None: the newest whole one; newer ones that are damaged are reported.
+            register: Registers a block.
+            unregister: Forgets blocks.
 
         Raises:
             GenerationError: there is no such generation, or a part is missing.
-            CorruptBlockError: damaged bytes.
+            CorruptBlockError: damaged bytes. Without a number: no generation is whole, and this is the newest.
             CapacityError: the tiers are too small.
         """
         with self._committing:
             reader = self._reader(generation)
-            loader = self._loader(reader)
-            for key in reader.blocks:
-                spec = reader.spec(key)
-                home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
-                register(key, spec.shape, spec.dtype, home=home)
-                loader.fill(key)  # block by block: files that adopting sets free serve the next one
+            try:
+                self._fill(reader, register)
+            except (CorruptBlockError, GenerationError) as error:
+                if generation is not None:
+                    raise
+                older = self._fill_older(reader, error, register, unregister)
+                if older is None:
+                    raise
+                reader = older
             self._loaded(reader)
+
+    def _fill(self, reader: GenerationReader, register: Register) -> None:
+        loader = self._loader(reader)
+        for key in reader.blocks:
+            spec = reader.spec(key)
+            home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
+            register(key, spec.shape, spec.dtype, home=home)
+            loader.fill(key)  # block by block: files that adopting sets free serve the next one
+
+    def _fill_older(
+        self, newest: GenerationReader, error: TieredError, register: Register, unregister: Callable[..., None]
+    ) -> GenerationReader | None:
+        """Fill the store from the newest whole generation that is older than a damaged one; None if there is none."""
+        problems = [f"generation {newest.generation} cannot be used: {error}"]
+        for number in newest_first(newest.path):
+            unregister(*self._movement.blocks)
+            if number >= newest.generation:
+                continue
+            try:
+                reader = self._open_reader(number)
+                self._fill(reader, register)
+            except NewerFormatError:
+                raise
+            except (CorruptBlockError, GenerationError) as other:
+                problems.append(f"generation {number} cannot be used: {other}")
+            else:
+                self._notice(". ".join([*problems, f"Generation {number} is the newest whole one and is used"]))
+                return reader
+        return None
 
     def _reader(self, generation: int | None) -> GenerationReader:
         if self.path is None:
             raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
-        reader = GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
+        reader = self._open_reader(generation)
         if reader.notice is not None:
             self._notice(reader.notice)
         return reader
+
+    def _open_reader(self, generation: int | None) -> GenerationReader:
+        assert self.path is not None
+        return GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
 
     def _loader(self, reader: GenerationReader) -> _Loader:
         store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
