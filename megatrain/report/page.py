@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -45,6 +46,7 @@ def render_page(history: RunHistory, figures: Figures, other: tuple[RunHistory, 
         tiles=list(_tiles(figures)),
         parts=list(_parts(figures)),
         comparison=[row for row in _comparison(figures) if row[1] != "-" or row[2] != "-"],
+        checkpoints=_checkpoints(figures),
         evaluations=list(_evaluations(figures)),
         drawings=[drawing for drawing in drawings if drawing is not None],
         frame=FRAME,
@@ -67,7 +69,6 @@ def _template_environment() -> Environment:
         "duration": format_duration,
         "rank_line": format_rank,
         "moment": lambda text: text.replace("T", " ").replace("+00:00", " UTC"),  # ISO 8601
-        "seconds": "{:.2f} s".format,
         "share": "{:.1%}".format,
         "size": format_size,
     }
@@ -118,14 +119,20 @@ def _comparison(figures: Figures) -> Iterator[tuple[str, str, str, str]]:
     """Yield (name, planned, measured, note)."""
     yield "seconds per step", *_pair(figures.step_s, format_duration), _difference(figures.step_s)
     for tier, peak in figures.tiers.items():
+        if not (peak.planned or peak.measured):
+            continue
         limit = figures.capacity_bytes.get(tier)
         note = "planned is the least that it needs" + (f"; capacity {format_size(limit)}" if limit else "")
         yield f"{tier}, most in use", *_pair(peak, format_size), note
     for link, moved in figures.links.items():
+        if not (moved.planned or moved.measured):
+            continue
         note = _joined(_difference(moved), figures.link_paths.get(link, ""))
         yield f"{link} per step", *_pair(moved, format_size), note
     for path, drive in figures.drives.items():
         written = drive.bytes_per_step
+        if not (written.planned or written.measured or drive.nbytes or drive.lifetime_bytes):
+            continue
         note = _joined(_difference(written), _wear(drive))
         yield f"written per step, {path}", *_pair(written, format_decimal_size), note
 
@@ -153,6 +160,21 @@ def _wear(drive: PathWrites) -> str:
     if drive.share_of_limit is not None:
         text += f": {drive.share_of_limit:.1%} of max_written {format_decimal_size(drive.limit_bytes or 0)}"
     return text
+
+
+def _checkpoints(figures: Figures) -> list[list[str]]:
+    """Return a row for each checkpoint, below the names of the columns; without columns of which all are 0."""
+    columns: list[tuple[str, str, Callable[[Any], str]]] = [
+        ("after step", "step", "{:,}".format),
+        ("size", "nbytes", format_size),
+        ("written", "written_bytes", format_size),
+        ("linked", "linked_bytes", format_size),
+        ("took", "seconds", "{:.2f} s".format),
+        ("training waited", "stall_s", "{:.2f} s".format),
+    ]
+    shown = [column for column in columns if any(line.get(column[1]) for line in figures.checkpoints)]
+    rows = [[format_value(line.get(key, 0)) for _, key, format_value in shown] for line in figures.checkpoints]
+    return [[name for name, _, _ in shown], *rows]
 
 
 def _evaluations(figures: Figures) -> Iterator[Sequence[str]]:

@@ -168,6 +168,21 @@ def test_evaluations_come_from_the_summary_where_no_metrics_were_kept(tmp_path: 
     assert "eval    book: loss inf, perplexity inf at step 5" in report_lines(figures)
 
 
+def test_the_page_has_no_row_or_column_of_zeros(tmp_path: Path) -> None:
+    links = {"ram->nvme": MIB, "nvme->ram": MIB, "folder->ram": 0}
+    plan = PLAN | {"link_bytes_per_step": links, "peak_bytes": {**PLAN["peak_bytes"], "gpu": 0}}  # type: ignore[dict-item]
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0], plan=plan)
+    assert cells_of(page_of(folder), "Checkpoints") == [["3", "9.00 MiB", "1.00 MiB", "8.00 MiB", "1.50 s", "0.25 s"]]
+    names = [row[0] for row in cells_of(page_of(folder), "Planned and measured")]
+    assert {"ram->nvme per step", "nvme, most in use"} <= {*names}
+    assert not {"folder->ram per step", "gpu, most in use"} & {*names}, names
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines.replace('"stall_s": 0.25', '"stall_s": 0.0').replace(str(8 * MIB), "0"))
+    page = page_of(folder)
+    assert cells_of(page, "Checkpoints") == [["3", "9.00 MiB", "1.00 MiB", "1.50 s"]]
+    assert "linked" not in page and "training waited" not in page
+
+
 def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
     page = page_of(leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25]))
     assert check_page(page) == 10  # a bar and nine charts
