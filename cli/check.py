@@ -7,7 +7,6 @@ import gc
 import json
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DATA, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED
 from .options import config_options, json_option
-from .terminal import Spinner, without_collector
+from .terminal import Spinner, without_collector, wrap_words
 
 if TYPE_CHECKING:
     from megatrain.checkup import CheckResult
@@ -76,22 +75,12 @@ def command(
 
 
 def _print(finding: CheckResult) -> None:
-    width = max(40, shutil.get_terminal_size().columns) if sys.stdout.isatty() else _PLAIN_WIDTH
-    lines = finding.text.splitlines() or [""]
-    indent = " " * 21
-    wrapped = [
-        line
-        for number, text in enumerate(lines)
-        for line in textwrap.wrap(
-            text,
-            width - len(indent),
-            subsequent_indent="" if number == 0 else "  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-            drop_whitespace=True,
-        )
-    ]
-    mark = click.style(f"{finding.severity:<7}", fg=_COLOURS[finding.severity])
-    click.echo(f"{mark}  {finding.subject:<12}{wrapped[0] if wrapped else ''}")
-    for line in wrapped[1:]:
-        click.echo(indent + line)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PLAIN_WIDTH
+    head = f"{finding.severity:<7}  {finding.subject:<12}"
+    indent = len(head) if width >= 2 * len(head) else 2
+    lines = wrap_words(head + finding.text.partition("\n")[0], width, indent=indent)
+    for text in finding.text.splitlines()[1:]:
+        lines += wrap_words(" " * indent + text, width, indent=indent + 2)
+    click.echo(click.style(lines[0][:7], fg=_COLOURS[finding.severity]) + lines[0][7:])
+    for line in lines[1:]:
+        click.echo(line)

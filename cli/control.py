@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 from .options import json_option, records_of
+from .terminal import wrap_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -163,13 +163,9 @@ def _print(seen: _Seen) -> None:
 
 def echo_wrapped(text: str, *, indent: int = 2) -> None:
     """Print text; on a terminal each line is wrapped between words, and continued lines are indented."""
+    if sys.stdout.isatty():
+        text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
-        if sys.stdout.isatty():
-            width, lead = max(40, shutil.get_terminal_size().columns), len(line) - len(line.lstrip())
-            line = textwrap.fill(
-                line.lstrip(), width, initial_indent=" " * lead, subsequent_indent=" " * indent,
-                break_long_words=False, break_on_hyphens=False,
-            )  # fmt: skip
         click.echo(line)
 
 

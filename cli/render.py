@@ -6,7 +6,6 @@ import dataclasses
 import io
 import json
 import shlex
-import textwrap
 import threading
 from collections import deque
 from pathlib import Path
@@ -38,8 +37,10 @@ from megatrain.base.observer import (
 from megatrain.base.progress import Activity, Moment
 from tiered.units import GiB, MiB, format_duration, format_size
 
+from .terminal import wrap_words
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from megatrain.plan.plan import Plan
@@ -50,6 +51,7 @@ _CLOSE_TIMEOUT_S = 5.0  # for a stopped terminal
 _SHORTEST_TEXTS, _LONGEST_TEXTS, _SHORTEST_BAR = 47, 54, 8  # columns
 _LONGEST_NAME = 24
 
+_LEAST_TABLE = 50  # columns of a terminal that a table of tiers has room in
 PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 
@@ -85,7 +87,11 @@ def print_plan(
         console.out(json.dumps(values), highlight=False)
         return
     console.print(Text(show.headline(plan), style="bold"))
-    console.print(plan_table(plan))
+    if console.width < _LEAST_TABLE:
+        for line in _narrow_plan(plan):
+            print_line(console, line, indent=2)
+    else:
+        console.print(plan_table(plan))
     print_line(console, show.process_line(process_memory(plan)), indent=16)
     if moved := "  ".join(f"{link} {format_size(nbytes)}" for link, nbytes in plan.traffic.items() if nbytes):
         print_line(console, f"moved per step  {moved}", indent=16)
@@ -113,6 +119,20 @@ def print_plan(
         console.print(Text(f"fits{where}", style="green"))
 
 
+def _narrow_plan(plan: Plan) -> Iterator[str]:
+    """Yield ``plan_table`` as lines that can be wrapped."""
+    from megatrain.plan.show import table_rows
+
+    def sizes_of(sizes: Mapping[str, int]) -> str:
+        return ", ".join(f"{tier} {format_size(sizes[tier])}" for tier in plan.tiers if sizes.get(tier))
+
+    for kind, sizes, note in table_rows(plan):
+        if any(sizes.values()):
+            yield f"{kind}: {sizes_of(sizes)}; {note}"
+    yield f"total: {sizes_of(plan.totals)}"
+    yield f"budget: {sizes_of({tier: plan.budgets.get(tier, 0) for tier in plan.tiers if plan.totals.get(tier)})}"
+
+
 def print_line(console: Console, text: str, *, indent: int = 7, style: str = "") -> None:
     """Print text; on a terminal it is wrapped between words.
 
@@ -123,12 +143,7 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
         style: as rich names it.
     """
     if console.is_terminal:
-        width, below = max(console.width, 2 * indent), " " * indent
-        parts = [
-            textwrap.wrap(line, width, subsequent_indent=below, break_long_words=False, break_on_hyphens=False) or [""]
-            for line in text.splitlines()
-        ]
-        text = "\n".join(line for lines in parts for line in lines)
+        text = "\n".join(wrap_words(text, console.width, indent=indent))
     console.print(Text(text, style=style), soft_wrap=True)
 
 

@@ -12,6 +12,7 @@ import select
 import shutil
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ __all__ = [
     "screens",
     "shown",
     "without_collector",
+    "wrap_words",
 ]
 
 #: Object of the context of a command that is its process's only one.
@@ -41,6 +43,8 @@ OWN_PROCESS = object()
 FRAMES = ("\u280b\u2819\u2839\u2838\u283c\u2834\u2826\u2827\u2807\u280f", "|/-\\")
 _CLEAR = "\r\x1b[K"
 _INTERVAL_S = 0.1
+#: Fewest columns of continued lines that are worth an indent.
+_LEAST_WRAPPED = 20
 _SILENT_S = 1.0  # of a command whose stderr is no terminal
 _SHOWN_FROM_S = 2.0  # before that, seconds would only flicker
 #: Errors of a write to a closed terminal or a broken pipe.
@@ -52,6 +56,25 @@ _HARMLESS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh])|\r\n|[\n\t]|\x1b\]8;[^\x00-
 #: C0 and C1 controls, DEL, and the signs that turn the direction in which a line is read.
 _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
+    """Return the lines of a text, each wrapped between words.
+
+    Args:
+        text: May have several lines.
+        width: Columns.
+        indent: Columns before a continued line; 2 where too few are left next to so many.
+    """
+    below = " " * (indent if width - indent >= _LEAST_WRAPPED else min(indent, 2))
+    lines = []
+    for line in text.splitlines():
+        lead = line[: len(line) - len(line.lstrip())]
+        lines += textwrap.wrap(
+            line.lstrip(), width, initial_indent=lead, subsequent_indent=below,
+            break_long_words=False, break_on_hyphens=False,
+        ) or [""]  # fmt: skip
+    return lines
 
 
 class Spinner:

@@ -211,3 +211,15 @@ def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -
         assert " ".join(stream.getvalue().split()) == " ".join(text.split())
         assert len(lines) == (4 if is_terminal else 2)
         assert not is_terminal or lines[1].startswith(" " * 7 + "word")
+
+
+@pytest.mark.parametrize("indent", [0, 7, 16, 21])
+@pytest.mark.parametrize("width", [20, 32, 40, 60])
+def test_words_and_numbers_stay_whole_on_narrow_terminals(cli_module: CliModule, width: int, indent: int) -> None:
+    text = "process         about 507.01 MiB of RAM: 504.71 MiB of Python\n  and libraries"
+    lines = cli_module("terminal").wrap_words(text, width, indent=indent)
+    assert [word for line in lines for word in line.split()] == text.split()
+    assert max(map(len, lines)) <= width
+    assert cli_module("terminal").wrap_words("", width, indent=indent) == []
+    (path,) = cli_module("terminal").wrap_words("/" + "x" * 70, width, indent=indent)
+    assert len(path) == 71, "a path is one word"
