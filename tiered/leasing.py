@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -17,7 +17,7 @@ from tiered.events import Event
 from tiered.movement import Movement
 from tiered.records import NO_THREAD, Block, Copy, Lease, LeaseGroup
 from tiered.schedule import Access, Mode, Trace
-from tiered.tiers.base import Slot, Tier
+from tiered.tiers.base import Slot, StreamTier, Tier
 from tiered.transfer import Transfer, Waiting
 
 #: (key, tier, mode), as ``TieredStore.acquire_many`` takes them.
@@ -25,6 +25,12 @@ Request = tuple[str, str, Mode]
 
 _MODES = get_args(Mode)
 _MODES_TEXT = "'r' reads, 'rw' changes, 'w' overwrites without reading"
+
+
+def _streams_of(tiers: Mapping[str, StreamTier], names: Collection[str], stream: Any) -> Mapping[str, Sequence[Any]]:
+    """Return the streams whose kernels will use leases in some tiers: the current one of each, and the caller's."""
+    found = {name: (tiers[name].current_stream(), stream) for name in names if name in tiers}
+    return {name: [each for each in streams if each is not None] for name, streams in found.items()}
 
 
 class Leasing:
@@ -60,10 +66,11 @@ class Leasing:
             raise ValueError(f"no tier named '{name}'; this store has {', '.join(self.movement.tiers)}")
         return self.movement.tiers[name]
 
-    def _target(self, key: str, tier: str) -> Copy:
+    def _target(self, key: str, tier: str) -> tuple[Block, Copy]:
+        block = self.block(key)
         if self.tier(tier).device is None:
             raise ValueError(f"tier '{tier}' is not addressable: acquire '{key}' in a faster tier")
-        return self.block(key).copy_in(tier)
+        return block, block.copy_in(tier)
 
     # -- acquiring ---------------------------------------------------------------------------------------------
 
@@ -86,7 +93,7 @@ class Leasing:
                 raise ValueError(f"lease of '{key}': no mode '{mode}'; {_MODES_TEXT}")
         with self.movement.changed:
             self.check_open()
-            targets = [(self.block(key), self._target(key, tier), mode) for key, tier, mode in requests]
+            targets = [(*self._target(key, tier), mode) for key, tier, mode in requests]
             for block, _, mode in targets:
                 if mode != "r" and block.spec.home in self.movement.read_only_tiers:
                     text = f"block '{block.spec.key}' is at home in the read-only tier '{block.spec.home}'"
@@ -103,7 +110,8 @@ class Leasing:
                     self._check_can_ever(targets, waiting)
                     asks_again = not self._wait(waiting, targets[0][0], deadline, asks_again=asks_again)
                     has_waited = True
-                return [self._grant(block, copy, mode, stream, late=has_waited) for block, copy, mode in targets]
+                streams = _streams_of(self.movement.stream_tiers, {copy.tier for _, copy, _ in targets}, stream)
+                return [self._grant(block, copy, mode, streams, late=has_waited) for block, copy, mode in targets]
             finally:
                 for block, copy, mode in targets:
                     copy.wanted -= 1
@@ -178,7 +186,9 @@ class Leasing:
             raise self.movement.failed_write_backs[-1]
         return True
 
-    def _grant(self, block: Block, copy: Copy, mode: Mode, stream: Any, *, late: bool) -> Lease:
+    def _grant(
+        self, block: Block, copy: Copy, mode: Mode, streams: Mapping[str, Sequence[Any]], *, late: bool
+    ) -> Lease:
         movement = self.movement
         if copy.prefetched:
             copy.prefetched = False
@@ -199,7 +209,7 @@ class Leasing:
         if mode == "w" and copy.state is CopyState.STALE:
             copy.move(CopyState.FILLING)
         tensor = tier.tensor(copy.slot, block.spec.shape, block.spec.dtype)
-        self._order(copy, stream)
+        self._order(copy, streams.get(copy.tier, ()))
         lease = Lease(self, block, copy, mode, tensor)
         if mode == "r":
             copy.readers += 1
@@ -208,19 +218,21 @@ class Leasing:
         self.leases.add(lease)
         return lease
 
-    def _order(self, copy: Copy, stream: Any) -> None:
-        """Order kernels that will use a copy behind what they depend on; host memory has no streams and no need."""
-        tier = self.movement.stream_tiers.get(copy.tier)
-        if tier is None:
+    def _order(self, copy: Copy, streams: Sequence[Any]) -> None:
+        """Order kernels that will use a copy behind the kernels and copies before them; host memory has no streams."""
+        if not streams:
             return
         assert copy.slot is not None
         # A write-back under way only reads the copy: it holds up no reader.
         filled_by = None if copy.state is CopyState.DRAINING else copy.transfer
         if filled_by is not None and filled_by.event is not None and filled_by.error is None:
-            filled_by.wait_stream(stream if stream is not None else tier.current_stream())
-        if stream is not None:
-            # The tensor was ordered for the current stream. Kernels on this one must not overtake those before them,
-            # of this block or of another that the slot held.
+            if filled_by.event.query():
+                copy.transfer = None  # it has ended: no later lease has to wait for it
+            else:
+                filled_by.wait_stream(streams[-1])
+        tier = self.movement.stream_tiers[copy.tier]
+        for stream in streams:
+            # Behind the kernels of the slot's users, of this block or of another that the slot held.
             tier.order_before(copy.slot, stream)
 
     def return_leases(self, leases: Sequence[Lease], *, abandoned: bool, stream: Any) -> None:

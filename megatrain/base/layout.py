@@ -290,21 +290,33 @@ class InPieces:
             place.add_(piece.of(tensor))
 
 
-def views_of_parts(
-    blocks: Sequence[Tensor], parts: Sequence[range], layout: UnitLayout
+def pieces_of_parts(parts: Sequence[range], layout: UnitLayout) -> Sequence[Sequence[Piece]]:
+    """Return the pieces of each parameter of a layout."""
+    return [tuple(pieces(entry, parts)) for entry in layout.entries]
+
+
+def views_of_pieces(
+    blocks: Sequence[Tensor], pieces_of: Sequence[Sequence[Piece]], layout: UnitLayout
 ) -> dict[str, Tensor | InPieces]:
     """Return each parameter by full name: a view of the block that it lies in, or its views of several blocks.
 
     Args:
-        blocks: 1-D tensors, as long as the parts.
-        parts: Of the layout, in order.
+        blocks: 1-D tensors, one for each part.
+        pieces_of: Pieces of each parameter, see `pieces_of_parts`.
         layout: Where each parameter lies.
     """
-    if len(parts) == 1:
+    if len(blocks) == 1:
         return dict(views(blocks[0], layout))
     found: dict[str, Tensor | InPieces] = {}
-    for entry in layout.entries:
-        places = [(piece, piece.view(blocks[piece.part])) for piece in pieces(entry, parts)]
+    for entry, own in zip(layout.entries, pieces_of, strict=True):
+        places = [(piece, piece.view(blocks[piece.part])) for piece in own]
         is_whole = len(places) == 1 and places[0][1].shape == entry.shape
         found[entry.name] = places[0][1] if is_whole else InPieces(places)
     return found
+
+
+def views_of_parts(
+    blocks: Sequence[Tensor], parts: Sequence[range], layout: UnitLayout
+) -> dict[str, Tensor | InPieces]:
+    """Return `views_of_pieces` of the parts of a layout."""
+    return views_of_pieces(blocks, pieces_of_parts(parts, layout), layout)

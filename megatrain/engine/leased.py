@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatrain.base.layout import InPieces, UnitLayout, views, views_of_parts
+from megatrain.base.layout import InPieces, Piece, UnitLayout, pieces_of_parts, views, views_of_pieces
 from megatrain.engine.host_io import ArrivingNumbers
 from megatrain.engine.pieces import DecodedWeights, LeasedParts, fp32_like, fp32_sum, zero_gaps
 from megatrain.engine.program import decoded_bytes, layouts_of_unit
@@ -304,6 +304,7 @@ class LeasedGradients:
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients
         self._graph, self._program = execution.model.graph, execution.model.program
+        self._pieces: dict[str, Sequence[Sequence[Piece]]] = {}  # by layout
 
     @contextmanager
     def held(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[LaneAccumulator]:
@@ -339,7 +340,9 @@ class LeasedGradients:
         targets: dict[str, torch.Tensor | InPieces] = {}
         for name, parts in sums.items():
             layout = self._graph.layouts[name]
-            targets.update(views_of_parts(parts, self._program.parts_of(layout), layout))
+            if name not in self._pieces:  # the same in each step
+                self._pieces[name] = pieces_of_parts(self._program.parts_of(layout), layout)
+            targets.update(views_of_pieces(parts, self._pieces[name], layout))
         return targets
 
     def _close(

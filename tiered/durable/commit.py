@@ -334,6 +334,8 @@ class FrozenBlocks:
         assert lease is not None, spec
         slot = frozen.block.copies[lease.tier].slot
         assert slot is not None, spec
+        if (tier := self._movement.stream_tiers.get(lease.tier)) is not None:
+            tier.order_before(slot, tier.current_stream())
         return self._movement.tiers[lease.tier].tensor(slot, spec.shape, spec.dtype)
 
     def _checksums_of_linked(self, frozen: _Frozen) -> tuple[str, ...]:

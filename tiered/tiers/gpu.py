@@ -225,11 +225,8 @@ class GpuTier:
         return self._pool.has(self.slot_bytes(nbytes))
 
     def tensor(self, slot: Slot, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return a contiguous view of the slot, usable on the calling thread's current stream."""
-        buffer = buffer_of(slot)
-        if self._is_cuda:
-            buffer.order_before(self.current_stream())
-        return view_as(buffer.tensor, shape, dtype)
+        """Return a contiguous view of the slot. Kernels that use it come after ``order_before`` of their stream."""
+        return view_as(buffer_of(slot).tensor, shape, dtype)
 
     def reserve(self, nbytes: int) -> None:
         """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
