@@ -131,9 +131,9 @@ class Leasing:
     def _obstacle(self, block: Block, copy: Copy, mode: Mode) -> Waiting | None:
         if block.writer is not None:
             return Waiting("lease")
-        # A block without other copies needs nothing brought, which most blocks of a step are.
-        is_alone = len(block.copies) == 1 and copy.state is CopyState.CLEAN
-        if mode != "w" and not is_alone:
+        # Where home is CLEAN no copy is newer: nothing has to be brought, which is so for most blocks of a step.
+        is_at_home = copy.is_home and copy.state is CopyState.CLEAN
+        if mode != "w" and not is_at_home:
             waiting = self.movement.bring(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)
             if waiting is not None:
                 return waiting
@@ -141,7 +141,7 @@ class Leasing:
             return None
         if block.num_transfers:
             return Waiting("drain")
-        if copy.readers or (not is_alone and block.num_readers):
+        if block.num_readers:
             return Waiting("lease")
         if copy.slot is None:
             slot = self.movement.make_room(block, copy.tier, for_use=self.movement.prefetcher.now, demand=True)

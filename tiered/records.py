@@ -101,7 +101,9 @@ class Block:
 
     @property
     def num_readers(self) -> int:
-        return sum(copy.readers for copy in self.copies.values())
+        if len(self.copies) == 1:
+            return self.home.readers
+        return sum([copy.readers for copy in self.copies.values()])
 
     def newest(self) -> Copy | None:
         """Return the copy that holds bytes newer than home's, or None."""

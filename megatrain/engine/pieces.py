@@ -310,7 +310,7 @@ def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: Un
     position = 0
     ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
     for start, stop in (*ends, (layout.num_elements, layout.num_elements)):
-        for block, part in zip(blocks, parts, strict=True):
+        for block, part in zip(blocks, parts, strict=True) if position < start else ():
             first, last = max(position, part.start), min(start, part.stop)
             if first < last:
                 block[first - part.start : last - part.start].zero_()

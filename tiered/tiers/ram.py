@@ -409,9 +409,10 @@ def view_as(buffer: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> t
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size
-    assert nbytes <= buffer.numel(), f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {buffer.numel()}"
+    have = buffer.numel()
+    assert nbytes <= have, f"{tuple(shape)} of {dtype} needs {nbytes} bytes, the slot has {have}"
     if nbytes == 0:
         return buffer.new_empty(tuple(shape), dtype=dtype)  # nothing to share; torch cannot re-view an empty tensor
     # Operators that change nothing are left out: this runs at every lease.
-    flat = (buffer if buffer.numel() == nbytes else buffer[:nbytes]).view(dtype)
+    flat = (buffer if have == nbytes else buffer[:nbytes]).view(dtype)
     return flat if len(shape) == 1 else flat.view(tuple(shape))
