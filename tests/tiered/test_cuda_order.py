@@ -231,6 +231,34 @@ def test_leases_that_end_together_share_an_event_and_nothing_waits_for_its_own_s
             assert wait.call_count == num_waits
 
 
+def test_leases_of_a_group_ask_once_for_the_stream_and_wait_for_no_fill_that_ended(
+    device: LazyDevice, store: TieredStore
+) -> None:
+    for key, value in (("a", 1.0), ("b", 2.0)):
+        store.register(key, (N,), torch.float32, home="gpu")
+        in_ram(store, key, value)
+        store.evict(key, "ram").wait(30)
+    with (
+        mock.patch.object(GpuTier, "current_stream", return_value=device.default) as asked,
+        mock.patch.object(device.default, "wait_event") as wait,
+        store.acquire_many([("a", "gpu", "r"), ("b", "gpu", "r")]) as group,
+    ):
+        assert asked.call_count == 1 and wait.call_count == 0
+        assert [sorted(set(lease.tensor.tolist())) for lease in group] == [[1.0], [2.0]]
+
+
+def test_a_lease_orders_the_current_stream_and_the_given_one(device: LazyDevice, store: TieredStore) -> None:
+    store.register("block", (N,), torch.float32, home="gpu")
+    side, given = device.stream(), device.stream()
+    with device.use(side):
+        lease = store.acquire("block", "gpu", "w")
+        tensor = lease.tensor
+        side.queue(lambda: tensor.fill_(5.0))
+        lease.release()
+    with store.acquire("block", "gpu", stream=given):
+        assert device.default.is_behind(side, 1) and given.is_behind(side, 1)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

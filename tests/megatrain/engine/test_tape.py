@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatrain.engine.program import BlockPlan, StepProgram, Tick
-from megatrain.engine.tape import BlockUse, Pinned, Release, compile_step, follow
+from megatrain.engine.tape import BlockUse, Pinned, Release, TapeStore, Use, compile_step, follow
 
 UPDATE, FORWARD, BACKWARD = range(3)
 BLOCKS = {
@@ -126,3 +127,10 @@ def test_following_a_copy_is_what_moving_contents_gives(uses: list[tuple[str, st
 def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
     with pytest.raises(AssertionError):
         follow("k", [BlockUse(0, "r", "ram", False, False)], "nvme", Pinned("gpu", is_newer=False))
+
+
+def test_discards_between_blocks_at_home_are_one_call_in_the_order_of_the_tape() -> None:
+    store, releases = mock.Mock(), ["HOME", "DISCARD", "HOME", "DISCARD", "EVICT", "HOME", "DISCARD"]
+    uses = [Use(f"b{number}", "rw", False, False, Release[release], False) for number, release in enumerate(releases)]
+    TapeStore(store, dict.fromkeys((use.key for use in uses), "ram")).released(uses, "gpu")
+    assert store.mock_calls == [mock.call.discard("b1", "b3"), mock.call.evict("b4", "gpu"), mock.call.discard("b6")]
