@@ -32,7 +32,7 @@ from megatrain.models.hub import locate
 from megatrain.plan.budgets import tier_names
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
-from megatrain.resolve_rows import resolve_data, resolve_folders, resolve_labels
+from megatrain.resolve_rows import resolve_data, resolve_folders
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.distillation import Distillation
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
@@ -162,13 +162,10 @@ def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
 
 
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
-    """Return what judges texts in the place of the language model's head; None: the run trains words."""
+    """Return the reward head that replaces the language model's head; None for a language model."""
     if not TASK_FACTS[config.task].says_no_words:
         return None
-    labels, fill = resolve_labels(config), _fill_token(tokenizer_folder)
-    if labels is None:
-        return HeadSpec("reward", (), config.reward.center_rewards_coefficient, fill)
-    return HeadSpec(labels.level, labels.names, pad_token_id=fill)
+    return HeadSpec(config.reward.center_rewards_coefficient, _fill_token(tokenizer_folder))
 
 
 @functools.cache

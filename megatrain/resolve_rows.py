@@ -1,13 +1,10 @@
-"""From a config to the rows of a run, without torch: folders of model and tokenizer, classes, data sets."""
+"""From a config to the rows of a run, without torch: folders of model and tokenizer, data sets."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatrain.base.errors import ConfigError, Problem
 from megatrain.data.dataset import DataSpec
-from megatrain.data.labels import Labels
 from megatrain.models.hub import locate
 from megatrain.tasks.table import TASK_FACTS
 
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.data.table import DatasetConfig
 
-__all__ = ["resolve_data", "resolve_folders", "resolve_labels"]
+__all__ = ["resolve_data", "resolve_folders"]
 
 
 def resolve_folders(config: RunConfig) -> tuple[str, str]:
@@ -35,30 +32,6 @@ def resolve_folders(config: RunConfig) -> tuple[str, str]:
     return folder, table.tokenizer_name_or_path if tokenizer is None else str(tokenizer.folder)
 
 
-def resolve_labels(config: RunConfig) -> Labels | None:
-    """Return the classes of a run; None: it has none.
-
-    Raises:
-        ConfigError: neither the config nor the model's folder names them.
-    """
-    if config.task != "classify":
-        return None
-    table = config.classify
-    names = table.labels
-    if not names:
-        # Not at the top: torch takes seconds.
-        from megatrain.converters.heads import class_names
-        from megatrain.models.folder import read_config_json
-
-        names = class_names(read_config_json(Path(resolve_folders(config)[0])))
-    if len(names) < 2:
-        said = "classify.labels names no classes, and the model's config.json none either"
-        text = said if not names else "classify.labels names one class alone: there is nothing to tell apart"
-        problem = Problem("classify.labels", text, 'Write for example labels = ["negative", "positive"] in [classify]')
-        raise ConfigError("[classify]", [problem])
-    return Labels(tuple(names), table.level)
-
-
 def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = None) -> DataSpec:
     """Return what is trained on.
 
@@ -66,16 +39,15 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         config: the run's, checked.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
-    labels, keys = resolve_labels(config), dict[str, Any]()
+    keys = dict[str, Any]()
     facts = TASK_FACTS[config.task]
     if sources is not None:
         is_streamed = config.data.streaming and all(source in config.data.train for source in sources)
         keys |= {"train": tuple(sources), "val_size": None, "streaming": is_streamed}
     if facts.formats:
         own = config.data.train if sources is None else sources
-        row_format = facts.formats[labels is not None and labels.level == "token"]
         keys |= {
-            "train": tuple(source.model_copy(update={"format": row_format}) for source in own),
+            "train": tuple(source.model_copy(update={"format": facts.formats[0]}) for source in own),
             "train_on": "completion",
         }
     preferences: Literal["", "pairs", "texts", "answers"] = "texts" if config.task == "reward" else ""
@@ -88,5 +60,4 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
         images_folder=None if config.model.images == "off" else resolve_folders(config)[0],
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
         preferences=preferences,
-        labels=labels,
     )

@@ -441,7 +441,6 @@ def format_preferences(figures: Mapping[str, float]) -> str:
         "rewards/margins": "margin {:.3f}",
         "kl": "kl {:.3f}",
         "accuracy": "accuracy {:.3f}",
-        "f1": "F1 {:.3f}",
         "margin": "margin {:.3f}",
     }
     return ", ".join(text.format(figures[name]) for name, text in names.items() if name in figures)

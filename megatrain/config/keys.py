@@ -203,7 +203,7 @@ def header(table: str) -> str:
 def has_advice(path: Path) -> bool:
     """Return whether an unknown key is another tool's, or ours in another table."""
     leaf = str(path[-1])
-    return plain(path) in NOT_YET or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
+    return plain(path) in {*NOT_YET, *RETIRED} or leaf in TRANSLATIONS or bool(full_keys_of_leaf(leaf))
 
 
 def looks_like_table(path: Path) -> bool:
@@ -221,8 +221,9 @@ def nearest_table(path: Path) -> str:
 def advice_for_unknown(path: Path) -> str:
     """Return what to write instead of a key that does not exist, or ""."""
     name, leaf = plain(path), str(path[-1])
-    if name in RETIRED:
-        return RETIRED[name]
+    retired = RETIRED.get(name) or RETIRED.get(name.partition(".")[0])  # a key, or its whole table
+    if retired is not None:
+        return retired
     if name in NOT_YET:
         return "This release does not have it yet; leave it out"
     homes = full_keys_of_leaf(leaf)

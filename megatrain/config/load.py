@@ -330,7 +330,8 @@ def _apply_override(tree: Tree, text: str) -> list[Problem]:
         homes = full_keys_of_leaf(first)
         if len(homes) > 1:
             return [Problem(name, f"`{first}` is in several tables", f"Write one of {', '.join(homes)}", OVERRIDE)]
-        name = ".".join([*homes, rest] if rest else homes) or name
+        if homes:
+            name = f"{homes[0]}.{rest}" if rest else homes[0]
     path = parse_path(name)
     array = next((array for array in ARRAY_TABLES if name.startswith(f"{array}.")), "")
     if array and not isinstance(path[array.count(".") + 1], int):

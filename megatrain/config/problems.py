@@ -33,9 +33,10 @@ from megatrain.config.keys import (
     used_if,
     what_to_write,
 )
+from megatrain.config.retired import RETIRED_CHOICES
 from megatrain.config.schema import RunConfig
 from megatrain.data.table import weights_at
-from megatrain.tasks.table import TASK_FACTS, ClassifyConfig, PreferenceConfig, RewardConfig
+from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
 from tiered.ext import folder_clashes
 
 if TYPE_CHECKING:
@@ -251,6 +252,9 @@ _ALIASES = {("preference.loss_type", "dpo"): "sigmoid"}
 
 
 def _explain_choice(key: str, shown: str, value: object, expected: str) -> Problem:
+    retired = RETIRED_CHOICES.get((key.rpartition(".")[2], str(value)))
+    if retired is not None:
+        return Problem(key, f"{shown} is not supported any more", retired)
     choices = re.findall(r"'([^']*)'", expected) or [expected]
     alias = _ALIASES.get((key, str(value).lower()))
     near = [alias] if alias else difflib.get_close_matches(str(value), choices, n=1, cutoff=0.6)
@@ -561,19 +565,11 @@ def _check_preferences(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-#: Tables that one task alone reads.
-_OWN_TABLES: Mapping[str, tuple[str, type[ClassifyConfig | RewardConfig]]] = {
-    "reward": ("says how rewards are trained", RewardConfig),
-    "classify": ("names classes", ClassifyConfig),
-}
-
-
 def _check_heads(config: RunConfig) -> Iterator[Problem]:
-    """Yield what does not go with models that judge texts."""
-    for task, (what, table) in _OWN_TABLES.items():
-        if config.task != task and getattr(config, task) != table():  # a resolved file has all tables
-            text = f'[{task}] {what}, but task = "{config.task}"'
-            yield Problem(task, text, f'Write task = "{task}", or leave the table out')
+    """Yield what does not go with reward models."""
+    if config.task != "reward" and config.reward != RewardConfig():  # a resolved file has all tables
+        text = f'[reward] says how rewards are trained, but task = "{config.task}"'
+        yield Problem("reward", text, 'Write task = "reward", or leave the table out')
     if not TASK_FACTS[config.task].says_no_words:
         return
     said = f'task = "{config.task}"'
@@ -609,7 +605,6 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
     formats = TASK_FACTS[config.task].formats
     for key, source in sources:
         is_preference = source.format == "preference"
-        owner = next((task for task, facts in TASK_FACTS.items() if source.format in facts.formats), None)
         if source.format != "auto" and (is_preference or "preference" in formats) and source.format not in formats:
             takes = "preferences" if "preference" in formats else "single rows"
             yield Problem(
@@ -617,13 +612,6 @@ def _check_data(config: RunConfig) -> Iterator[Problem]:
                 f'{key}.format = "{source.format}" holds {"preferences" if is_preference else "none"}, and '
                 f'task = "{config.task}" trains on {takes}',
                 'Write task = "dpo"' if is_preference else 'Write "preference", or leave the key out',
-            )
-        elif source.format != "auto" and (owner or formats) and source.format not in formats:
-            yield Problem(
-                f"{key}.format",
-                f'{key}.format = "{source.format}" holds {TASK_FACTS[owner].rows if owner else "none"}, and '
-                f'task = "{config.task}" trains on {TASK_FACTS[config.task].rows}',
-                f'Write task = "{owner}"' if owner else "Leave the key out",
             )
     if formats:
         return

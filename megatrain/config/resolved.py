@@ -35,7 +35,7 @@ from megatrain.config.keys import (
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
 from megatrain.config.problems import explain_error, idle_with
-from megatrain.config.retired import without_retired
+from megatrain.config.retired import RETIRED_CHOICES, without_retired
 from megatrain.config.schema import RunConfig
 
 if TYPE_CHECKING:
@@ -98,7 +98,10 @@ def _unknown_here(detail: ErrorDetails) -> Problem | None:
     if detail["type"] == "extra_forbidden":
         return Problem(key, f"unknown key `{key}`", _NEWER)
     problem = explain_error(detail)
-    return None if problem is None else Problem(problem.key, problem.message, _NEWER)
+    if problem is None:
+        return None
+    is_retired = (key.rpartition(".")[2], str(detail["input"])) in RETIRED_CHOICES
+    return problem if is_retired else Problem(problem.key, problem.message, _NEWER)
 
 
 def write_resolved(config: RunConfig) -> Path:

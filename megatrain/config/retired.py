@@ -1,18 +1,33 @@
-"""Keys of earlier versions: what to write instead, and checkpoints whose config has them."""
+"""Keys and values of earlier versions: the replacement, and checkpoints whose config has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["RETIRED", "without_retired"]
+__all__ = ["RETIRED", "RETIRED_CHOICES", "without_retired"]
 
 _RECOMPUTE = (
     'training.recompute says what the backward computes again: write "auto", "full", "selective" or "none", or '
     '"selective:4" and "none:4" for the last 4 layers alone'
 )
-#: Key -> what to write. None of them changed a result, so a checkpoint that has one is continued without it.
-RETIRED: Mapping[str, str] = {"advanced.keep_graphs": _RECOMPUTE, "advanced.save_attention": _RECOMPUTE}
+_CLASSIFY = (
+    "Train classifiers with transformers' own class and megatrain.hf.offloaded(Trainer), as in "
+    "examples/embed/hf_trainer.py"
+)
+#: Key or table -> what to write. None of them changes a result of today's tasks, so a checkpoint that has one is
+#: continued without it.
+RETIRED: Mapping[str, str] = {
+    "advanced.keep_graphs": _RECOMPUTE,
+    "advanced.save_attention": _RECOMPUTE,
+    "classify": f"Leave the table out. {_CLASSIFY}",
+}
+#: (Last part of a key, a value that it no longer takes) -> what to do instead.
+RETIRED_CHOICES: Mapping[tuple[str, str], str] = {
+    ("task", "classify"): _CLASSIFY,
+    ("format", "classification"): _CLASSIFY,
+    ("format", "token_classification"): _CLASSIFY,
+}
 
 
 def without_retired(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -26,7 +26,6 @@ from megatrain.ranks.table import DistributedConfig
 from megatrain.run.table import LoggingConfig, ProfileConfig
 from megatrain.tasks.table import (
     TASK_FACTS,
-    ClassifyConfig,
     DistillConfig,
     EvaluationConfig,
     PreferenceConfig,
@@ -77,7 +76,6 @@ class RunConfig(Table):
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
     preference: PreferenceConfig = key("The loss over preferences.", default_factory=PreferenceConfig)
     reward: RewardConfig = key("The loss of rewards.", default_factory=RewardConfig)
-    classify: ClassifyConfig = key("Classes.", default_factory=ClassifyConfig)
     optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
     score: ScoreConfig = key("What `score` writes.", default_factory=ScoreConfig)
     distill: DistillConfig = key("Training on a teacher's scores.", default_factory=DistillConfig)

@@ -382,7 +382,7 @@ def _add_adapters(model: PreTrainedModel, table: LoraConfig, images: Images, bey
         config.exclude_modules = _also_without(config.exclude_modules, beyond_text)
     head = head_of(model)
     if head is not None and is_new:  # begins with random weights, which stay so where it is frozen
-        config.task_type = head.peft_task_type
+        config.task_type = "SEQ_CLS"
         config.exclude_modules = _also_without(config.exclude_modules, head_modules(model))
         config.modules_to_save = [*(config.modules_to_save or ()), *head_modules(model)]
     if images == "trained" and is_new:

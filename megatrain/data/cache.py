@@ -381,8 +381,6 @@ def cache_key(
     }
     if options.preferences:
         parts["preferences"] = options.preferences
-    if options.labels is not None:
-        parts["labels"] = [options.labels.level, list(options.labels.names)]
     if image_processor:
         folders = [[str(file.absolute().parent) for file in paths] for paths in files]
         parts["images"] = [image_processor, folders, version("pillow")]

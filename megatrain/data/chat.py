@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
 from megatrain.data.images import ImageRef, Inserted
-from megatrain.data.labels import encode_labelled
 from megatrain.data.masks import EMPTY, NO_PLACE, REMEDY, ChatRenderer, MessageSpan, texts_in
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from megatrain.data.images import ImageProcessor
-    from megatrain.data.labels import Classified, Labelled, Labels, Tagged
 
 TrainOn = Literal["assistant", "last_assistant", "completion", "all"]
 Offsets = Sequence[tuple[int, int]]
@@ -189,12 +187,6 @@ class RowEncoder:
                 yield replace(found, left_out=each.left_out, special_tokens=each.special_tokens)
             except RowError as error:
                 yield error
-
-    def encode_labelled(
-        self, rows: Sequence[Classified | Tagged | RowError], labels: Labels, max_length: int
-    ) -> Iterator[Labelled | RowError]:
-        """Yield the tokens and labels of each row; see ``megatrain.data.labels``."""
-        return encode_labelled(rows, self._tokenizer, labels, max_length)
 
     def _batch(self, texts: list[str], has_special: bool, has_offsets: bool) -> Iterator[tuple[list[int], Offsets]]:
         coded: Any = self._tokenizer(

@@ -22,7 +22,7 @@ from megatrain.data.encoding import PLAIN, WHAT_IT_IS, Encoder, EncodingOptions,
 from megatrain.data.files import suffix_of
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
-from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Labels
+from megatrain.data.labels import HAS_LABEL
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of, source_files
 from tiered import checksum
@@ -49,7 +49,6 @@ class DataSpec:
         images_folder: folder of the processor that prepares images; None: rows have none.
         scores: folder of what a teacher says of the rows; None: there is none.
         preferences: as in ``EncodingOptions``.
-        labels: as in ``EncodingOptions``.
     """
 
     table: DataConfig
@@ -58,7 +57,6 @@ class DataSpec:
     images_folder: str | None = None
     scores: Path | None = None
     preferences: Literal["", "pairs", "texts", "answers"] = ""
-    labels: Labels | None = None
 
     def with_keys(self, **keys: Any) -> DataSpec:
         """Return the same with other values of keys of its table."""
@@ -86,7 +84,6 @@ class DataSpec:
             self.only_text,
             joins,
             self.preferences,
-            self.labels,
         )
 
     @property
@@ -174,17 +171,17 @@ class TokenDataset:
         """Return the tokens of each document."""
         found = np.diff(self.starts)
         if len(self.roles):
-            found = np.where(self.roles & HAS_TAGS, found // 2, found - (self.roles & HAS_LABEL != 0))
+            found = found - (self.roles & HAS_LABEL != 0)
         return found
 
     def num_tokens_of(self, document: int) -> int:
         """Return the tokens of a document."""
         count, role = int(self.starts[document + 1] - self.starts[document]), self._role(document)
-        return count // 2 if role & HAS_TAGS else count - bool(role & HAS_LABEL)
+        return count - bool(role & HAS_LABEL)
 
     def labels_of(self, document: int) -> npt.NDArray[np.int64] | None:
         """Return the labels behind a document's tokens, -100 where there is none; None: its tokens are what it has."""
-        if not self._role(document) & (HAS_LABEL | HAS_TAGS):
+        if not self._role(document) & HAS_LABEL:
             return None
         part = slice(int(self.starts[document]) + self.num_tokens_of(document), int(self.starts[document + 1]))
         return np.where(self.trained[part], self.tokens[part].astype(np.int64), IGNORED_LABEL)

@@ -14,7 +14,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
-from megatrain.data.labels import HAS_LABEL, HAS_TAGS, Classified, Labels, Tagged, as_number
+from megatrain.data.labels import HAS_LABEL, as_number
 from megatrain.data.masks import TEMPLATE_FILE
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
@@ -97,7 +97,6 @@ class EncodingOptions:
         joins_texts: texts are joined and cut to pieces of exactly ``max_length``, but for the last one of a source.
         preferences: rows are compared answers ("pairs"), compared texts that get one number each ("texts"), or judged
             answers ("answers"); "": they are neither.
-        labels: classes of the rows; None: they have none.
     """
 
     max_length: int
@@ -106,13 +105,12 @@ class EncodingOptions:
     only_text: bool = False
     joins_texts: bool = False
     preferences: Literal["", "pairs", "texts", "answers"] = ""
-    labels: Labels | None = None
 
 
 #: What a document is in an example of preferences, which is two documents: a chosen and a rejected answer; or an answer
 #: (good: CHOSEN, bad: REJECTED), and its prompt with the answer of another example.
 PLAIN, CHOSEN, REJECTED, MISMATCHED = range(4)
-#: The bits of a role that say so; others say which labels a document has (``data/labels.py``).
+#: The bits of a role that say so. `HAS_LABEL` says that a document has a margin.
 WHAT_IT_IS = 3
 
 
@@ -337,12 +335,8 @@ class Encoder:
                 self._add_preferences(batch)
                 self._on_rows(self.counts.num_rows)
                 continue
-            if self._options.labels is not None:
-                self._add_labelled(batch, self._options.labels)
-                self._on_rows(self.counts.num_rows)
-                continue
-            plain = [row for row in batch if not isinstance(row, Preference | Classified | Tagged)]
-            assert len(plain) == len(batch), "such rows are read for losses over them alone"
+            plain = [row for row in batch if not isinstance(row, Preference)]
+            assert len(plain) == len(batch), "preferences are read for losses over them alone"
             for row, coded in zip(plain, self._encoder.encode_many(plain), strict=True):
                 if isinstance(coded, RowError):
                     if self._options.bad_rows == "error":
@@ -390,37 +384,6 @@ class Encoder:
             counts.num_rows_lost += len(coded.tokens) <= max_length  # else it is counted already, as cut
             counts.num_tokens_lost += num_kept
             self._leave_untrained(where)
-
-    def _add_labelled(self, batch: Sequence[Row | RowError], labels: Labels) -> None:
-        """Write a document with its labels for each row."""
-        counts, options = self.counts, self._options
-        rows = [row for row in batch if isinstance(row, Classified | Tagged | RowError)]
-        assert len(rows) == len(batch), "rows of other kinds have no labels"
-        role = HAS_LABEL if labels.level == "sequence" else HAS_TAGS
-        for row, found in zip(rows, self._encoder.encode_labelled(rows, labels, options.max_length), strict=True):
-            if isinstance(found, RowError):
-                if options.bad_rows == "error":
-                    raise found
-                counts.drop(found)
-                continue
-            counts.num_rows += 1
-            counts.num_tokens += found.num_tokens
-            lost = found.num_tokens - len(found.tokens)
-            if lost:
-                if options.overlong == "error":
-                    raise DataError(
-                        "" if isinstance(row, RowError) else row.where,
-                        f"{found.num_tokens} tokens are more than data.max_length = {options.max_length}",
-                        'Raise it, or write overlong = "truncate" or "drop"',
-                    )
-                counts.num_rows_lost += 1
-                if options.overlong == "drop":
-                    counts.num_too_long += 1
-                    counts.num_tokens_lost += found.num_tokens
-                    continue
-                counts.num_truncated += 1
-                counts.num_tokens_lost += lost
-            self._writer.add(found.tokens, [False] * len(found.tokens), role=role, labels=found.labels)
 
     # -- preferences -------------------------------------------------------------------------------------------
 
@@ -593,7 +556,6 @@ def _answers_of(
         DataError: the row is not of the kind that the loss takes.
     """
     if not isinstance(row, Preference):
-        assert not isinstance(row, Classified | Tagged), row
         return [row]
     if row.rejected is not None:
         return [row.answer, row.rejected]
@@ -612,10 +574,8 @@ def num_characters(row: Row | RowError) -> int:
     """Return about how many characters a row has."""
     if isinstance(row, Preference):
         return num_characters(row.answer) + (0 if row.rejected is None else num_characters(row.rejected))
-    if isinstance(row, Document | Classified):
+    if isinstance(row, Document):
         return len(row.text)
-    if isinstance(row, Tagged):
-        return sum(map(len, row.words))
     if isinstance(row, PromptCompletion):
         return len(row.prompt) + len(row.completion)
     if isinstance(row, Conversation):

@@ -13,19 +13,17 @@ from typing import Any, Literal
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.images import NamedImage
-from megatrain.data.labels import Classified, Tagged, classified_row, tagged_row
 from megatrain.data.messages import ImagePlaces, field_names, kind, parse_inner_json, read_messages, read_tools
 from megatrain.data.rows_report import DataError, RowError
 
 Format = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
-    "classification", "token_classification",
 ]  # fmt: skip
 
 _FIELDS = (
     "messages", "conversations", "prompt", "completion", "text", "instruction", "input", "output", "system",
     "history", "tools", "images", "input_ids", "labels", "loss_mask", "attention_mask", "chosen", "rejected", "label",
-    "kto_tag", "margin", "tokens", "tags",
+    "kto_tag", "margin",
 )  # fmt: skip
 _NEEDED = {
     "messages": ("messages",),
@@ -35,8 +33,6 @@ _NEEDED = {
     "text": ("text",),
     "tokenized": ("input_ids",),
     "preference": (),
-    "classification": ("text", "label"),
-    "token_classification": ("tokens", "tags"),
 }
 _READ_WITH_CHATS = ("system", "tools", "images", "image")
 #: Fields that each format reads, where these are not all.
@@ -47,13 +43,11 @@ _READ: dict[str, tuple[str, ...]] = {
     "prompt_completion": ("prompt", "completion"),
     "text": ("text",),
     "tokenized": ("input_ids", "labels", "loss_mask", "attention_mask"),
-    "classification": ("text", "label"),
-    "token_classification": ("tokens", "tags", "ner_tags", "pos_tags", "chunk_tags", "labels"),
 }
 #: Formats that a chat template writes as text.
 CHATS = ("messages", "sharegpt", "alpaca")
-#: Formats that are only meant where they are asked for: other tasks have rows with the same fields.
-_ASKED_FOR = ("preference", "classification", "token_classification")
+#: Formats that a config must name: other tasks have rows with the same fields.
+_ASKED_FOR = ("preference",)
 _KNOWN = "messages, conversations, instruction and output, prompt and completion, text, or input_ids"
 #: Usual names of fields, the likeliest first: of prompts, of answers, and of plain texts.
 _PROMPTS = ("prompt", "question", "instruction", "query", "input", "inputs", "problem", "q")
@@ -152,7 +146,7 @@ class Preference:
 
 #: What is tokenized, one text or several.
 PlainRow = Conversation | PromptCompletion | Document | Tokenized
-Row = PlainRow | Preference | Classified | Tagged
+Row = PlainRow | Preference
 
 
 def to_row(value: object, where: str, format: Format, columns: Mapping[str, str], folder: Path = Path()) -> Row:
@@ -193,10 +187,6 @@ def _read_row(
     """Return a row of a format; arguments and errors as of :func:`to_row`."""
     if format == "preference":
         return _preference(value, where, names, columns)
-    if format == "classification":
-        return classified_row(value, where, names)
-    if format == "token_classification":
-        return tagged_row(value, where, names)
     if format in ("messages", "sharegpt"):
         usual, other = ("messages", "conversations") if format == "messages" else ("conversations", "messages")
         names["messages"] = names[usual] if names[usual] in value or names[other] not in value else names[other]
@@ -327,8 +317,6 @@ def format_of(row: Row, value: Mapping[str, Any]) -> Format:
         return "tokenized"
     if isinstance(row, Preference):
         return "preference"
-    if isinstance(row, Classified | Tagged):
-        return "classification" if isinstance(row, Classified) else "token_classification"
     if isinstance(row, PromptCompletion) or row.trained_from:
         return "prompt_completion"
     fields = {name.strip().casefold() for name in value}

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
 from megatrain.data.encoding import LONE_ANSWER, CutDocument, TextCutter
 from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row
-from megatrain.data.labels import Classified, Tagged
 from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
@@ -44,8 +42,7 @@ class RowPreview:
     Attributes:
         number: Counts rows from 1, over all sources.
         where: file and row.
-        kind: "conversation", "prompt and completion", "text" or "tokens"; of preferences which answer it is; of
-            labels "words", or "text" with its class.
+        kind: "conversation", "prompt and completion", "text" or "tokens"; of preferences which answer it is.
         segments: its text, in order; empty where the row is dropped.
         num_tokens: tokens of the part that is shown.
         num_trained: Those of them with a loss.
@@ -122,10 +119,7 @@ def _previews(
     data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
 ) -> Iterator[RowPreview]:
     """Yield a row as the model sees it; of a comparison both answers, the chosen one first."""
-    if isinstance(item, Classified | Tagged):
-        assert data.labels is not None
-        yield _labelled(data, tokenizer, encoder, number, item)
-    elif not isinstance(item, Preference):
+    if not isinstance(item, Preference):
         yield _preview(data, tokenizer, encoder, number, item)
     elif item.rejected is None:
         if data.preferences != "answers":
@@ -136,30 +130,6 @@ def _previews(
         names = ("chosen", "rejected") if data.preferences != "answers" else ("a good answer", "a bad answer")
         for name, each in zip(names, (item.answer, item.rejected), strict=True):
             yield replace(_preview(data, tokenizer, encoder, number, each), kind=name)
-
-
-def _labelled(
-    data: DataSpec,
-    tokenizer: PreTrainedTokenizerFast,
-    encoder: RowEncoder,
-    number: int,
-    item: Classified | Tagged,
-) -> RowPreview:
-    """Return a row with labels: a text with its class, or words of which those with a tag are marked."""
-    assert data.labels is not None
-    (found,) = encoder.encode_labelled([item], data.labels, data.table.max_length)
-    kind = "text" if isinstance(item, Classified) else "words"
-    if isinstance(found, RowError):
-        return RowPreview(number, item.where, kind, (), 0, 0, 0, dropped=str(found).removeprefix(f"{item.where}: "))
-    has_label = [label != IGNORED_LABEL for label in found.labels]
-    marked = [False] * len(found.tokens) if isinstance(item, Classified) else has_label
-    kind = f"{kind}, {data.labels.names[found.labels[0]]}" if isinstance(item, Classified) else kind
-    is_lost = len(found.tokens) < found.num_tokens and data.table.overlong != "truncate"
-    lost = f"{found.num_tokens} tokens are more than data.max_length = {data.table.max_length}" if is_lost else ""
-    segments = _segments(tokenizer, found.tokens, marked)
-    return RowPreview(
-        number, item.where, kind, segments, len(found.tokens), sum(has_label), found.num_tokens, dropped=lost
-    )
 
 
 def _preview(

@@ -152,9 +152,6 @@ def _rows_of_file(file: Path, format: Format, seen: _SeenFields, json_key: str |
         if format == "preference":
             advice = "Name a file of rows with prompt, chosen and rejected, e.g. .jsonl"
             raise DataError(str(file), "a .txt file has no preferences", advice)
-        if format in ("classification", "token_classification"):
-            advice = "Name a file of rows with a label, e.g. .jsonl or .csv"
-            raise DataError(str(file), "a .txt file has no labels", advice)
         if format not in ("auto", "text"):
             raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
         is_start = True

@@ -47,14 +47,13 @@ ScoreFormats = Annotated[
 #: What a row may hold.
 RowFormat = Literal[
     "auto", "messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokenized", "preference",
-    "classification", "token_classification",
 ]  # fmt: skip
 #: Our names of fields; the second line are names that other tools use for some of the first.
 ColumnName = Literal[
     "messages", "prompt", "completion", "text", "instruction", "input", "output", "system", "history", "tools",
     "images", "conversations", "query", "response",
     "role", "content", "input_ids", "labels", "loss_mask", "attention_mask",
-    "chosen", "rejected", "label", "kto_tag", "margin", "tokens", "tags",
+    "chosen", "rejected", "label", "kto_tag", "margin",
 ]  # fmt: skip
 _SOURCE_PATH = (
     "File, glob or folder of .jsonl, .json, .csv, .tsv, .txt, .parquet or .arrow files (text files also with .gz), or "
@@ -137,7 +136,7 @@ class DataConfig(Table):
         'true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
         "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
         "false: one document a row, padded. Default: true, but false where the model would mix documents of a row, and "
-        "with preferences and labels.",
+        "with preferences.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",

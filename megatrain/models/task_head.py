@@ -1,9 +1,8 @@
 """A head that takes the place of the language model's: a folder need not have it, and may have others.
 
-A classifier is mostly trained from a folder of a language model. Its own head is not there and begins with random
-weights; the head that is there (``lm_head``, what masked words are guessed with) has no place in the classifier, and an
-export leaves it out. ``config.json`` says other things of it as well. A converter notes all that on the skeleton, and
-the loader and the export ask here.
+A reward model usually starts from a folder of a language model. Its own head is not in the folder and begins with
+random weights. The reward model has no place for the language model's head (``lm_head``), so an export leaves it out,
+and its ``config.json`` has other values. A converter notes all this on the skeleton; the loader and the export read it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,11 @@ class TaskHead:
     Attributes:
         own: Pattern of the names of parameters that are made anew where the folder has none.
         others: Pattern of the names of tensors that are left out, also of an export, where the model has no place.
-        peft_task_type: What peft calls the task.
         config: Keys that ``config.json`` of an export has.
     """
 
     own: str
     others: str
-    peft_task_type: str = "SEQ_CLS"
     config: Mapping[str, Any] = field(default_factory=dict)
 
     def is_left_out(self, name: str) -> bool:
@@ -74,7 +71,7 @@ def ways_of_other_classes(names: Iterable[str]) -> str:
     if other is None:
         return ""
     return (
-        f'config.json names {other}, which is no causal language model. Write task = "classify" or "reward" for '
-        "classes of texts and words, and for rewards. Train other kinds from Python with megatrain.offload; with "
-        "transformers' Trainer or TRL's RewardTrainer by megatrain.hf.offloaded(...)"
+        f'config.json names {other}, which is no causal language model. Write task = "reward" for rewards. Train '
+        "classifiers and other kinds from Python with megatrain.offload, or with transformers' Trainer or TRL's "
+        "RewardTrainer by megatrain.hf.offloaded(...)"
     )

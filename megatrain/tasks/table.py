@@ -1,4 +1,4 @@
-"""The names of tasks and what they are; [preference], [reward], [classify], [distill] and [evaluation]."""
+"""The names of tasks and what they are; [preference], [reward], [distill] and [evaluation]."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import model_validator
 
-from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Listed, Table, all_alter, key
+from megatrain.base.table import HF, HF_AXOLOTL, ConfigPath, Table, all_alter, key
 
 #: What a run may train for; ``known.py`` makes it.
-TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward", "classify"]
+TaskName = Literal["sft", "pretrain", "distill", "dpo", "reward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class TaskFacts:
         formats: Of rows that this task alone takes, and no others; none: those that are trained word by word.
         rows_per_example: Rows of a micro-batch that belong together.
         made_by: The file of this package that has it, and its class there.
-        rows: What it trains on, in a word.
         says_no_words: Why its model is no language model at the end; "": it is one.
     """
 
@@ -37,7 +36,6 @@ class TaskFacts:
     formats: tuple[str, ...] = ()
     rows_per_example: int = 1
     made_by: str = "text.TextTask"
-    rows: str = "words"
     says_no_words: str = ""
 
     @property
@@ -67,16 +65,6 @@ TASK_FACTS: Mapping[str, TaskFacts] = {
         ("preference",),
         2,
         made_by="reward.RewardTask",
-        says_no_words="judges texts",
-    ),
-    "classify": TaskFacts(
-        "texts with a label, or words with tags",
-        "data/labelled.jsonl",
-        2e-5,
-        1e-4,
-        ("classification", "token_classification"),
-        made_by="classify.ClassifyTask",
-        rows="labels",
         says_no_words="judges texts",
     ),
 }
@@ -151,21 +139,6 @@ class RewardConfig(Table, json_schema_extra=all_alter("yes")):
         0.0,
         ge=0,
         same_name="TRL",
-    )
-
-
-class ClassifyConfig(Table, json_schema_extra=all_alter("yes")):
-    """``[classify]``: with ``task = "classify"``, what has a class, and which there are."""
-
-    level: Literal["sequence", "token"] = key(
-        "sequence: a row is a text with a label; token: it is words, each with a tag, of which the first token is "
-        "trained.",
-        "sequence",
-    )
-    labels: Listed[str] = key(
-        'Names of the classes in the order of their numbers, e.g. ["negative", "positive"]; rows have names or '
-        "numbers. Default: those of the model's folder, where that is a classifier already.",
-        (),
     )
 
 
@@ -244,7 +217,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     )
     metric_for_best_model: str = key(
         'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '
-        'sets; of preferences "rewards/accuracies" and the others too, of classes "accuracy" and "f1".',
+        'sets; of preferences "rewards/accuracies" and the others too, of rewards "accuracy".',
         "loss",
         same_name=HF,
     )

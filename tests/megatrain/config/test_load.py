@@ -415,3 +415,11 @@ def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
     for epochs, count in ((1.0, 0), (2.0, 1)):
         loaded = load_config(write(tmp_path, SMALLEST), overrides=["max_steps=5", f"num_train_epochs={epochs}"])
         assert sum("num_train_epochs" in warning for warning in loaded.warnings) == count
+
+
+def test_set_of_an_unknown_table_changes_no_key_of_the_same_name(smallest: Path) -> None:
+    """`wat.seed` is not `seed`."""
+    for override in ("wat.seed=3", "classify.labels=['a']"):
+        with pytest.raises(ConfigError) as caught:
+            load_config(smallest, overrides=[override])
+        assert f"`{override.partition('=')[0].removesuffix('.labels')}`" in str(caught.value)

@@ -116,7 +116,7 @@ def test_bad_config(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" or task = "dpo" or task = "reward" or task = "classify" at the top'),
+        ('task = "sft"\n', "", '`task` is missing. Write task = "sft" or task = "pretrain" or task = "distill" or task = "dpo" or task = "reward" at the top'),
         ('task = "sft"', 'task = "kto"', 'line 1: task = "kto" is not a choice. Write one of "sft", "pretrain", "distill", "dpo"'),
         ('task = "sft"', 'task = "dpo"\ntraining.train_batch_tokens = 3072', "but an example of preferences is two rows. Write 4096"),
         ('task = "sft"', 'task = "dpo"\ndata.packing = true', 'data.packing = true, but with task = "dpo" each answer has a row of its own'),
