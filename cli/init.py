@@ -79,6 +79,7 @@ def command(
 
     from megatrain.config.starter import starter_toml
     from megatrain.data.formats import CHATS
+    from megatrain.models.hub import cached_folder
     from megatrain.plan.facts import machine_facts, model_facts
     from megatrain.resolve import default_tiers
     from megatrain.translate.templates import own_template
@@ -90,7 +91,8 @@ def command(
     if model is not None:
         place = Path(os.path.expandvars(os.path.expanduser(model))) if _is_path(model) else None
         facts = model_facts(_as_written(model, folder), place)
-        needs_template = place is not None and place.is_dir() and not own_template(place)
+        source = place or cached_folder(model)
+        needs_template = source is not None and source.is_dir() and not own_template(source)
         if rows is not None and needs_template:
             rows = _without_template(rows)
     text = starter_toml(

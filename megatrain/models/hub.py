@@ -28,6 +28,7 @@ __all__ = [
     "HubError",
     "HubModel",
     "OnFetched",
+    "cached_folder",
     "fetch_weights",
     "locate",
     "missing_files",
@@ -114,6 +115,20 @@ def _located(name: str, revision: str | None) -> HubModel:
             return snapshot(is_local=True)
         except LocalEntryNotFoundError:
             return snapshot(is_local=False)
+
+
+def cached_folder(name: str) -> Path | None:
+    """Return the folder of a model's tokenizer in the cache, without the network. None if the cache has none.
+
+    Args:
+        name: An id of the hub.
+    """
+    if _ID.fullmatch(name) is None:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "tokenizer_config.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def missing_files(model: HubModel) -> list[str]:

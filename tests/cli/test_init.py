@@ -251,6 +251,28 @@ def test_chats_for_a_model_without_a_chat_template_are_reported(here: Path) -> N
     assert said not in call("init", "d.toml", "--model", "model", "--data", "rows.jsonl").output
 
 
+def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the network; nothing is said of a model that the cache does not have."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commit = "0123456789" * 4
+    snapshot = here / "hub" / "models--someone--tiny" / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text(commit)
+    (snapshot / "tokenizer_config.json").write_text("{}")
+    row = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Ishmael."}]}
+    Path("rows.jsonl").write_text(json.dumps(row))
+    said = "model  it has no chat template, which such rows need: set model.chat_template"
+    assert said in call("init", "a.toml", "--model", "someone/tiny", "--data", "rows.jsonl").output
+    assert said not in call("init", "b.toml", "--model", "someone/other", "--data", "rows.jsonl").output
+    Path("pairs.jsonl").write_text('{"question": "Who?", "answer": "Ishmael."}\n')
+    assert call("init", "c.toml", "--model", "someone/tiny", "--data", "pairs.jsonl").exit_code == 0
+    assert 'format = "prompt_completion"' in Path("c.toml").read_text()
+    (snapshot / "chat_template.jinja").write_text("{{ messages }}")
+    assert said not in call("init", "d.toml", "--model", "someone/tiny", "--data", "rows.jsonl").output
+
+
 @pytest.mark.parametrize("task", ["pretrain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_what_is_written_runs_as_it_is(here: Path, task: str) -> None:
     """From `init` to generated text, and with two processes, without an edit of the file."""
