@@ -1,6 +1,15 @@
-"""Lets ``python -m megatrain_tier_cli`` run the command."""
+"""Runs the command, as ``megatrain-tier`` and as ``python -m megatrain_tier_cli``."""
 
-from .main import main
+
+def run() -> None:
+    """Run the command line. An interrupt during its imports ends it without a traceback, as later ones do."""
+    try:
+        from .main import main
+
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; nothing saved") from None
+
 
 if __name__ == "__main__":
-    main()
+    run()

@@ -369,3 +369,18 @@ def test_every_expected_error_exists(cli_module: CliModule) -> None:
         kind = getattr(importlib.import_module(module_name), class_name)
         assert issubclass(kind, Exception), class_name
         assert code in (1, 2, 3, 4)
+
+
+def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
+    script = (
+        "import runpy, sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        f"runpy.run_module('{cli_package}', run_name='__main__')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "interrupted; nothing saved\n")
