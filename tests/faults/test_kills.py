@@ -68,7 +68,7 @@ def test_killed_and_stopped_runs_end_with_the_same_bits(model: Path, tmp_path: P
 
 @pytest.mark.fault
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(6 * 3600)  # on a loaded machine; each child that hangs is ended much earlier
 def test_hundreds_of_kills_in_every_phase(model: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("MEGATRAIN_TIER_KILL_SEED", "2"))
     figures = disturb(model, tmp_path, kills=int(os.environ.get("MEGATRAIN_TIER_KILLS", "240")), stops=40, seed=seed)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,18 @@ SCALES = (0.0, 1e-5, 1e-4, 1e-3, 1e-2)
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A dense model, and a mixture."""
     dense = write_tiny_model(tmp_path_factory.mktemp("dense"))
-    mixture, config = tmp_path_factory.mktemp("mixture"), tiny_config("qwen3_moe")
+    return {"dense": dense, "mixture": write_family(tmp_path_factory.mktemp("mixture"), "qwen3_moe")}
+
+
+def write_family(folder: Path, model_type: str) -> Path:
+    """Write a tiny model of a family, with the tokenizer of the quickstart, and return the folder."""
+    config = tiny_config(model_type)
     config.vocab_size = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     torch.manual_seed(7)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(mixture)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(QUICKSTART / name, mixture / name)
-    return {"dense": dense, "mixture": mixture}
+        shutil.copy(QUICKSTART / name, folder / name)
+    return folder
 
 
 def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:
@@ -215,3 +222,51 @@ def test_micro_batches_that_no_loss_depends_on_move_as_much(
         run = run_config(config_text(tmp_path, models["dense"], **tables), tmp_path, num_steps=3)
     assert bool(run.plan.program.cuts.passing) == passes
     run.assert_as_planned()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_runs_of_families_with_late_threads(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed delays jobs of links, updates and readers differently: same traffic, same numbers.
+
+    ``MEGATRAIN_TIER_LATE_SEEDS`` is the number of seeds, ``MEGATRAIN_TIER_LATE_SEED`` the first one. Half of the runs
+    have a GPU tier.
+    """
+    chance = random.Random()
+
+    def late(job: Callable[..., Any]) -> Callable[..., Any]:
+        wait_s = chance.choice((0, 0, 0.001, 0.005, 0.02))
+
+        def act(*args: Any, **options: Any) -> Any:
+            time.sleep(wait_s)
+            return job(*args, **options)
+
+        return act
+
+    submit, submit_to_pool = Workers.submit, ThreadPoolExecutor.submit
+
+    def submit_late(self: Workers, job: Callable[[], None], *, urgent: bool = True) -> None:
+        submit(self, late(job), urgent=urgent)
+
+    def submit_to_pool_late(
+        self: ThreadPoolExecutor, job: Callable[..., Any], /, *args: Any, **options: Any
+    ) -> Future[Any]:
+        return submit_to_pool(self, late(job), *args, **options)
+
+    model = write_family(tmp_path / "model", model_type)
+    cases = []
+    for tables in ({}, {"gpu": tight_gpu(tmp_path, model, 1.0)}):
+        least = least_bytes("ram", lambda tables=tables: plan_with(tmp_path, model, 4 << 10, **tables))  # type: ignore[misc]
+        cases.append(config_text(tmp_path, model, ram=f"{least}B", **tables))
+    monkeypatch.setattr(Workers, "submit", submit_late)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_to_pool_late)
+    first = int(os.environ.get("MEGATRAIN_TIER_LATE_SEED", "1"))
+    expected: tiered_run.TieredRun | None = None
+    for seed in range(first, first + int(os.environ.get("MEGATRAIN_TIER_LATE_SEEDS", "4"))):
+        chance.seed(seed)
+        run = run_config(cases[seed % 2], tmp_path / str(seed), num_steps=3)
+        run.assert_as_planned()
+        expected = expected or run
+        run.assert_same(expected)
+        print(f"{model_type}, seed {seed}, {'a GPU tier' if seed % 2 else 'no GPU tier'}: as planned", flush=True)

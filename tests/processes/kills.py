@@ -38,6 +38,7 @@ from processes.kill_checks import Outcome, bytes_on_disk, check_after_kill, chec
 
 NUM_STEPS = 8
 HUNG_AFTER_S = 90.0
+"""A child hangs if no phase began or ended for this long, not counting the time that its threads waited for a core."""
 DRIVE_MIB = 96
 """Capacity of all drives of a run together."""
 
@@ -211,7 +212,7 @@ class Killer:
             run.safe = max(run.safe, start.reported)
             self.problems += [f"{who}: {text}" for text in check_after_kill(run.folder, run.keep, run.safe, run.drives)]
             if start.is_hung or start.code not in codes_allowed(start):
-                reason = f"no end after {HUNG_AFTER_S} s" if start.is_hung else f"exit status {start.code}"
+                reason = f"no phase ended in {HUNG_AFTER_S} s" if start.is_hung else f"exit status {start.code}"
                 self.problems.append(f"{who}: {reason}\n{run.log_tail}")
             elif start.code == 0:
                 self.problems += [f"{who}: {text}" for text in self._problems_at_end(run)]
@@ -254,6 +255,7 @@ class Killer:
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
         where: str | None = None
+        progress, hung_at_s, delayed_s = b"", 0.0, 0.0
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             now_s = time.monotonic()
@@ -261,7 +263,9 @@ class Killer:
                 code = os.waitstatus_to_exitcode(status)
                 is_hit = where is not None and (code < 0 or number != signal.SIGKILL)
                 return (self._board.where() if number == signal.SIGKILL else where) if is_hit else None, code, False
-            if now_s - start_s > HUNG_AFTER_S:
+            if (contents := self._board.contents()) != progress:
+                progress, hung_at_s, delayed_s = contents, now_s + HUNG_AFTER_S, seconds_delayed(pid)
+            if now_s > hung_at_s and now_s > hung_at_s + seconds_delayed(pid) - delayed_s:
                 os.kill(pid, signal.SIGABRT)  # its faulthandler says where all threads are
                 os.waitpid(pid, 0)
                 return where, -signal.SIGABRT, True
@@ -271,6 +275,15 @@ class Killer:
                 where = self._board.where()
                 os.kill(pid, number)
             time.sleep(_POLL_S)
+
+
+def seconds_delayed(pid: int) -> float:
+    """Return how long the threads of a process have waited for a core: on a loaded machine, most of the time."""
+    total_ns = 0
+    for path in Path("/proc", str(pid), "task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that ended meanwhile
+            total_ns += int(path.read_text().split()[1])
+    return total_ns / 1e9
 
 
 def codes_allowed(start: Start) -> tuple[int, ...]:
