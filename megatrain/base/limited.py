@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class LimitError(Exception):
-    """The work needs more processor time or memory than its limit; the text says which."""
+    """The work has no result: it reached a limit, or its process ended early. The text says which."""
 
 
 def run_limited(act: Callable[[], Result]) -> Result:
@@ -40,7 +40,7 @@ def run_limited(act: Callable[[], Result]) -> Result:
         act: must not use a device, start threads or change files. Its result is a JSON value.
 
     Raises:
-        LimitError: a limit was reached.
+        LimitError: a limit was reached, the function raised an error, or its process ended without a result.
         OSError: the system refused another process.
     """
     reading, writing = os.pipe()
@@ -50,50 +50,74 @@ def run_limited(act: Callable[[], Result]) -> Result:
     if pid == 0:
         _run_child(act, writing)
     os.close(writing)
+    answer: bytes | None = None
     try:
         answer = _read_all(reading)
     finally:
         os.close(reading)
-        with contextlib.suppress(ProcessLookupError):
+        if answer is None:
             os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    if not answer:
-        raise LimitError(f"it takes more than {MAX_CPU_S} s of processor time")
+        _, status = os.waitpid(pid, 0)
+    if answer is None:
+        raise LimitError(f"it does not end within {_WALL_S:g} s")
+    if status:
+        raise LimitError(_reason(os.waitstatus_to_exitcode(status)))
     is_done, result = json.loads(answer)
     if not is_done:
-        raise LimitError(f"it takes more than {MAX_EXTRA_BYTES >> 20} MiB of memory")
+        raise LimitError(result)
     return result  # type: ignore[no-any-return]
 
 
+def _reason(code: int) -> str:
+    """Return why a child has no result, from its exit status; a negative one is a signal."""
+    if code == -signal.SIGXCPU:
+        return f"it takes more than {MAX_CPU_S} s of processor time"
+    if code == -signal.SIGKILL:
+        return "its process was killed (SIGKILL): the system does so when memory is short"
+    if code < 0:
+        return f"its process was ended by signal {-code} ({signal.strsignal(-code)})"
+    return f"its process ended with exit status {code}"
+
+
 def _run_child(act: Callable[[], Any], writing: int) -> None:
-    """Call the function, write its result and end this process. Never returns."""
+    """Call the function, write its result or its error, and end this process. Never returns."""
+    code = 1
     try:
         gc.disable()  # objects of the parent are not destroyed a second time
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXCPU):
             signal.signal(number, signal.SIG_DFL)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+        _limit(resource.RLIMIT_CORE, 0)
+        # At the soft limit the kernel sends SIGXCPU, at the hard one SIGKILL, which could mean anything.
+        _limit(resource.RLIMIT_CPU, MAX_CPU_S, hard=MAX_CPU_S + 1)
         _limit_memory()
         try:
             answer = json.dumps([True, act()]).encode()
         except (MemoryError, OverflowError):
-            answer = json.dumps([False, None]).encode()
+            answer = json.dumps([False, f"it takes more than {MAX_EXTRA_BYTES >> 20} MiB of memory"]).encode()
+        except Exception as error:
+            answer = json.dumps([False, f"it fails with {type(error).__name__}: {error}"]).encode()
         while answer:
             answer = answer[os.write(writing, answer) :]
+        code = 0
     finally:
-        os._exit(0)
+        os._exit(code)
+
+
+def _limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a limit of this process, or leave a stricter one as it is."""
+    _, present = resource.getrlimit(kind)
+    hard = soft if hard is None else hard
+    hard = hard if present == resource.RLIM_INFINITY else min(hard, present)
+    resource.setrlimit(kind, (min(soft, hard), hard))
 
 
 def _limit_memory() -> None:
     with contextlib.suppress(OSError, ValueError):
-        limit = int(_STATM.read_text().split()[0]) * _PAGE_BYTES + MAX_EXTRA_BYTES
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        if hard == resource.RLIM_INFINITY or limit < hard:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+        _limit(resource.RLIMIT_AS, int(_STATM.read_text().split()[0]) * _PAGE_BYTES + MAX_EXTRA_BYTES)
 
 
-def _read_all(reading: int) -> bytes:
-    """Return what the child writes until it ends; nothing if it does not end in time."""
+def _read_all(reading: int) -> bytes | None:
+    """Return what the child writes until it ends; None if it does not end in time."""
     end_s = time.monotonic() + _WALL_S
     parts: list[bytes] = []
     while (left_s := end_s - time.monotonic()) > 0 and select.select([reading], [], [], left_s)[0]:
@@ -101,4 +125,4 @@ def _read_all(reading: int) -> bytes:
         if not part:
             return b"".join(parts)
         parts.append(part)
-    return b""
+    return None

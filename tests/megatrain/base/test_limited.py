@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
+import time
 
 import pytest
 
@@ -31,6 +33,36 @@ def test_a_pattern_that_never_ends() -> None:
 def test_a_text_without_bound() -> None:
     with pytest.raises(LimitError, match="more than 256 MiB of memory"):
         run_limited(lambda: "a".center(9_999_999_999)[:1])
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (signal.SIGTERM, r"ended by signal 15 \(Terminated\)"),
+        (signal.SIGKILL, r"killed \(SIGKILL\): .* memory is short"),
+    ],
+)
+def test_a_child_that_a_signal_ends(number: signal.Signals, message: str) -> None:
+    with pytest.raises(LimitError, match=message):
+        run_limited(lambda: os.kill(os.getpid(), number))
+
+
+def test_a_child_that_ends_without_a_result() -> None:
+    with pytest.raises(LimitError, match="ended with exit status 3"):
+        run_limited(lambda: os._exit(3))
+
+
+def test_an_error_of_the_function() -> None:
+    with pytest.raises(LimitError, match="fails with KeyError: 'role'"):
+        run_limited(lambda: {}["role"])
+
+
+def test_a_child_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "_WALL_S", 0.2)
+    with pytest.raises(LimitError, match=r"does not end within 0\.2 s"):
+        run_limited(lambda: time.sleep(3600))
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)  # it was killed and waited for
 
 
 def test_threads_of_the_caller_are_no_obstacle() -> None:
