@@ -12,7 +12,8 @@ import torch
 from tiered.errors import shortened
 
 _MAX_KEY, _MAX_SEGMENT = 2000, 255
-_KEY = re.compile(r"[A-Za-z0-9_.\-]+(/[A-Za-z0-9_.\-]+)*")
+_SEGMENT = r"(?!\.\.?(?:/|\Z))[A-Za-z0-9_.\-]+"  # not '.' or '..'
+_KEY = re.compile(f"{_SEGMENT}(?:/{_SEGMENT})*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,16 @@ class BlockSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.key, str):
             raise TypeError(f"the key of a block is text, not {type(self.key).__name__}: {self.key!r:.40}")
-        if len(self.key) > _MAX_KEY or any(len(part) > _MAX_SEGMENT for part in self.key.split("/")):
+        # Most keys are shorter than a segment may be.
+        is_long = len(self.key) > _MAX_SEGMENT and any(len(part) > _MAX_SEGMENT for part in self.key.split("/"))
+        if is_long or len(self.key) > _MAX_KEY:
             raise ValueError(
                 f"block key '{shortened(self.key)}' has {len(self.key)} characters: use at most {_MAX_KEY}, and "
                 f"{_MAX_SEGMENT} between two '/', as names of files"
             )
-        if not _KEY.fullmatch(self.key) or any(part in (".", "..") for part in self.key.split("/")):
+        if not _KEY.fullmatch(self.key):
             raise ValueError(f"block key '{shortened(self.key)}': use letters, digits, '_', '.', '-', joined by '/'")
-        if any(size < 0 for size in self.shape):
+        if self.shape and min(self.shape) < 0:
             raise ValueError(f"block '{self.key}': negative size in shape {self.shape}")
 
     @property

@@ -31,10 +31,11 @@ Digest = xxhash.xxh3_64
 
 #: The manifest of a model of 600 B parameters has some 20 MB.
 _MAX_DOCUMENT_BYTES = 1 << 30
+_NUM_SHARES = 8  # of the paths, for each thread
 _NUM_SYNC_THREADS = 8  # a drive flushes several files at once for the price of one
 
 
-def open_direct(path: Path, flags: int, on_buffered: Callable[[], None] | None = None) -> int:
+def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[[], None] | None = None) -> int:
     """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
 
     Args:
@@ -154,8 +155,16 @@ def sync_path(path: Path) -> None:
 
 def sync_paths(paths: Iterable[Path], sync: Callable[[Path], None]) -> None:
     """Call ``sync`` for several paths at a time; raises what the first one that fails raises."""
+    todo = list(paths)
+    # A hand-off to a thread takes longer than a flush that has nothing to write: each thread gets a few shares.
+    num_shares = max(1, min(len(todo), _NUM_SHARES * _NUM_SYNC_THREADS))
+
+    def sync_share(number: int) -> None:
+        for path in todo[number::num_shares]:
+            sync(path)
+
     with ThreadPoolExecutor(_NUM_SYNC_THREADS, thread_name_prefix="tiered-sync") as threads:
-        for _ in threads.map(sync, paths):
+        for _ in threads.map(sync_share, range(num_shares)):
             pass
 
 

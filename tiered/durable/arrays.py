@@ -21,8 +21,10 @@ from tiered.errors import CorruptBlockError, GenerationError, TransferError
 from tiered.file_io import (
     PIECE_BYTES,
     Digest,
+    checksum,
     drop_cached,
     flush_contents,
+    open_direct,
     opened,
     pieces,
     read_all,
@@ -41,6 +43,8 @@ _MAX_FILES = 1 << 20
 #: Pieces under way at once: what a fast drive needs.
 _NUM_THREADS = 4
 _SCRATCH_BYTES = 4 * MiB
+#: Most contents of a block that ``read_small`` reads: more gain nothing from fewer calls.
+SMALL_BYTES = 1 * MiB
 _of_thread = threading.local()
 
 #: For messages about a part of a generation that is not where it should be.
@@ -240,6 +244,36 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
         return read_piece(files, spec, piece, None if into is None else into[slice(*piece)])
 
     return tuple(_in_parallel(read, pieces(spec.nbytes), _NUM_THREADS))
+
+
+def read_small(path: str, into: torch.Tensor) -> str | None:
+    """Read the first bytes of a file with as few calls as possible, and return their checksum.
+
+    Args:
+        path: the file.
+        into: takes the contents: 1-D uint8 of at most ``SMALL_BYTES``, on any device. Undefined without a checksum.
+
+    Returns:
+        None if the file is missing, has fewer bytes or cannot be read so: ``read_array`` reports why.
+    """
+    nbytes = into.numel()
+    scratch = _scratch()[: round_up(nbytes, PAGE_BYTES)]
+    try:
+        fd = open_direct(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        count = os.preadv(fd, [memoryview(scratch.data)], 0)
+        drop_cached(fd)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    if count < nbytes:
+        return None
+    contents = scratch[:nbytes]
+    into.copy_(torch.from_numpy(contents))
+    return checksum(contents.data)
 
 
 def read_piece(

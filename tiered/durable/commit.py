@@ -200,13 +200,18 @@ class FrozenBlocks:
             tier.full.retry(tier.paths[0], PAGE_BYTES, partial(tier.snapshots.mark, self._name, self._identity))
         written = [block.spec for block in blocks if block.spec.home not in self._movement.durable_tiers]
         self._full.retry(str(self._identity.path), PAGE_BYTES + sum(map(array_bytes, written)), self._make_folder)
+        held_bytes = 0
         for block in blocks:
             frozen = self._freeze_block(block)
-            if frozen is not None and frozen.lease is not None and frozen.lease.tier != block.spec.home:
-                with frozen.lease:
-                    frozen = replace(frozen, checksums=self._write(frozen))
-            if frozen is not None:
-                self._frozen.append(frozen)
+            if frozen is None:
+                continue
+            if frozen.lease is not None:
+                held_bytes += array_bytes(block.spec)
+                if frozen.lease.tier != block.spec.home:
+                    with frozen.lease:
+                        frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
+                    held_bytes -= array_bytes(block.spec)
+            self._frozen.append(frozen)
         self._frozen_s = time.perf_counter()
 
     def _make_folder(self) -> None:
@@ -260,13 +265,17 @@ class FrozenBlocks:
             on_bytes: called with the size of the contents that are done since the last call.
         """
         found: dict[str, tuple[str, ...]] = {}
+        held = [each for each in self._frozen if each.lease is not None and not each.lease.is_released]
+        held_bytes = sum(array_bytes(each.block.spec) for each in held)
         for frozen in self._frozen:
             if frozen.lease is not None:
-                key, checksums = frozen.block.spec.key, frozen.checksums
-                found[key] = self._write(frozen) if checksums is None else checksums
-                if not frozen.lease.is_released:
+                spec, checksums = frozen.block.spec, frozen.checksums
+                if checksums is None:
+                    checksums = self._write(frozen, held_bytes)
+                    held_bytes -= array_bytes(spec)
                     frozen.lease.release()
-                on_bytes(frozen.block.spec.nbytes)
+                found[spec.key] = checksums
+                on_bytes(spec.nbytes)
         linked = [frozen for frozen in self._frozen if frozen.lease is None]
         flush_arrays([(frozen.folder, frozen.block.spec) for frozen in linked if not frozen.is_flushed])
         for frozen in linked:
@@ -304,13 +313,11 @@ class FrozenBlocks:
                     Event("commit", "", "", self.num_bytes, self._frozen_s, time.perf_counter(), self._name)
                 )
 
-    def _write(self, frozen: _Frozen) -> tuple[str, ...]:
-        """Write a leased block; wait for room where the drive is full."""
+    def _write(self, frozen: _Frozen, need_bytes: int) -> tuple[str, ...]:
+        """Write a leased block; wait for room for it, and for all others that are held, where the drive is full."""
         spec, path, counted = frozen.block.spec, str(self._identity.path), self._counted
         if counted is not None:
             counted.count_wear({counted.paths.index(path): array_bytes(spec)})
-        left = [each.block.spec for each in self._frozen if each.lease is not None and not each.lease.is_released]
-        need_bytes = sum(map(array_bytes, left if spec in left else [spec, *left]))
         return self._full.retry(path, need_bytes, partial(self._write_once, spec, self._tensor_of(frozen)))
 
     def _write_once(self, spec: BlockSpec, tensor: torch.Tensor) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tiered.block import BlockSpec, CopyState
-from tiered.durable.arrays import check_pieces, read_array, sync_tree
+from tiered.durable.arrays import SMALL_BYTES, check_pieces, read_array, sync_tree
 from tiered.durable.commit import Commit, CommitFigures, FrozenBlocks, check_meta
 from tiered.durable.manifest import (
     JSON,
@@ -48,16 +49,20 @@ from tiered.errors import (
     TransferError,
 )
 from tiered.file_io import folder_clashes
-from tiered.leasing import Leasing
+from tiered.leasing import Leasing, Request
 from tiered.locks import lock_directory
 from tiered.movement import Movement
-from tiered.records import Block
+from tiered.records import Block, Lease
 from tiered.tiers.base import Tier
 from tiered.tiers.directory import TierDirectory
 from tiered.tiers.health import FullDrives
 from tiered.tiers.layout import HomeFiles, dtype_name, files_of
 from tiered.tiers.snapshots import DurableTier
 from tiered.units import PAGE_BYTES
+
+#: Threads that read small blocks, and how many blocks each reads between two hand-offs.
+_NUM_THREADS = 4
+_NUM_AT_A_TIME = 64
 
 #: ``TieredStore.register``.
 Register = Callable[..., BlockSpec]
@@ -302,9 +307,7 @@ class Generations:
             reader = self._reader(generation)
             loader = self._loader(reader)
             loader.check_registered()
-            for key, record in reader.blocks.items():
-                loader.fill(key)
-                on_bytes(record.nbytes)
+            loader.fill_all(reader.blocks, on_bytes)
             self._loaded(reader)
             return reader.manifest
 
@@ -335,12 +338,14 @@ class Generations:
             self._loaded(reader)
 
     def _fill(self, reader: GenerationReader, register: Register) -> None:
-        loader = self._loader(reader)
-        for key in reader.blocks:
-            spec = reader.spec(key)
-            home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
-            register(key, spec.shape, spec.dtype, home=home)
-            loader.fill(key)  # block by block: files that adopting sets free serve the next one
+        def registered() -> Iterator[str]:
+            for key in reader.blocks:
+                spec = reader.spec(key)
+                home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
+                register(key, spec.shape, spec.dtype, home=home)
+                yield key  # and is filled before the next one: files that adopting sets free serve that
+
+        self._loader(reader).fill_all(registered())
 
     def _fill_older(
         self, newest: GenerationReader, error: TieredError, register: Register, unregister: Callable[..., None]
@@ -498,20 +503,59 @@ class _Loader:
                     f"{where} has a block '{key}', {record.shape} of {record.dtype}, and here is none: {advice}"
                 )
 
-    def fill(self, key: str) -> None:
-        """Give a registered block the verified contents that it has in the generation; what it held is dropped.
+    def fill_all(self, keys: Iterable[str], on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Give registered blocks the verified contents that they have in the generation; what they held is dropped.
+
+        Args:
+            keys: block names. Small blocks at home in RAM are read many at a time, the others one by one.
+            on_bytes: called with the size of each block once it is filled.
 
         Raises:
             GenerationError: a part is missing.
             CorruptBlockError: damaged bytes.
             TransferError: a drive refused.
-            LeaseError: the block is leased.
+            LeaseError: a block is leased.
         """
-        self.reader.spec(key)  # whether the record makes sense
-        self.leasing.discard([key])
-        block = self.movement.blocks[key]
-        if not self._adopt(block):
-            self._read_into_place(block)
+        small: list[BlockSpec] = []
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tiered-load") as threads:
+
+            def read_small_ones() -> None:
+                self._read_small(small, threads)
+                for spec in small:
+                    on_bytes(spec.nbytes)
+                small.clear()
+
+            for key in keys:
+                self.reader.spec(key)  # whether the record makes sense
+                block = self.movement.blocks[key]
+                spec = block.spec
+                home_device = self.movement.tiers[spec.home].device
+                if spec.nbytes <= SMALL_BYTES and home_device is not None and home_device.type == "cpu":
+                    small.append(spec)
+                    if len(small) == _NUM_THREADS * _NUM_AT_A_TIME:
+                        read_small_ones()
+                    continue
+                self.leasing.discard([key])
+                if not self._adopt(block):
+                    self._read_into_place(block)
+                on_bytes(spec.nbytes)
+            read_small_ones()
+
+    def _read_small(self, specs: Sequence[BlockSpec], threads: ThreadPoolExecutor) -> None:
+        """Read blocks into their home slots, which are in RAM: no stream orders what other threads write there."""
+        keys = [spec.key for spec in specs]
+        self.leasing.discard(keys)
+        requests: list[Request] = [(spec.key, spec.home, "w") for spec in specs]
+
+        def read(leases: Sequence[Lease]) -> None:
+            for lease in leases:
+                self.reader.read(lease.key, lease.tensor)
+
+        if requests:
+            with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
+                starts = range(0, len(leases), _NUM_AT_A_TIME)
+                for _ in threads.map(read, [leases[start : start + _NUM_AT_A_TIME] for start in starts]):
+                    pass
 
     def _adopt(self, block: Block) -> bool:
         """Take the snapshot's files for the home slot: no byte moves. False if its tier does not have them."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ MANIFEST_VERSION = 1
 
 #: Of a block, which is a part of a layer: what is beyond it is nonsense, and reading is planned piece by piece.
 _MAX_BYTES = 1 << 44
+
+_BEFORE_BODY = '{"body": '
 
 JSON = None | bool | int | float | str | Sequence[Any] | Mapping[str, Any]
 
@@ -99,7 +101,7 @@ def write_manifest(directory: str | os.PathLike[str], manifest: Manifest) -> Non
         "meta": manifest.meta,
         "paths": {tier: list(paths) for tier, paths in manifest.paths.items()},
         "store": manifest.store,
-        "blocks": [asdict(block) for block in manifest.blocks],
+        "blocks": [{name: getattr(block, name) for name in BlockRecord.__slots__} for block in manifest.blocks],
     }
     # Its manifest and the folders that lead to it are on disk before the top file names it: a power cut in between
     # leaves the generation before.
@@ -269,19 +271,31 @@ def _show_latest(directory: Path, generation: Path | None) -> None:
 def _write_sealed(path: Path, body: Mapping[str, Any]) -> None:
     """Write a JSON file with a version and a checksum over its body; it survives a power cut."""
     text = json.dumps(body, sort_keys=True)
-    document = {"format": MANIFEST_VERSION, "xxh3_64": checksum(text.encode()), "body": body}
-    replace_file(path, json.dumps(document, sort_keys=True), durable=True)
+    replace_file(path, _BEFORE_BODY + text + _after_body(MANIFEST_VERSION, checksum(text.encode())), durable=True)
+
+
+def _after_body(version: int, seal: str) -> str:
+    return f', "format": {json.dumps(version)}, "xxh3_64": {json.dumps(seal)}}}'
 
 
 def _read_sealed(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(read_document_file(path))
+        content = read_document_file(path)
+        document = json.loads(content)
         version, expected, body = document["format"], document["xxh3_64"], document["body"]
         is_newer = int(version) > MANIFEST_VERSION
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise GenerationError(f"'{path}' cannot be read as a manifest: {error}") from error
     if is_newer:
         raise NewerFormatError(f"'{path}' has format {version}, this version reads up to {MANIFEST_VERSION}: upgrade")
-    if not isinstance(body, dict) or checksum(json.dumps(body, sort_keys=True).encode()) != expected:
+    if not isinstance(body, dict) or expected not in _seals_of(content, body, _after_body(version, expected)):
         raise GenerationError(f"'{path}' is damaged: its checksum does not match. Open another generation")
     return body
+
+
+def _seals_of(content: bytes, body: Mapping[str, Any], after: str) -> Iterator[str]:
+    """Yield the checksums that a document may have: of its body as it lies in the file, and as it would be written."""
+    before, end = _BEFORE_BODY.encode(), after.encode()
+    if content.startswith(before) and content.endswith(end):
+        yield checksum(memoryview(content)[len(before) : -len(end)])
+    yield checksum(json.dumps(body, sort_keys=True).encode())

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tiered.tiers.directory import read_document, write_document
+from tiered.tiers.directory import read_document, read_own_attributes, write_document
 from tiered.tiers.layout import group_document
+from tiered.units import PAGE_BYTES
 
 LATEST_NAME = "latest"
 
@@ -54,8 +55,8 @@ def show_latest(directory: Path, generation: Path | None) -> None:
             link.unlink(missing_ok=True)
         else:
             _replace_link(link, os.path.relpath(generation, directory))
-        own = read_document(directory)
-        if own is not None:
+        if read_own_attributes(directory) is not None:
+            own = group_document({"page_bytes": PAGE_BYTES})
             # Durable: this document is also what makes the folder a store's.
             write_document(directory, directory_document(directory, own), replace=True, durable=True)
     except OSError:  # a full drive, or a file system without links: rather no name than an old one

@@ -12,8 +12,8 @@ from pathlib import Path
 from tiered.durable.manifest import list_generations
 from tiered.durable.ownership import Owner, read_owner, read_store_id, remove_snapshot_folder, snapshot_folders
 from tiered.locks import LOCK_NAME, holder_text, lock_directory
-from tiered.tiers.directory import read_document
-from tiered.tiers.layout import DOCUMENT_NAME, own_attributes
+from tiered.tiers.directory import read_own_attributes
+from tiered.tiers.layout import DOCUMENT_NAME
 from tiered.units import is_number
 
 _DOCUMENT_NAMES = (DOCUMENT_NAME, Path(DOCUMENT_NAME).with_suffix(".tmp").name)
@@ -48,7 +48,7 @@ def find_directories(root: Path) -> Iterator[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    own = own_attributes(read_document(folder))
+    own = read_own_attributes(folder)
     return own is not None and "page_bytes" in own  # which only the document of a whole directory has
 
 

@@ -24,13 +24,14 @@ from tiered.units import PAGE_BYTES, format_size, is_number
 STORE_NAME = "STORE.json"
 _LATEST_NAME = "latest"  # of tiered.durable.zarr_folder
 _OWN_FOLDERS = ("live", "snap", ".pool")
+_BEFORE_MEMBERS = b', "consolidated_metadata": '
 _UNFINISHED_DOCUMENT = Path(DOCUMENT_NAME).with_suffix(".tmp").name  # what a crash leaves of the first document
 
 
 def check_ours(path: Path) -> None:
     """Refuse a directory with files that are not ours, or of a newer format. Writes nothing."""
     refuse_links(path)
-    own = own_attributes(read_document(path))
+    own = read_own_attributes(path)
     if own is None:
         if _holds_more_than(path, LOCK_NAME, _UNFINISHED_DOCUMENT) and not _has_our_notes(path):
             raise UnusableDirectoryError(
@@ -141,7 +142,7 @@ class TierDirectory:
     def _write_own_document(self) -> None:
         """Write the document that makes the directory ours. Durable: without it the directory is foreign."""
         document = group_document({"page_bytes": PAGE_BYTES})
-        if own_attributes(read_document(self.path)) != own_attributes(document):  # it may list members besides
+        if read_own_attributes(self.path) != own_attributes(document):  # it may list members besides
             write_document(self.path, document, replace=True, durable=True)
 
     def close(self) -> None:
@@ -300,7 +301,7 @@ def open_directories(
 
 def reusable_bytes(path: Path) -> int:
     """Return the bytes that a tier on this path takes over from earlier ones instead of asking the drive for them."""
-    if own_attributes(read_document(path)) is None:
+    if read_own_attributes(path) is None:
         return 0
     pooled = sum(status.st_size for status in _statuses((path / ".pool").glob("*/*")))
     return pooled + sum(status.st_size for status in statuses_below(path / "live"))
@@ -339,6 +340,20 @@ def read_document(folder: Path) -> Any:
     """Return the zarr document of a folder, or None if there is none that can be read."""
     try:
         return json.loads(read_document_file(folder / DOCUMENT_NAME))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def read_own_attributes(folder: Path) -> dict[str, Any] | None:
+    """Return what we wrote under ``attributes.megatrain`` of a folder's document, or None if it is not ours.
+
+    The list of members is not parsed: it may have 100,000, and comes last in documents of ours.
+    """
+    try:
+        content = read_document_file(folder / DOCUMENT_NAME)
+        head, found, _ = content.partition(_BEFORE_MEMBERS)
+        own = own_attributes(json.loads(head + b"}")) if found else None
+        return own_attributes(json.loads(content)) if own is None else own
     except (OSError, ValueError, RecursionError):
         return None
 
