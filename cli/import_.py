@@ -15,7 +15,7 @@ from .options import json_option
 
 if TYPE_CHECKING:
     from megatrain.base.other_tools import Tool
-    from megatrain.translate.translate import Translation
+    from megatrain.translate.draft import Translation
 
 
 # Unknown options are the command line's own: whoever forgets the "--" before it is understood, too.

@@ -47,7 +47,7 @@ EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.optim.lr", "ScheduleError", EXIT_CONFIG),
     ("megatrain.doctor.drives", "UnusablePathError", EXIT_CONFIG),
     ("megatrain.checkpoint.resume", "ConfigChangedError", EXIT_CONFIG),
-    ("megatrain.translate.draft", "TranslationError", EXIT_CONFIG),
+    ("megatrain.translate.read", "TranslationError", EXIT_CONFIG),
     ("megatrain.checkpoint.resume", "NoSuchCheckpointError", EXIT_CONFIG),
     ("megatrain.models.export", "ExportTargetError", EXIT_CONFIG),
     ("tiered.errors", "UnusableDirectoryError", EXIT_CONFIG),

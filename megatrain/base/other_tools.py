@@ -1,14 +1,14 @@
-"""The keys of other tools: what ``megatrain-tier import`` makes of each, and what to write instead of it in our config.
+"""The keys of other tools: the answer of ``megatrain-tier import`` to each, and what to write in our config instead.
 
 Plain data that imports nothing of the project: the config package reads it to advise on unknown keys, the rules of
-``megatrain.translate`` to translate files. What needs more than a new name is a rule of the tool's family.
+``megatrain.translate`` to translate files. A row that needs more than a new name names its conversion there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from enum import Enum
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 Tool = Literal["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]
 #: Tools whose files are translated -> how they are written in sentences.
@@ -24,73 +24,80 @@ _TRANSFORMERS = "transformers"
 _LLAMA_FACTORY, _AXOLOTL, _TRL, _DEEPSPEED, _MEGATRAIN = TITLES.values()
 
 
-class Fate(Enum):
-    """What ``import`` does with the value of a key."""
-
-    SAME = "copied to our key"
-    PATH = "copied to our key, which is a path or a name on the hub"
-    RULE = "read by a rule of the tool's family"
-    UNNEEDED = "listed as not needed"
-    LOST = "listed as without equivalent, unless it is off"
-
-
-class Name(NamedTuple):
-    """One key of another tool.
+class Row(NamedTuple):
+    """The answer to one key of another tool.
 
     Attributes:
-        fate: What ``import`` does with its value.
-        ours: Our dotted key, or "" where nothing is to be written.
-        why: For ``import``: why the key is unneeded or lost.
-        note: For someone who writes the key into our config: what to write or know where ``ours`` does not say it.
-        tool: Whose name it is.
+        how: How ``import`` reads the value: a conversion of :mod:`megatrain.translate.conversions`, "with others" for a
+            key that a rule of the tool combines with others, "unneeded" or "lost".
+        ours: Our dotted key, or "" if there is none.
+        why: Reason why the key, or a value without a choice, is unneeded or lost.
+        note: Advice for a user who writes the key into our config, in addition to ``ours``.
+        tool: Title of the tool that has the key.
+        choices: Their value -> ours, None if the value is our default.
     """
 
-    fate: Fate
+    how: str
     ours: str = ""
     why: str = ""
     note: str = ""
     tool: str = ""
+    choices: Mapping[Any, Any] = MappingProxyType({})
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a value of the key sets one of our keys."""
+        return bool(self.ours) and self.how not in ("unneeded", "lost")
 
     def advice(self) -> str:
         """Return the sentence that follows "unknown key"."""
-        missing = "nothing like it here: leave it out" if self.fate is Fate.LOST else "not needed here"
+        missing = "nothing like it here: leave it out" if self.how == "lost" else "not needed here"
         here = f"here: {self.ours}" if self.ours else missing
         return f"That is {self.tool}'{'' if self.tool.endswith('s') else 's'} name; {here}" + (
             f" ({self.note})" if self.note else ""
         )
 
 
-def _same(ours: str, note: str = "", tool: str = "") -> Name:
-    return Name(Fate.SAME, ours, "", note, tool)
+def _as(how: str, ours: str = "", note: str = "", tool: str = "") -> Row:
+    return Row(how, ours, "", note, tool)
 
 
-def _path(ours: str) -> Name:
-    return Name(Fate.PATH, ours)
+def _same(ours: str, note: str = "", tool: str = "") -> Row:
+    return Row("copy", ours, "", note, tool)
 
 
-def _rule(ours: str = "", note: str = "", tool: str = "") -> Name:
-    return Name(Fate.RULE, ours, "", note, tool)
+def _rule(ours: str = "", note: str = "", tool: str = "") -> Row:
+    return Row("with others", ours, "", note, tool)
 
 
-def _unneeded(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Name:
-    return Name(Fate.UNNEEDED, ours, why, why if note is None else note, tool)
+def _choice(ours: str, choices: Mapping[Any, Any], why: str = "", note: str = "", tool: str = "") -> Row:
+    return Row("choice", ours, why, note, tool, choices)
 
 
-def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Name:
-    return Name(Fate.LOST, ours, why, why if note is None else note, tool)
+def _unneeded(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Row:
+    return Row("unneeded", ours, why, why if note is None else note, tool)
 
 
-def _each(names: str, name: Name) -> dict[str, Name]:
-    return dict.fromkeys(names.split(), name)
+def _lost(why: str, ours: str = "", note: str | None = None, tool: str = "") -> Row:
+    return Row("lost", ours, why, why if note is None else note, tool)
 
 
-def _in_table(table: str, names: str) -> dict[str, Name]:
-    """Return keys that are called the same here, in ``table``."""
-    return {name: _same(f"{table}{name}") for name in names.split()}
+def _unless(same: Any, why: str) -> Row:
+    """Return a row that is lost, unless it has the value that means the same as here."""
+    return Row("lost", "", why, why, "", {same: None})
 
 
-def _of(tool: str, names: Mapping[str, Name]) -> dict[str, Name]:
-    return {key: name if name.tool else name._replace(tool=tool) for key, name in names.items()}
+def _each(names: str, row: Row) -> dict[str, Row]:
+    return dict.fromkeys(names.split(), row)
+
+
+def _in_table(table: str, names: str, how: str = "copy") -> dict[str, Row]:
+    """Return keys that have the same name here, in ``table``."""
+    return {name: Row(how, f"{table}{name}") for name in names.split()}
+
+
+def _of(tool: str, rows: Mapping[str, Row]) -> dict[str, Row]:
+    return {key: row if row.tool else row._replace(tool=tool) for key, row in rows.items()}
 
 
 PLANNER = "where bytes live, and when they move, the planner decides from [tiers]: see `megatrain-tier plan`"
@@ -114,6 +121,30 @@ _PROGRESS = "a terminal shows the progress, a file gets lines"
 _PADDING = "rows are packed, or padded to data.max_length"
 _RUN_TRAINS = "training is what `run` does"
 _EVAL_PACKING = "eval sets are packed as the training data is"
+_FROM_START = "the reference is the model that the run starts from"
+_UNSUPPORTED_HALF = 'float16 is not supported; write compute_dtype = "bfloat16"'
+_BFLOAT16 = 'write compute_dtype = "bfloat16"'
+_REPORT_TO_WANDB = 'write report_to = ["jsonl", "wandb"]'
+_REPORT_TO_TENSORBOARD = 'write report_to = ["jsonl", "tensorboard"]'
+_CPU = _choice("device", {True: "cpu", False: None}, "see device", 'write device = "cpu"')
+_BACKENDS = {name: name for name in ("inductor", "aot_eager", "eager")}
+_STRATEGY = {False: "no"}  # YAML reads a bare no as false
+_HELD_OUT = _choice("data.val_size", {0: None, "": None})
+_REVISION = _choice("model.revision", {"main": None})
+_AUTO_ATTENTION = "auto takes sdpa where the model supports it"
+_ATTENTION = _choice(
+    "model.attn_implementation",
+    {
+        "auto": None,
+        "sdpa": "sdpa",
+        "eager": "eager",
+        "disabled": "eager",
+        "flash_attention_2": "flash_attention_2",
+        "flash_attn_2": "flash_attention_2",
+        "fa2": "flash_attention_2",
+    },
+    _AUTO_ATTENTION,
+)
 
 #: transformers' TrainingArguments and keys beside them, which LLaMA-Factory, TRL and Axolotl share.
 _SHARED = _of(_TRANSFORMERS, {
@@ -129,37 +160,37 @@ _SHARED = _of(_TRANSFORMERS, {
     "use_liger_kernel": _same("model.use_liger_kernel"),
     "enable_liger_kernel": _same("model.use_liger_kernel", tool=_LLAMA_FACTORY),
     "torch_compile": _same("model.compile"),
-    "torch_compile_backend": _rule("model.compile_backend"),
-    "output_dir": _path("output_dir"),
+    "torch_compile_backend": _choice("model.compile_backend", _BACKENDS,
+                                     'there are "inductor", "aot_eager" and "eager"'),
+    "output_dir": _as("path", "output_dir"),
     # Old names of transformers 4; our config accepts them too, with a warning.
-    "warmup_ratio": _rule("optimizer.warmup_steps", tool=TRANSFORMERS_4),
+    "warmup_ratio": _as("warmup", "optimizer.warmup_steps", tool=TRANSFORMERS_4),
     "per_gpu_train_batch_size": _same("training.per_device_train_batch_size", tool=TRANSFORMERS_4),
-    "evaluation_strategy": _rule("evaluation.eval_strategy", tool=TRANSFORMERS_4),
+    "evaluation_strategy": _choice("evaluation.eval_strategy", _STRATEGY, tool=TRANSFORMERS_4),
     "per_gpu_eval_batch_size": _same("evaluation.per_device_eval_batch_size", tool=TRANSFORMERS_4),
     # Values that change on the way.
-    "optim": _rule("optimizer.optim"),
-    "warmup_steps": _rule("optimizer.warmup_steps"),
-    "bf16": _rule("precision.compute_dtype", 'write compute_dtype = "bfloat16"'),
-    "fp16": _rule("precision.compute_dtype", 'float16 is not supported; write compute_dtype = "bfloat16"'),
-    "torch_dtype": _rule("precision.compute_dtype"),
-    "dtype": _rule("precision.compute_dtype"),
-    "use_cpu": _rule("device", 'write device = "cpu"'),
-    "no_cuda": _rule("device", 'write device = "cpu"'),
-    "attn_implementation": _rule("model.attn_implementation"),
-    "report_to": _rule("logging.report_to"),
+    "optim": _as("optimizer", "optimizer.optim"),
+    "warmup_steps": _as("warmup", "optimizer.warmup_steps"),
+    "bf16": _as("half_precision", "precision.compute_dtype", _BFLOAT16),
+    "fp16": _as("half_precision", "precision.compute_dtype", _UNSUPPORTED_HALF),
+    "torch_dtype": _as("loaded_dtype", "precision.compute_dtype"),
+    "dtype": _as("loaded_dtype", "precision.compute_dtype"),
+    "use_cpu": _CPU,
+    "no_cuda": _CPU,
+    "attn_implementation": _ATTENTION,
+    "report_to": _as("reports", "logging.report_to"),
     "logging_dir": _unneeded(_PROGRESS, "logging.report_to", "TensorBoard's files are in output_dir/tensorboard"),
-    "resume_from_checkpoint": _rule(_RESUME),
-    "deepspeed": _rule("tiers", "see also [placement]", tool=_DEEPSPEED),
-    "save_strategy": _rule("checkpoint.save_strategy"),
-    "eval_strategy": _rule("evaluation.eval_strategy"),
-    "do_eval": _rule(),
-    "model_revision": _rule(),
-    "chat_template": _rule("model.chat_template"),
-    "chat_template_path": _rule("model.chat_template", tool=_TRL),
+    "resume_from_checkpoint": _as("resume", _RESUME),
+    "deepspeed": _as("deepspeed", "tiers", "see also [placement]", tool=_DEEPSPEED),
+    "save_strategy": _choice("checkpoint.save_strategy", _STRATEGY | {name: name for name in ("no", "steps", "epoch")},
+                             "checkpoints are saved at steps or epochs, and kept by their age"),
+    "eval_strategy": _choice("evaluation.eval_strategy", _STRATEGY),
+    "model_revision": _REVISION,
+    "chat_template": _as("chat_template", "model.chat_template"),
+    "chat_template_path": _as("chat_template", "model.chat_template", tool=_TRL),
     # Without an equivalent.
     "trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
     **_each("push_to_hub hub_model_id", _lost(_NOT_UPLOADED)),
-    **_each("hub_strategy hub_token hub_private_repo", _rule()),
     # Not needed.
     **_each("fsdp fsdp_config low_cpu_mem_usage device_map max_memory", _unneeded(PLANNER)),
     "fsdp_version": _unneeded(PLANNER, tool=_AXOLOTL),
@@ -200,34 +231,28 @@ _SHARED = _of(_TRANSFORMERS, {
 })  # fmt: skip
 
 _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
-    "model_name_or_path": _path("model.model_name_or_path"),
+    "model_name_or_path": _as("path", "model.model_name_or_path"),
     "stage": _rule("task", '"sft", "pretrain" or "dpo"; its "pt" is "pretrain", its "kto" is "dpo" with a loss_type'),
     "pref_loss": _rule("preference.loss_type"),
-    "pref_beta": _rule("preference.beta"),
-    "pref_ftx": _rule("preference.rpo_alpha"),
-    "dpo_label_smoothing": _rule("preference.label_smoothing"),
-    "kto_chosen_weight": _rule("preference.desirable_weight"),
-    "kto_rejected_weight": _rule("preference.undesirable_weight"),
-    "simpo_gamma": _rule("preference.simpo_gamma"),
-    "ref_model": _lost("the reference is the model that the run starts from"),
+    "pref_beta": _as("preference", "preference.beta"),
+    "pref_ftx": _as("preference", "preference.rpo_alpha"),
+    "dpo_label_smoothing": _as("preference", "preference.label_smoothing"),
+    "kto_chosen_weight": _as("preference", "preference.desirable_weight"),
+    "kto_rejected_weight": _as("preference", "preference.undesirable_weight"),
+    "simpo_gamma": _as("preference", "preference.simpo_gamma"),
+    "ref_model": _lost(_FROM_START),
     "finetuning_type": _rule("lora.r", "lora is r > 0; else every parameter that is not frozen is trained"),
     "quantization_bit": _rule("model.model_name_or_path", QUANTIZED),
-    "lora_rank": _rule("lora.r"),
-    "lora_alpha": _rule("lora.lora_alpha"),
-    "lora_dropout": _rule("lora.lora_dropout"),
-    "lora_target": _rule("lora.target_modules", '"all" is "all-linear"'),
-    "lora_parameters": _rule("lora.target_parameters"),
-    "additional_target": _rule("lora.modules_to_save"),
-    "use_rslora": _rule("lora.use_rslora"),
-    "use_dora": _rule("lora.use_dora"),
-    "adapter_name_or_path": _rule("lora.adapter_name_or_path"),
+    **_in_table("lora.", "adapter_name_or_path lora_alpha lora_dropout use_rslora use_dora", "lora"),
+    "lora_rank": _as("lora", "lora.r"),
+    "lora_target": _as("lora", "lora.target_modules", '"all" is "all-linear"'),
+    "lora_parameters": _as("lora", "lora.target_parameters"),
+    "additional_target": _as("lora", "lora.modules_to_save"),
     "create_new_adapter": _rule(),
     **_each("pissa_init pissa_iter pissa_convert", _lost("adapters start as peft's default does", "", None)),
     **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
-    **_each("double_quantization quantization_type quantization_method", _rule()),
-    "flash_attn": _rule("model.attn_implementation"),
-    "attn": _rule("model.attn_implementation"),
-    "pure_bf16": _rule("precision.compute_dtype", 'write compute_dtype = "bfloat16"'),
+    **_each("flash_attn attn", _ATTENTION),
+    "pure_bf16": _as("half_precision", "precision.compute_dtype", _BFLOAT16),
     "upcast_layernorm": _unneeded("weights keep 32 bits"),
     "upcast_lmhead_output": _unneeded("the loss is computed in float32"),
     "use_unsloth": _unneeded(SPEED),
@@ -246,11 +271,10 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     "neat_packing": _rule("data.packing"),
     "train_on_prompt": _rule("data.train_on", 'false is "assistant", true is "all"'),
     "mask_history": _rule("data.train_on", 'true is "last_assistant"'),
-    "val_size": _rule("data.val_size"),
+    "val_size": _HELD_OUT,
     "tokenized_path": _unneeded("tokens are cached by their contents, see data.cache_dir", "data.cache_dir", ""),
     "streaming": _unneeded("tokens are read from files, never held in RAM as a whole; data.streaming reads shards "
                            "without a first pass", "data.streaming", "shards are read without a first pass"),
-    "buffer_size": _rule(),
     "interleave_probs": _lost("data.train.N.weight says how often the rows of a source are used in an epoch",
                               "data.train.0.weight", "one for each source"),
     "mix_strategy": _lost("sources are put together and shuffled; data.train.N.weight changes the shares"),
@@ -262,30 +286,31 @@ _OF_LLAMA_FACTORY = _of(_LLAMA_FACTORY, {
     **_each("video_max_pixels video_min_pixels video_fps video_maxlen", _unneeded("videos are not trained")),
     **_each("use_galore use_badam use_apollo use_adam_mini", _lost("see optimizer.optim")),
     "use_muon": _rule("optimizer.optim", 'true is "muon"'),
-    **_each("hf_hub_token ray_run_name swanlab_project", _rule()),
 })  # fmt: skip
 
 _OF_AXOLOTL = _of(_AXOLOTL, {
-    "base_model": _path("model.model_name_or_path"),
-    "revision_of_model": _rule(),
-    "tokenizer_config": _path("model.tokenizer_name_or_path"),
+    "base_model": _as("path", "model.model_name_or_path"),
+    "revision_of_model": _REVISION,
+    "tokenizer_config": _as("path", "model.tokenizer_name_or_path"),
     **_each("""model_type tokenizer_type is_llama_derived_model is_mistral_derived_model is_falcon_derived_model
         is_qwen_derived_model tokenizer_use_fast tokenizer_legacy base_model_config""",
             _unneeded("transformers finds the classes in config.json")),
-    **_each("flash_attention sdp_attention eager_attention", _rule("model.attn_implementation")),
-    "xformers_attention": _rule(),
+    "flash_attention": _choice("model.attn_implementation", {True: "flash_attention_2", False: None}, _AUTO_ATTENTION),
+    "sdp_attention": _choice("model.attn_implementation", {True: "sdpa", False: None}, _AUTO_ATTENTION),
+    "eager_attention": _choice("model.attn_implementation", {True: "eager", False: None}, _AUTO_ATTENTION),
     "processor_type": _rule("model.images"),
     "unfrozen_parameters": _lost("name those that stay as they are in model.freeze", "model.freeze",
                                  "name the frozen ones instead"),
-    "chat_template_jinja": _rule("model.chat_template"),
+    "chat_template_jinja": _as("chat_template", "model.chat_template"),
     "special_tokens": _lost("write them into the tokenizer's files"),
     "tokens": _lost("add them to the tokenizer and the model first"),
     "datasets": _rule("data.train"),
     "test_datasets": _rule("data.eval"),
     "pretraining_dataset": _rule("data.train"),
-    "val_set_size": _rule("data.val_size"),
+    "val_set_size": _HELD_OUT,
     "sequence_len": _same("data.max_length"),
-    "excess_length_strategy": _rule("data.overlong"),
+    "excess_length_strategy": _choice("data.overlong", {"drop": "drop", "truncate": "truncate", "raise": "error"},
+                                      "see data.overlong"),
     "sample_packing": _same("data.packing"),
     "eval_sample_packing": _unneeded(_EVAL_PACKING),
     "train_on_inputs": _rule("data.train_on", 'false is "assistant", true is "all"'),
@@ -296,34 +321,35 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
     "batch_size": _lost("rows of a step are micro_batch_size x gradient_accumulation_steps"),
     "eval_batch_size": _same("evaluation.per_device_eval_batch_size"),
     "num_epochs": _same("training.num_train_epochs"),
-    "optimizer": _rule("optimizer.optim"),
+    "optimizer": _as("optimizer", "optimizer.optim"),
     "lr_scheduler": _same("optimizer.lr_scheduler_type"),
     "cosine_min_lr_ratio": _rule("optimizer.lr_scheduler_kwargs", "min_lr_rate of cosine_with_min_lr"),
     **_each("lr_groups embedding_lr", _lost(_GROUPS)),
     **_each("loraplus_lr_ratio loraplus_lr_embedding", _lost(_GROUPS)),
-    "lora_r": _rule("lora.r"),
+    **_in_table("lora.", "lora_alpha lora_dropout", "lora"),
+    "lora_r": _as("lora", "lora.r"),
     "lora_target_linear": _rule("lora.target_modules", 'true is "all-linear"'),
-    "lora_target_modules": _rule("lora.target_modules"),
-    "lora_target_parameters": _rule("lora.target_parameters"),
-    "lora_modules_to_save": _rule("lora.modules_to_save"),
-    "lora_model_dir": _rule("lora.adapter_name_or_path"),
-    "peft_use_dora": _rule("lora.use_dora"),
-    "peft_use_rslora": _rule("lora.use_rslora"),
-    "peft_layers_to_transform": _rule("lora.layers_to_transform"),
-    "peft_init_lora_weights": _rule("lora.init_lora_weights"),
+    "lora_target_modules": _as("lora", "lora.target_modules"),
+    "lora_target_parameters": _as("lora", "lora.target_parameters"),
+    "lora_modules_to_save": _as("lora", "lora.modules_to_save"),
+    "lora_model_dir": _as("lora", "lora.adapter_name_or_path"),
+    "peft_use_dora": _as("lora", "lora.use_dora"),
+    "peft_use_rslora": _as("lora", "lora.use_rslora"),
+    "peft_layers_to_transform": _as("lora", "lora.layers_to_transform"),
+    "peft_init_lora_weights": _as("lora", "lora.init_lora_weights"),
     **_each("merge_lora", _lost("write export.merge = true", "export.merge")),
     "lora_fan_in_fan_out": _unneeded("peft sees from the module which way its weight lies"),
     "evals_per_epoch": _lost("write a number of steps into evaluation.eval_steps"),
-    "saves_per_epoch": _rule("checkpoint.save_strategy", '1 is "epoch"; else count steps in save_steps'),
+    "saves_per_epoch": _choice("checkpoint.save_strategy", {1: "epoch", 0: None},
+                               "write a number of steps into checkpoint.save_steps",
+                               '1 is "epoch"; else count steps in save_steps'),
     "save_first_step": _unneeded("checkpoints are always whole"),
-    "auto_resume_from_checkpoints": _rule(_RESUME, 'true is "auto"'),
+    "auto_resume_from_checkpoints": _as("resume", _RESUME, 'true is "auto"'),
     "loss_watchdog_threshold": _lost("a NaN ends the run: optimizer.nonfinite"),
-    "loss_watchdog_patience": _rule(),
     "wandb_project": _rule("logging.project"),
     "wandb_name": _rule("run_name"),
-    "use_wandb": _rule("logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
-    "use_tensorboard": _rule("logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
-    **_each("wandb_entity wandb_watch wandb_log_model wandb_run_id", _rule()),
+    "use_wandb": _as("reports", "logging.report_to", _REPORT_TO_WANDB),
+    "use_tensorboard": _as("reports", "logging.report_to", _REPORT_TO_TENSORBOARD),
     **_each("experimental_skip_move_to_device gpu_memory_limit layer_offloading", _unneeded(PLANNER)),
     **_each("""chunked_cross_entropy cut_cross_entropy liger_rope liger_rms_norm liger_glu_activation liger_layer_norm
         liger_fused_linear_cross_entropy liger_cross_entropy dataset_processes flash_attn_cross_entropy
@@ -331,21 +357,21 @@ _OF_AXOLOTL = _of(_AXOLOTL, {
         dataloader_num_workers sample_packing_group_size sample_packing_bin_size lora_mlp_kernel lora_qkv_kernel
         lora_o_kernel use_kernels experts_implementation""", _unneeded(SPEED)),
     "rl": _rule("task", '"dpo", and preference.loss_type'),
-    "rl_beta": _rule("preference.beta"),
-    "dpo_beta": _rule("preference.beta"),
-    "orpo_alpha": _rule("preference.beta"),
-    "dpo_label_smoothing": _rule("preference.label_smoothing"),
-    "rpo_alpha": _rule("preference.rpo_alpha"),
-    "cpo_alpha": _rule("preference.rpo_alpha"),
-    "simpo_gamma": _rule("preference.simpo_gamma"),
-    "kto_desirable_weight": _rule("preference.desirable_weight"),
-    "kto_undesirable_weight": _rule("preference.undesirable_weight"),
+    "rl_beta": _as("preference", "preference.beta"),
+    "dpo_beta": _as("preference", "preference.beta"),
+    "orpo_alpha": _as("preference", "preference.beta"),
+    "dpo_label_smoothing": _as("preference", "preference.label_smoothing"),
+    "rpo_alpha": _as("preference", "preference.rpo_alpha"),
+    "cpo_alpha": _as("preference", "preference.rpo_alpha"),
+    "simpo_gamma": _as("preference", "preference.simpo_gamma"),
+    "kto_desirable_weight": _as("preference", "preference.desirable_weight"),
+    "kto_undesirable_weight": _as("preference", "preference.undesirable_weight"),
     **_each("load_in_8bit load_in_4bit", _rule("model.model_name_or_path", QUANTIZED)),
-    **_each("adapter strict debug lora_alpha lora_dropout", _rule()),
+    "adapter": _rule(),
 })  # fmt: skip
 
 _OF_TRL = _of(_TRL, {
-    "model_name_or_path": _path("model.model_name_or_path"),
+    "model_name_or_path": _as("path", "model.model_name_or_path"),
     "model_init_kwargs": _lost("see [model] and [precision]"),
     "max_length": _same("data.max_length"),
     "max_seq_length": _same("data.max_length"),
@@ -356,17 +382,17 @@ _OF_TRL = _of(_TRL, {
     "completion_only_loss": _rule("data.train_on", 'true is "completion"'),
     "assistant_only_loss": _rule("data.train_on", 'true is "assistant"'),
     **_each("loss_type loss_weights", _rule("preference.loss_type")),
-    "beta": _rule("preference.beta"),
-    "label_smoothing": _rule("preference.label_smoothing"),
-    "cpo_alpha": _rule("preference.rpo_alpha"),
-    "rpo_alpha": _rule("preference.rpo_alpha"),
-    "simpo_gamma": _rule("preference.simpo_gamma"),
-    "desirable_weight": _rule("preference.desirable_weight"),
-    "undesirable_weight": _rule("preference.undesirable_weight"),
+    "beta": _as("preference", "preference.beta"),
+    "label_smoothing": _as("preference", "preference.label_smoothing"),
+    "rpo_alpha": _as("preference", "preference.rpo_alpha"),
+    "cpo_alpha": _as("preference", "preference.rpo_alpha"),
+    "simpo_gamma": _as("preference", "preference.simpo_gamma"),
+    "desirable_weight": _as("preference", "preference.desirable_weight"),
+    "undesirable_weight": _as("preference", "preference.undesirable_weight"),
     **_each("precompute_ref_log_probs precompute_ref_batch_size force_use_ref_model reference_free disable_dropout",
             _unneeded("the reference is asked once, before the first step, and nothing is dropped out")),
     **_each("ref_model ref_model_init_kwargs ref_adapter_name sync_ref_model",
-            _lost("the reference is the model that the run starts from")),
+            _lost(_FROM_START)),
     **_each("max_prompt_length max_completion_length truncation_mode", _lost("see data.max_length and data.overlong")),
     "eos_token": _lost("write it into the tokenizer's files"),
     "pad_token": _unneeded("padding is never attended to or trained"),
@@ -376,16 +402,15 @@ _OF_TRL = _of(_TRL, {
     "dataset_test_split": _rule("data.eval.0.split"),
     "dataset_text_field": _rule("data.train.0.columns", 'columns = { text = "your column" }'),
     **_each("dataset_mixture dataset_mixer datasets", _rule("data.train")),
-    **_each("dataset_splits dataset_configs streaming dataset_streaming", _rule()),
     "dataset_kwargs": _lost("see [[data.train]]"),
     "dataset_batch_size": _unneeded(SPEED),
-    "lora_r": _rule("lora.r"),
-    "lora_target_modules": _rule("lora.target_modules"),
-    "lora_target_parameters": _rule("lora.target_parameters"),
-    "lora_modules_to_save": _rule("lora.modules_to_save"),
+    **_in_table("lora.", "lora_alpha lora_dropout use_rslora use_dora", "lora"),
+    "lora_r": _as("lora", "lora.r"),
+    "lora_target_modules": _as("lora", "lora.target_modules"),
+    "lora_target_parameters": _as("lora", "lora.target_parameters"),
+    "lora_modules_to_save": _as("lora", "lora.modules_to_save"),
     **_each("load_in_4bit load_in_8bit", _rule("model.model_name_or_path", QUANTIZED)),
-    **_each("""use_peft lora_alpha lora_dropout lora_task_type use_rslora use_dora
-        bnb_4bit_quant_type use_bnb_nested_quant""", _rule()),
+    "use_peft": _rule(),
 })  # fmt: skip
 
 _OF_DEEPSPEED = _of(_DEEPSPEED, {
@@ -395,13 +420,21 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
     "gradient_clipping": _same("optimizer.max_grad_norm"),
     "steps_per_print": _same("logging.logging_steps"),
     "seed": _same("seed"),
-    **_each("bf16 fp16", _rule("precision.compute_dtype")),
-    "optimizer": _rule("optimizer"),
+    **_each("bf16.enabled fp16.enabled", _as("half_precision", "precision.compute_dtype")),
+    **_each("""fp16.auto_cast fp16.loss_scale fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis
+        fp16.consecutive_hysteresis fp16.min_loss_scale fp16.fp16_master_weights_and_grads""",
+            _unneeded("bfloat16 needs no loss scaling")),
+    "optimizer.type": _as("optimizer", "optimizer.optim"),
+    "optimizer.params.betas": _as("betas", "optimizer.adam_beta1", "the second is optimizer.adam_beta2"),
     "optimizer.params.lr": _same("optimizer.learning_rate"),
     "optimizer.params.weight_decay": _same("optimizer.weight_decay"),
     "optimizer.params.eps": _same("optimizer.adam_epsilon"),
     "optimizer.params.momentum": _same("optimizer.sgd_momentum"),
     "optimizer.params.nesterov": _same("optimizer.sgd_nesterov"),
+    "optimizer.params.adam_w_mode": _unless(True, "weight decay is decoupled from the gradient here, as in AdamW"),
+    "optimizer.params.bias_correction": _unless(True, "the moments are always corrected for their start here"),
+    "optimizer.params.fp32_optimizer_states": _unless(True, "see optimizer.state_dtype"),
+    "optimizer.params.torch_adam": _unless(False, "the update rule is the same; only the kernel differs"),
     "scheduler": _rule("optimizer.lr_scheduler_type"),
     **_each("wandb tensorboard", _rule("logging.report_to")),
     "zero_optimization": _unneeded(PLANNER, "tiers", "see also [placement]"),
@@ -426,9 +459,9 @@ _OF_DEEPSPEED = _of(_DEEPSPEED, {
 })  # fmt: skip
 
 _OF_MEGATRAIN = _of(_MEGATRAIN, {
-    "model.name": _path("model.model_name_or_path"),
-    "model.dtype": _rule("precision.compute_dtype"),
-    "model.attn_implementation": _rule("model.attn_implementation"),
+    "model.name": _as("path", "model.model_name_or_path"),
+    "model.dtype": _as("loaded_dtype", "precision.compute_dtype"),
+    "model.attn_implementation": _ATTENTION,
     "model.trust_remote_code": _lost(_NO_REMOTE_CODE, "model.trust_remote_code"),
     "model.device": _unneeded("one CUDA device is used where there is one: CUDA_VISIBLE_DEVICES chooses which"),
     "model.devices": _lost(RANKS),
@@ -444,8 +477,8 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
     "training.weight_decay": _same("optimizer.weight_decay"),
     "training.max_grad_norm": _same("optimizer.max_grad_norm"),
     "training.seed": _same("seed"),
-    "training.train_on_prompt": _rule("data.train_on"),
-    "optimizer.type": _rule("optimizer.optim"),
+    "training.train_on_prompt": _choice("data.train_on", {True: "all", False: None}, "see data.train_on"),
+    "optimizer.type": _as("optimizer", "optimizer.optim"),
     "optimizer.beta1": _same("optimizer.adam_beta1"),
     "optimizer.beta2": _same("optimizer.adam_beta2"),
     "optimizer.eps": _same("optimizer.adam_epsilon"),
@@ -459,12 +492,12 @@ _OF_MEGATRAIN = _of(_MEGATRAIN, {
 OTHERS = {
     **_of(_TRANSFORMERS, {
         "block_size": _same("data.max_length"),
-        "train_file": _path("data.train.0.path"),
+        "train_file": _as("path", "data.train.0.path"),
         "learning_rate_scheduler": _same("optimizer.lr_scheduler_type"),
     }),
     **_of("torchtitan", {
-        "hf_assets_path": _path("model.model_name_or_path"),
-        "dump_folder": _path("output_dir"),
+        "hf_assets_path": _as("path", "model.model_name_or_path"),
+        "dump_folder": _as("path", "output_dir"),
         "local_batch_size": _same("training.per_device_train_batch_size"),
         "global_batch_size": _rule("training.gradient_accumulation_steps", "rows of a step divided by those of a "
                                    "micro-batch; or only training.train_batch_tokens"),
@@ -476,10 +509,10 @@ OTHERS = {
         "decay_type": _rule("optimizer.lr_scheduler_type"),
         "mixed_precision_param": _rule("precision.compute_dtype"),
         "log_freq": _same("logging.logging_steps"),
-        "enable_tensorboard": _rule("logging.report_to", 'write report_to = ["jsonl", "tensorboard"]'),
-        "enable_wandb": _rule("logging.report_to", 'write report_to = ["jsonl", "wandb"]'),
+        "enable_tensorboard": _rule("logging.report_to", _REPORT_TO_TENSORBOARD),
+        "enable_wandb": _rule("logging.report_to", _REPORT_TO_WANDB),
         "enable_profiling": _rule("profile.trace_steps", "the steps to trace"),
-        "dataset_path": _path("data.train.0.path"),
+        "dataset_path": _as("path", "data.train.0.path"),
         **_each("enable_cpu_offload fsdp_reshard_after_forward", _unneeded(PLANNER)),
         **_each("""data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree
             pipeline_parallel_degree context_parallel_degree expert_parallel_degree""", _unneeded(RANKS)),
@@ -487,7 +520,7 @@ OTHERS = {
         "keep_latest_k": _same("checkpoint.save_total_limit"),
         "async_mode": _rule("checkpoint.async_save"),
         "enable_checkpoint": _rule("checkpoint.save_strategy", 'false is "no"'),
-        "initial_load_path": _path(_RESUME),
+        "initial_load_path": _as("path", _RESUME),
         "last_save_model_only": _unneeded(f"{_WHOLE}; [export] writes the model alone"),
         "export_dtype": _same("export.dtype"),
     }),
@@ -496,12 +529,12 @@ OTHERS = {
         "keep_last_n_checkpoints": _same("checkpoint.save_total_limit"),
         "enable_async_checkpointing": _same("checkpoint.async_save"),
         "recipe_checkpoint": _rule(_RESUME, "the output_dir of a run"),
-        "checkpoint_dir": _path("model.model_name_or_path"),
+        "checkpoint_dir": _as("path", "model.model_name_or_path"),
     }),
 }  # fmt: skip
 
 #: Tool -> its keys, dotted where they lie in a section.
-KEYS: dict[Tool, dict[str, Name]] = {
+KEYS: dict[Tool, dict[str, Row]] = {
     "llamafactory": {**_SHARED, **_OF_LLAMA_FACTORY},
     "axolotl": {**_SHARED, **_OF_AXOLOTL},
     "trl": {**_SHARED, **_OF_TRL},
@@ -519,17 +552,19 @@ ALWAYS_ON: dict[str, str] = {
 }
 
 #: Last parts of keys that are too general to advise on, or our own words or almost so.
-_AMBIGUOUS = frozenset({"cache_dir", "checkpoint", "dataset", "device", "devices", "name", "optimizer", "path", "type"})
+_AMBIGUOUS = frozenset(
+    {"cache_dir", "checkpoint", "dataset", "device", "devices", "enabled", "name", "optimizer", "path", "type"}
+)
 
 
-def _translations() -> dict[str, Name]:
+def _translations() -> dict[str, Row]:
     """Return the names to advise on; of a name that several tools share, the first table's meaning."""
-    found: dict[str, Name] = {}
+    found: dict[str, Row] = {}
     skipped = {*ACCEPTED, *ALWAYS_ON, *_AMBIGUOUS}
     for table in (_SHARED, _OF_LLAMA_FACTORY, _OF_MEGATRAIN, _OF_AXOLOTL, _OF_TRL, _OF_DEEPSPEED, OTHERS):
         for key, name in table.items():
             leaf = key.rpartition(".")[2]
-            says_something = name.ours or name.fate is not Fate.RULE
+            says_something = name.ours or name.how in ("unneeded", "lost")
             is_ours = leaf == name.ours.rpartition(".")[2]
             if says_something and not is_ours and leaf not in skipped:
                 found.setdefault(leaf, name)
@@ -537,7 +572,7 @@ def _translations() -> dict[str, Name]:
 
 
 #: Last part of another tool's key -> what to write here, for unknown keys of our config.
-TRANSLATIONS: dict[str, Name] = _translations()
+TRANSLATIONS: dict[str, Row] = _translations()
 
 #: Tables and keys of later releases: said plainly instead of guessing at a typing mistake.
 NOT_YET: frozenset[str] = frozenset(

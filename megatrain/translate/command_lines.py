@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["CommandLine", "count", "find_command_line", "is_of_processes", "parse_words"]
+from megatrain.base.other_tools import Tool
+
+__all__ = ["TRL_TASKS", "CommandLine", "count", "find_command_line", "is_world_size_option", "parse_words"]
 
 #: Programs that start a training script on several processes -> options that say on how many machines, and how many:
 #: of each machine, or of all.
@@ -33,22 +35,15 @@ _LAUNCHER_MODULES = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 #: Commands of the tools themselves -> whose they are.
-_TOOLS = {"trl": "trl", "llamafactory-cli": "llamafactory", "lmf": "llamafactory", "axolotl": "axolotl"}
-_TRL_TASKS = (
-    "sft",
-    "dpo",
-    "kto",
-    "grpo",
-    "orpo",
-    "cpo",
-    "gkd",
-    "reward",
-    "rloo",
-    "online_dpo",
-    "nash_md",
-    "xpo",
-    "bco",
-)
+_TOOLS: dict[str, Tool] = {
+    "trl": "trl",
+    "llamafactory-cli": "llamafactory",
+    "lmf": "llamafactory",
+    "axolotl": "axolotl",
+}
+#: Commands of TRL that train what is trained here.
+TRL_TASKS = ("sft", "dpo", "kto", "orpo", "cpo")
+_ALL_TRL_TASKS = (*TRL_TASKS, "grpo", "gkd", "reward", "rloo", "online_dpo", "nash_md", "xpo", "bco")
 _SWITCHES = ("no_cuda",)  # their "no_" belongs to the name
 _CONFIG_FILES = (".yaml", ".yml", ".json")
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # stands for what only a shell could compute
@@ -73,7 +68,7 @@ class CommandLine:
         words: The command line.
         values: Option -> value, dashes in names as underscores.
         config: The config file that it names; its options come before those of the file.
-        tool: Whose command it is; "" where the script does not say.
+        tool: Tool that the command belongs to, None if the script does not say.
         task: What TRL's command trains, such as "sft" or "dpo"; "" where that is not said.
         launcher: The program that starts the processes, "" for none.
         num_processes: How many, on all machines; None: nothing says it.
@@ -85,7 +80,7 @@ class CommandLine:
     words: list[str]
     values: dict[str, Any] = field(default_factory=dict)
     config: Path | None = None
-    tool: str = ""
+    tool: Tool | None = None
     task: str = ""
     launcher: str = ""
     num_processes: int | None = None
@@ -100,7 +95,7 @@ def find_command_line(text: str) -> tuple[CommandLine | None, list[str]]:
     found = [line for line in lines if line is not None and (line.tool or "model_name_or_path" in line.values)]
     if not found:
         return None, []
-    first = next((line for line in found if line.task in ("", "sft", "dpo", "kto", "orpo", "cpo")), found[0])
+    first = next((line for line in found if line.task in ("", *TRL_TASKS)), found[0])
     return first, [" ".join(line.words[:4]) for line in found if line is not first]
 
 
@@ -151,7 +146,7 @@ def _after_program(line: CommandLine, program: str, words: list[str], *, is_modu
         line.tool = _TOOLS[program]
         if words and not words[0].startswith("-") and not words[0].endswith(_CONFIG_FILES):
             command = words.pop(0)
-            if command not in (_TRL_TASKS if program == "trl" else ("train",)):
+            if command not in (_ALL_TRL_TASKS if program == "trl" else ("train",)):
                 return []  # trl chat, axolotl preprocess, ...
             line.task = command if program == "trl" else ""
         return words
@@ -183,7 +178,7 @@ def _name_script(line: CommandLine, script: str) -> None:
         line.tool = "axolotl"
     elif "llamafactory" in script or "llama_factory" in script.lower():
         line.tool = "llamafactory"
-    elif stem in _TRL_TASKS:
+    elif stem in _ALL_TRL_TASKS:
         line.tool, line.task = "trl", stem
 
 
@@ -201,7 +196,7 @@ def count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def is_of_processes(line: CommandLine, name: str) -> bool:
+def is_world_size_option(line: CommandLine, name: str) -> bool:
     """Return whether an option of the launcher says how many processes, or machines, there are."""
     return name in _LAUNCHERS[line.launcher or "trl"][:2]
 

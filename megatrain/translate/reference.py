@@ -9,18 +9,18 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatrain.base.other_tools import KEYS, OTHERS, Fate, Name
+from megatrain.base.other_tools import KEYS, OTHERS, Row
 
 BEGIN, END = "<!-- keys: written by megatrain.translate.reference -->", "<!-- end of keys -->"
 
 
 def table_of(tool: str) -> str:
     """Return the tables of a tool's keys in Markdown."""
-    keys: Mapping[str, Name] = dict(KEYS).get(tool) or {  # type: ignore[call-overload]
-        key: name for key, name in OTHERS.items() if name.tool == tool
+    rows: Mapping[str, Row] = dict(KEYS).get(tool) or {  # type: ignore[call-overload]
+        key: row for key, row in OTHERS.items() if row.tool == tool
     }
-    moved = {key: name for key, name in keys.items() if name.ours and name.fate not in (Fate.UNNEEDED, Fate.LOST)}
-    same = [key for key, name in moved.items() if key == name.ours.rpartition(".")[2] and not name.note]
+    moved = {key: row for key, row in rows.items() if row.is_set}
+    same = [key for key, row in moved.items() if key == row.ours.rpartition(".")[2] and not row.note]
     lines = []
     if same:
         lines += ["**Called the same**: " + ", ".join(f"`{moved[key].ours}`" for key in sorted(same)) + ".", ""]
@@ -29,8 +29,8 @@ def table_of(tool: str) -> str:
         lines += ["| there | here | |", "|---|---|---|"]
         lines += [f"| `{key}` | `{moved[key].ours}` | {_cell(moved[key].note)} |" for key in others]
         lines += [""]
-    for fate, title in ((Fate.UNNEEDED, "not needed here"), (Fate.LOST, "nothing like it here")):
-        reasons = _by_reason((key, name) for key, name in keys.items() if name.fate is fate)
+    for how, title in (("unneeded", "not needed here"), ("lost", "nothing like it here")):
+        reasons = _by_reason((key, row) for key, row in rows.items() if row.how == how)
         if reasons:
             lines += [f"| {title} | why |", "|---|---|"]
             lines += [f"| {', '.join(f'`{key}`' for key in names)} | {_cell(why)} |" for why, names in reasons.items()]
@@ -38,10 +38,10 @@ def table_of(tool: str) -> str:
     return "\n".join(lines)
 
 
-def _by_reason(keys: Iterable[tuple[str, Name]]) -> dict[str, list[str]]:
+def _by_reason(rows: Iterable[tuple[str, Row]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for key, name in sorted(keys):
-        found.setdefault(name.why, []).append(key)
+    for key, row in sorted(rows, key=lambda each: each[0]):
+        found.setdefault(row.why, []).append(key)
     return found
 
 

@@ -4,83 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatrain.base.other_tools import Tool
+from megatrain.base.other_tools import RANKS, Tool
 from megatrain.base.toml import format_value
 from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
 from megatrain.config.problems import find_bad_combinations, validated
-from megatrain.translate.draft import (
-    Draft,
-    ForeignConfig,
-    Left,
-    TranslatedValue,
-    plain_key,
-    read_command_line,
-    read_source,
-)
-from megatrain.translate.engines import DEEPSPEED_VERSION, put_processes, translate_deepspeed, translate_megatrain
-from megatrain.translate.trainers import (
-    drop_evaluation_without_rows,
-    translate_axolotl,
-    translate_llama_factory,
-    translate_trl,
-)
+from megatrain.translate.command_lines import is_world_size_option
+from megatrain.translate.draft import Left, TranslatedValue, Translation, plain_key
+from megatrain.translate.read import Source, read_command_line, read_source
+from megatrain.translate.tools import DEEPSPEED_VERSION, TOOLS, put_processes
 
-_TRANSLATORS: Mapping[Tool, Callable[[Draft], None]] = {
-    "llamafactory": translate_llama_factory,
-    "axolotl": translate_axolotl,
-    "trl": translate_trl,
-    "deepspeed": translate_deepspeed,
-    "megatrain": translate_megatrain,
-}
 _COMMENT_COLUMN = 42
 _LONGEST_VALUE = 60
-
-
-@dataclass(frozen=True)
-class Translation:
-    """A translated config.
-
-    Attributes:
-        tool: The tool it was translated from.
-        toml: The text of our config, which loads.
-        entries: Dotted key -> value, as in the text.
-        lost: Keys without an equivalent.
-        unneeded: Keys that nothing is needed for.
-    """
-
-    tool: Tool
-    toml: str
-    entries: Mapping[str, TranslatedValue]
-    lost: tuple[Left, ...]
-    unneeded: tuple[Left, ...]
-
-    @property
-    def to_fill_in(self) -> Mapping[str, TranslatedValue]:
-        """Return the keys whose values are only examples."""
-        return {key: entry for key, entry in self.entries.items() if entry.to_fill_in}
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "tool": self.tool,
-            "toml": self.toml,
-            "values": {
-                key: {"value": entry.value, "from": entry.theirs, "note": entry.note}
-                for key, entry in self.entries.items()
-            },
-            "no_equivalent": [_left_to_json(left) for left in self.lost],
-            "not_needed": [_left_to_json(left) for left in self.unneeded],
-            "to_fill_in": list(self.to_fill_in),
-        }
-
-
-def _left_to_json(left: Left) -> dict[str, Any]:
-    return {"key": left.theirs, "value": left.value, "why": left.why}
 
 
 def translate_file(
@@ -118,46 +57,60 @@ def translate_command_line(
     return _translate(read_command_line(words, tool), folder, base)
 
 
-def _translate(source: ForeignConfig, folder: Path | None, base: Path | None) -> Translation:
-    base = (base or Path.cwd()).resolve()
-    draft = Draft(source, base)
-    _TRANSLATORS[draft.source.tool](draft)
-    draft.lose_unread()
-    drop_evaluation_without_rows(draft)
+def _translate(source: Source, folder: Path | None, base: Path | None) -> Translation:
+    draft = Translation(source, (base or Path.cwd()).resolve())
+    TOOLS[source.tool](draft)
+    draft.lose_unanswered()
+    _drop_evaluation_without_rows(draft)
     _gather_processes(draft)
     if "output_dir" not in draft.entries:
         draft.fill_in("output_dir", "outputs/first", "folder of the run")
     _settle(draft)
-    where = (folder or base).resolve()
-    entries = {
-        key: TranslatedValue(_relative(entry, base, where), entry.theirs, entry.note, entry.is_path, entry.to_fill_in)
-        for key, entry in draft.entries.items()
+    where = (folder or draft.base).resolve()
+    draft.entries = {
+        key: replace(entry, value=_relative(entry, draft.base, where)) for key, entry in draft.entries.items()
     }
-    return Translation(draft.source.tool, _to_toml(draft, entries), entries, tuple(draft.lost), tuple(draft.unneeded))
+    draft.toml = _to_toml(draft)
+    return draft
 
 
-def _gather_processes(draft: Draft) -> None:
-    """Take over how many processes a launcher starts; list what else it was told.
+def _drop_evaluation_without_rows(draft: Translation) -> None:
+    """Take out the evaluation schedule of a config without evaluation rows."""
+    if any(key.startswith("data.eval.") or key == "data.val_size" for key in draft.entries):
+        return
+    for key in [key for key in draft.entries if key.startswith("evaluation.")]:
+        entry = draft.entries.pop(key)
+        if entry.theirs and entry.value not in ("no", False):
+            draft.lose(entry.theirs, "there are no rows to evaluate on: name them in [[data.eval]]", entry.value)
 
-    The batch is that of all of them here, and theirs that of each: so it is multiplied.
+
+def _gather_processes(draft: Translation) -> None:
+    """Take over the number of processes of a launcher; list its other options.
+
+    The rows of a step are those of all processes here, and theirs are those of each: so they are multiplied.
     """
-    source, key = draft.source, "training.gradient_accumulation_steps"
-    draft.lost += source.lost
-    draft.unneeded += source.unneeded
-    if source.num_processes is None:
+    line, key = draft.source.line, "training.gradient_accumulation_steps"
+    for name in line.unknown:
+        draft.lose(f"${{...}} in --{name}", "only a shell knows its value")
+    for other in draft.source.others:
+        draft.lose(other, "another training of the same script: import it by itself")
+    for name, value in line.launch_options.items():
+        if not is_world_size_option(line, name):
+            draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
+    if line.num_processes is None:
         draft.lose(
             "launcher",
             f"how many processes it starts is not said: for the same rows per step multiply {key} by their number",
         )
-    elif source.num_processes > 1:
+    elif line.num_processes > 1:
         before = draft.entries.get(key)
         steps = before.value if before is not None and isinstance(before.value, int) else 1
-        note = f"{steps} x {source.num_processes} processes: here the rows of a step are those of all"
-        draft.put(key, steps * source.num_processes, before.theirs if before is not None else "", note)
-        put_processes(draft, source.num_processes, source.num_hosts)
+        note = f"{steps} x {line.num_processes} processes: here the rows of a step are those of all"
+        draft.put(key, steps * line.num_processes, before.theirs if before is not None else "", note)
+        put_processes(draft, line.num_processes, line.num_hosts)
 
 
-def _settle(draft: Draft) -> None:
+def _settle(draft: Translation) -> None:
     """Take out entries that this release cannot use, until the rest is a valid config.
 
     Raises:
@@ -181,7 +134,7 @@ def _settle(draft: Draft) -> None:
             raise draft.refuse("no valid config comes of it: " + "; ".join(why for _, why in problems))
 
 
-def _problems(draft: Draft) -> list[tuple[str, str]]:
+def _problems(draft: Translation) -> list[tuple[str, str]]:
     """Return what makes a draft no valid config: our key, and why."""
     values = _nested({key: entry.value for key, entry in draft.entries.items()})
     config, found = validated(values)
@@ -191,7 +144,7 @@ def _problems(draft: Draft) -> list[tuple[str, str]]:
     return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]
 
 
-def _entries_behind(draft: Draft, key: str) -> list[str]:
+def _entries_behind(draft: Translation, key: str) -> list[str]:
     """Return the entries that a problem with a key comes from: of the key, inside it, or the nearest around it."""
     if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
         key = "optimizer.lr_scheduler_type"
@@ -204,7 +157,7 @@ def _entries_behind(draft: Draft, key: str) -> list[str]:
     return []
 
 
-def _take_out(draft: Draft, key: str, why: str) -> None:
+def _take_out(draft: Translation, key: str, why: str) -> None:
     entry = draft.entries.pop(key)
     if entry.theirs:
         draft.lose(entry.theirs, why, entry.value)
@@ -234,7 +187,7 @@ def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
     return os.path.relpath(base / entry.value, folder)
 
 
-def _to_toml(draft: Draft, entries: Mapping[str, TranslatedValue]) -> str:
+def _to_toml(draft: Translation) -> str:
     tool = draft.source.title
     if draft.source.tool == "deepspeed":
         tool += f", with the defaults of version {DEEPSPEED_VERSION}"
@@ -244,7 +197,7 @@ def _to_toml(draft: Draft, entries: Mapping[str, TranslatedValue]) -> str:
             lines += ["#", f"# {title}:", *(f"#   {one_line(left)}" for left in lefts)]
     lines += ["", "config_version = 1"]
     table = ""
-    entries = _collapsed(entries)
+    entries = _collapsed(draft.entries)
     for key in _in_order(entries):
         above, _, leaf = key.rpartition(".")
         if above != table:
@@ -281,13 +234,9 @@ def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
     """Return keys in the order of the schema: the values of a table before the tables inside it."""
     order = {name: number for number, name in enumerate(NAMES)}
 
-    def place(key: str) -> tuple[bool, list[tuple[int, str]]]:
-        parts, path = key.split("."), []
-        for length in range(1, len(parts) + 1):
-            name = plain_key(".".join(parts[:length]))
-            is_leaf = length == len(parts)
-            path.append((order.get(name, len(order)) - (len(order) if is_leaf else 0), parts[length - 1].zfill(6)))
-        return len(parts) > 1, path
+    def place(key: str) -> tuple[int, list[int], int]:
+        indices = [int(part) for part in key.split(".") if part.isdecimal()]
+        return order.get(plain_key(key.rpartition(".")[0]), -1), indices, order[plain_key(key)]
 
     return sorted(entries, key=place)
 

@@ -9,21 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Fate, Tool
-from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf
+from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Tool
+from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf, leaf_schema
+from megatrain.translate.conversions import CONVERSIONS
 from megatrain.translate.reference import BEGIN, written_anew
 from megatrain.translate.translate import translate_file
 
 
 def test_each_of_our_keys_in_the_table_exists() -> None:
-    names = [*TRANSLATIONS.values(), *OTHERS.values(), *(name for names in KEYS.values() for name in names.values())]
-    ours = {".".join(part for part in name.ours.split(".") if not part.isdecimal()) for name in names}
+    rows = [*OTHERS.values(), *(row for rows in KEYS.values() for row in rows.values())]
+    ours = {".".join(part for part in row.ours.split(".") if not part.isdecimal()) for row in rows}
     assert ours - {""} <= set(NAMES)
-    for name in names:
-        if name.fate in (Fate.SAME, Fate.PATH):
-            assert name.ours
-        if name.fate in (Fate.UNNEEDED, Fate.LOST):
-            assert name.why
+    for row in rows:
+        assert row.how in {*CONVERSIONS, "with others", "lora", "preference"}
+        if row.how in ("copy", "path", "lora", "preference"):
+            assert row.ours
+        if row.how in ("unneeded", "lost"):
+            assert row.why
+        allowed = leaf_schema(row.ours).get("enum") if row.choices and row.ours else None
+        values = {value for value in row.choices.values() if value is not None}
+        assert allowed is None or values <= {*allowed}, row.ours
 
 
 def test_no_advice_on_names_that_are_ours() -> None:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from megatrain.base.layout import build_layout
 from megatrain.optim.base import StateKind, build_segments, bytes_per_parameter
 from megatrain.optim.table import OptimizerConfig, ParameterGroupConfig
-from megatrain.translate.trainers import DECAY_EXCLUDE
+from megatrain.translate.conversions import DECAY_EXCLUDE
 from oracles.families import tiny_config
 
 PARAMETERS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.base.other_tools import Tool
-from megatrain.translate.draft import TranslationError, read_mapping, read_source
+from megatrain.translate.read import TranslationError, read_mapping, read_source
 
 
 def write(folder: Path, text: str, name: str = "config.yaml") -> Path:

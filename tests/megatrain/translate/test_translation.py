@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.translate.draft import TranslationError
-from megatrain.translate.translate import Translation, one_line, translate_file
+from megatrain.translate.draft import Translation
+from megatrain.translate.read import TranslationError
+from megatrain.translate.translate import one_line, translate_file
 
 LLAMA_FACTORY = """
 ### model
@@ -434,7 +435,45 @@ def test_a_nested_table_is_not_translated_because_one_key_is(tmp_path: Path) -> 
     text = "base_model: a/b\ndatasets: [{path: c/d, type: completion, field: body, preprocess_shards: 3, shards: 2}]\n"
     translation, config = translate(tmp_path, text)
     assert dict(config.data.train[0].columns) == {"text": "body"}
-    assert {"datasets.0.preprocess_shards", "datasets.0.shards"} <= lost(translation)
+    named = [left.theirs for left in translation.lost]
+    assert sorted(named) == ["datasets[0].preprocess_shards", "datasets[0].shards"], "each key has one answer"
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard", "bf16", "fp16", "optimizer"])
+def test_a_section_of_deepspeed_that_is_no_table_is_listed(tmp_path: Path, name: str) -> None:
+    translation, _ = translate(tmp_path, {"train_micro_batch_size_per_gpu": 2, name: True})
+    assert name in lost(translation)
+
+
+def test_a_section_of_deepspeed_that_is_not_needed_may_be_auto(tmp_path: Path) -> None:
+    translation, _ = translate(tmp_path, {"train_micro_batch_size_per_gpu": 2, "zero_optimization": "auto"})
+    assert "zero_optimization" in unneeded(translation)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_share_of_warm_up_counts_if_the_steps_are_zero(tmp_path: Path, order: int) -> None:
+    """transformers ignores ``warmup_steps: 0``, wherever it is in the file."""
+    lines = ["warmup_steps: 0", "warmup_ratio: 0.1"][::order]
+    _, config = translate(tmp_path, "\n".join(["base_model: a/b", "learning_rate: 1e-4", *lines]))
+    assert config.optimizer.warmup_steps == 0.1
+
+
+def test_null_is_the_default_of_their_key(tmp_path: Path) -> None:
+    _, config = translate(tmp_path, "model_name_or_path: a\nstage: null\nfinetuning_type: null\ncutoff_len: 8\n")
+    assert config.task == "sft" and config.lora.is_on
+
+
+def test_a_table_of_pretraining_data_without_a_type_is_plain_text(tmp_path: Path) -> None:
+    text = "base_model: a/b\nlearning_rate: 1e-4\npretraining_dataset: [{path: c/d, split: train}]\n"
+    translation, config = translate(tmp_path, text)
+    assert (config.task, config.data.train[0].format, lost(translation)) == ("pretrain", "text", set())
+
+
+def test_files_of_trl_are_read_by_their_names(tmp_path: Path) -> None:
+    text = "model_name_or_path: a\nmax_length: 8\ndatasets: [{path: json, data_files: [one.jsonl, two.jsonl]}]\n"
+    translation, config = translate(tmp_path, text)
+    assert Path(config.data.train[0].path).name == "one.jsonl"
+    assert lost(translation) == {"datasets[0].data_files"}, "the second file"
 
 
 def test_megatrain(tmp_path: Path) -> None:
