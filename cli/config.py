@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, RunFailedError
+from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def schema_command(out: Path | None) -> int:
     if out is None:
         click.echo(text, nl=False)
         return 0
-    out.write_text(text, encoding="utf-8")
+    write_file(out, text)
     click.echo(str(out))
     return 0
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .main import EXIT_FAILED, RunFailedError
+from .main import EXIT_FAILED, RunFailedError, write_file
 from .options import json_option, load
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def command(
         raise RunFailedError(f"--processes {processes}: {error}", EXIT_FAILED) from None
     stored, problem = _store(examination)
     if profile_file is not None:
-        profile_file.write_text(examination.machine_toml(), encoding="utf-8")
+        write_file(profile_file, examination.machine_toml())
     if as_json:
         values = {**examination.to_json(), "stored": str(stored) if stored else None, "not_stored_because": problem}
         click.echo(json.dumps(values))

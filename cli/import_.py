@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .main import EXIT_CONFIG, RunFailedError
+from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -68,11 +68,9 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
 
 
 def _write(out: Path, text: str) -> None:
-    try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileNotFoundError:
-        raise RunFailedError(f"{out.parent}: there is no such folder", EXIT_CONFIG) from None
+    if not out.absolute().parent.is_dir():
+        raise RunFailedError(f"{out.parent}: there is no such folder", EXIT_CONFIG)
+    write_file(out, text)
 
 
 def _print_rest(translation: Translation, out: Path | None) -> None:

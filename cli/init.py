@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .main import EXIT_CONFIG, RunFailedError
+from .main import EXIT_CONFIG, RunFailedError, write_file
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -104,8 +104,7 @@ def command(
         output_dir=_FIRST if path.name == _NAME else f"outputs/{path.stem}",
     )
     schema = _write_schema(folder)
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
+    write_file(path, text)
     if as_json:
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0
@@ -218,5 +217,5 @@ def _write_schema(folder: Path) -> Path | None:
                 return None
         except (OSError, ValueError, AttributeError):
             return None
-    path.write_text(json.dumps(json_schema(), indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps(json_schema(), indent=2) + "\n")
     return path

@@ -18,6 +18,7 @@ from .terminal import OWN_PROCESS, screens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -136,6 +137,28 @@ class RunFailedError(Exception):
     def __init__(self, message: str, exit_code: int) -> None:
         self.exit_code = exit_code
         super().__init__(message)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that the user named, in one step: a full drive leaves the file that was there.
+
+    Raises:
+        RunFailedError: it cannot be written; the text names the file.
+    """
+    target = path.resolve()
+    partial = target.with_name(f".{target.name}.partial")
+    try:
+        if target.exists() and not target.is_file():  # a terminal or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise RunFailedError(f"{path}: {error.strerror}. Name another file", EXIT_FAILED) from None
 
 
 def exit_code_of(error: BaseException) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from .control import echo_wrapped
-from .main import EXIT_FAILED, RunFailedError
+from .main import write_file
 from .options import json_option, records_of
 
 
@@ -51,10 +51,7 @@ def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bo
     if page is not None:
         from megatrain.report.page import render_page
 
-        try:
-            page.write_text(render_page(history, figures, other), encoding="utf-8")
-        except OSError as error:
-            raise RunFailedError(f"{page}: {error.strerror}. Name another file", EXIT_FAILED) from None
+        write_file(page, render_page(history, figures, other))
     if as_json:
         values = {**figures.to_json(), "page": None if page is None else str(page)}
         if other is not None:

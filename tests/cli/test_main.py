@@ -3,12 +3,14 @@
 # ruff: noqa: E501  -- one case per line reads best
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
@@ -384,3 +386,36 @@ def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
         [sys.executable, "-c", script], cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "interrupted; nothing saved\n")
+
+
+@contextlib.contextmanager
+def full_drive(limit: int) -> Iterator[None]:
+    """Let no file grow beyond a limit, as on a drive with as much space."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_files_are_written_whole_or_not_at_all(cli_module: CliModule, tmp_path: Path) -> None:
+    write_file = cli_module("main").write_file
+    path, link = tmp_path / "page.html", tmp_path / "link.html"
+    write_file(path, "old")
+    link.symlink_to(path)
+    for target in (path, link, tmp_path / "new.html"):
+        with full_drive(100), pytest.raises(cli_module("main").RunFailedError, match=r"\.html: File too large"):
+            write_file(target, "x" * 1000)
+    assert path.read_text() == "old" and sorted(tmp_path.iterdir()) == [link, path]
+    write_file(link, "new")
+    assert path.read_text() == "new" and link.is_symlink()
+    write_file(Path("/dev/null"), "text")
+    assert not Path("/dev/null").is_file()
+
+
+def test_init_on_a_full_drive_leaves_nothing(cli_module: CliModule, tmp_path: Path) -> None:
+    with full_drive(100):
+        result = CliRunner().invoke(cli_module("main").command_group, ["init", str(tmp_path / "run.toml")])
+    assert result.exit_code == 1 and "megatrain-tier.schema.json: File too large" in result.stderr, result.output
+    assert list(tmp_path.iterdir()) == []
