@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .control import echo_wrapped
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, RunFailedError
 from .main import describe as describe_error
 from .options import config_options, json_option, load
@@ -265,7 +266,7 @@ def _print(
     print_plan(plan, simulated=simulated, problem=problem)
     if length is not None and given is not None:
         for line in [*_run_lines(length, given.step_s), *_evaluation_lines(evaluation, plan)]:
-            click.echo(line)
+            echo_wrapped(line, indent=16)
     if lines:
         _print_alternatives(lines)
 

@@ -66,10 +66,12 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
         width: Columns.
         indent: Columns before a continued line; 2 where too few are left next to so many.
     """
-    below = " " * (indent if width - indent >= _LEAST_WRAPPED else min(indent, 2))
+    is_narrow = width - indent < _LEAST_WRAPPED
+    below = " " * (min(indent, 2) if is_narrow else indent)
     lines = []
     for line in text.splitlines():
         lead = line[: len(line) - len(line.lstrip())]
+        lead = lead[:2] if is_narrow else lead
         lines += textwrap.wrap(
             line.lstrip(), width, initial_indent=lead, subsequent_indent=below,
             break_long_words=False, break_on_hyphens=False,

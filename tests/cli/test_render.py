@@ -216,7 +216,7 @@ def test_lines_are_cut_between_words_on_a_terminal_only(cli_module: CliModule) -
 @pytest.mark.parametrize("indent", [0, 7, 16, 21])
 @pytest.mark.parametrize("width", [20, 32, 40, 60])
 def test_words_and_numbers_stay_whole_on_narrow_terminals(cli_module: CliModule, width: int, indent: int) -> None:
-    text = "process         about 507.01 MiB of RAM: 504.71 MiB of Python\n  and libraries"
+    text = "process         about 507.01 MiB of RAM: 504.71 MiB of Python\n                and libraries"
     lines = cli_module("terminal").wrap_words(text, width, indent=indent)
     assert [word for line in lines for word in line.split()] == text.split()
     assert max(map(len, lines)) <= width
