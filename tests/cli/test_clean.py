@@ -50,7 +50,8 @@ def tree(folder: Path) -> dict[str, int]:
 
 
 def allocated(folder: Path) -> int:
-    sizes = {path.lstat().st_ino: path.lstat().st_blocks * 512 for path in folder.rglob("*") if path.name.isdigit()}
+    files = [path for path in folder.rglob("*") if path.name.isdigit() and path.is_file()]
+    sizes = {path.lstat().st_ino: path.lstat().st_blocks * 512 for path in files}
     return sum(size for path, size in sizes.items())
 
 
@@ -132,16 +133,19 @@ def test_generations_that_no_store_names_go_when_asked_to(tmp_path: Path, run: R
     listed = run(tmp_path, "--generations", "forgotten")
     assert listed.exit_code == 2 and "forgetful' does not name it" in listed.stdout, listed.output
     assert "gone' is gone: stays without --generations all" in listed.stdout
+    before = allocated(tmp_path)
     report = json.loads(run(tmp_path, "--generations", "forgotten", "--yes", "--json").stdout)
     removed = {Path(each["path"]).parent.parent.name: each["removed"] for each in report["generations"]}
     assert [each["checkpoints_gone"] for each in report["generations"]].count(True) == 1
     assert removed["forgetful"], "what the store itself has of it goes, too"
-    assert report["freed_bytes"] >= NUM_BYTES and [path.name for path in snap.glob("0*")] == ["00000002"]
+    assert report["freed_bytes"] == before - allocated(tmp_path) == NUM_BYTES
+    assert [path.name for path in snap.glob("0*")] == ["00000002"]
     assert run(tmp_path, "--generations", "all", "--yes").exit_code == 0 and not list(snap.glob("0*"))
 
 
 def test_a_store_in_use_is_not_touched(tmp_path: Path, run: Run) -> None:
     make_store(tmp_path / "dead").close()
+    nbytes = allocated(tmp_path / "dead")
     store = make_store(tmp_path / "living")
     before = tree(tmp_path / "living")
     result = run(tmp_path, "--yes", "--json")
@@ -149,7 +153,7 @@ def test_a_store_in_use_is_not_touched(tmp_path: Path, run: Run) -> None:
     report = json.loads(result.stdout)
     dead, living = report["stores"]
     assert living["in_use_by"].startswith(f"process {os.getpid()} on") and not living["removed"]
-    assert dead["removed"] and dead["in_use_by"] is None and dead["nbytes"] == report["freed_bytes"] > 0
+    assert dead["removed"] and dead["in_use_by"] is None and dead["nbytes"] == report["freed_bytes"] == nbytes > 0
     assert tree(tmp_path / "living") == before
     with store.acquire("layer.0/m", "ram") as lease:
         assert set(lease.tensor.tolist()) == {1}
@@ -179,8 +183,9 @@ def test_a_run_that_starts_after_the_listing_is_not_touched(
 
 def test_asked_on_a_terminal(tmp_path: Path, run: Run, cli_module: CliModule, monkeypatch: pytest.MonkeyPatch) -> None:
     make_store(tmp_path / "a").close()
+    before = allocated(tmp_path)
     monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: False)
-    assert run(tmp_path).exit_code == 2 and allocated(tmp_path) > 0
+    assert run(tmp_path).exit_code == 2 and allocated(tmp_path) == before > 0
     monkeypatch.setattr(cli_module("clean"), "_is_agreed", lambda removable, as_json: True)
     assert run(tmp_path).exit_code == 0 and allocated(tmp_path) == 0
 

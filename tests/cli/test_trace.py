@@ -32,7 +32,11 @@ def test_a_traced_run(run: Path, tmp_path: Path) -> None:
     assert any(line.split()[0] == "compute" for line in lines[1:-1])
     assert lines[-1].startswith("open   https://ui.perfetto.dev")
     values = json.loads(call("trace", run, "--json").stdout)
-    assert values["path"] == str(run / "trace.json") and values["num_spans"] > 0 and values["seconds"] > 0
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    end_us = max(event["ts"] + event["dur"] for event in spans) - min(event["ts"] for event in spans)
+    assert (values["path"], values["num_spans"]) == (str(run / "trace.json"), len(spans)) and spans
+    assert values["seconds"] == pytest.approx(end_us / 1e6, rel=1e-3)
 
 
 def test_a_copy(run: Path, tmp_path: Path) -> None:

@@ -181,3 +181,5 @@ def test_a_plan_says_what_buffers_of_copies_need(tmp_path: Path) -> None:
     assert held <= wide.budgets["gpu"] and min(counts.values()) >= 1
     more = make_plan(tmp_path, f"{tight.budgets['gpu'] + tight.placement.missing_bytes['gpu']}B", placement=in_ram)
     assert more.placement.buffers["gpu"] and not more.placement.missing_bytes
+    less = make_plan(tmp_path, f"{more.budgets['gpu'] - 4096}B", placement=in_ram)
+    assert not less.placement.buffers.get("gpu") and less.placement.missing_bytes == {"gpu": 4096}

@@ -37,6 +37,12 @@ def dealt(size: int) -> list[DealtLayout]:
     ]
 
 
+def overlap(first: range, second: range) -> range:
+    """Return what two ranges share."""
+    start = max(first.start, second.start)
+    return range(start, max(start, min(first.stop, second.stop)))
+
+
 def redistributed(sources: list[Tensor], lengths: list[int], moves: list[Moves]) -> list[Tensor]:
     """Return what every rank has after what ``Collectives.redistribute`` does among processes."""
     targets = [torch.full((length,), -1.0) for length in lengths]
@@ -106,9 +112,20 @@ def test_bytes_are_those_of_elements_that_change_ranks() -> None:
         assert sum(found[f"ram->{place}"] for found in by_rank) == sum(found[f"{place}->ram"] for found in by_rank) > 0
     flat = [view.bytes_by_link(1) for view in views]
     assert [each["ram->ranks"] for each in flat] == [each["ram->ranks"] + each["ram->hosts"] for each in by_rank]
-    matrices = sum(view.num_own for view in views)
-    lent = sum(view.loans["v"].num_elements for view in views)
-    assert sum(each["ram->ranks"] for each in flat) < 2 * (2 * matrices + 4 * lent)
+    # There and back: bfloat16 of matrices, and fp32 state of other weights, that another rank has.
+    expected = 0
+    for rank, view in enumerate(views):
+        shard = RankShards(rank, 4).owned(range(LAYOUT.num_elements))
+        packed = RankShards(rank, 4).owned(range(SECOND.num_elements(LAYOUT)))
+        for matrix in view.own:
+            whole = range(matrix.first, matrix.first + matrix.numel)
+            expected += 2 * 2 * (len(whole) - len(overlap(whole, shard)))
+        for entry in LAYOUT.entries:
+            weight = overlap(range(entry.offset, entry.offset + SECOND.length_of(entry)), shard)
+            moved_by = SECOND.starts(LAYOUT)[entry.name] - entry.offset
+            lent = range(weight.start + moved_by, weight.stop + moved_by)
+            expected += 2 * 4 * (len(lent) - len(overlap(lent, packed)))
+    assert sum(each["ram->ranks"] for each in flat) == expected
 
 
 def test_work_is_dealt_by_its_cost() -> None:
