@@ -48,7 +48,7 @@ PLAIN_LAYERS = tuple(range(26, 3, -2))
 _LINES_KEPT = 200
 #: A side is not started with less time than this.
 LEAST_S = 30.0
-HELP = "in this order; default: {}. A part and variants of ours, as in 7b_4k+liger: {}"
+HELP = "in this order; default: {}. A part and variants of ours, as in 7b_4k+eager: {}"
 #: For a whole call, where nothing else is said.
 DEFAULT_MINUTES = 8.0
 

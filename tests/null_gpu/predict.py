@@ -66,9 +66,9 @@ def column(name: str, machine: str) -> Mapping[str, str]:
         )
         start_s = time.process_time()
         try:
-            plan = plan_run(resolve(run_config_of(job), planned), padded=False)
+            plan = plan_run(resolve(run_config_of(job), planned), padded=False, names_ways_out=False)
         except DoesNotFitError as error:
-            return {"plan": f"refused: {str(error).splitlines()[0][:120]}"}
+            return {"plan": f"refused: {str(error).partition('. Give')[0]}"}
         plan_s = time.process_time() - start_s
         return figures(plan, LoadedProfile(planned.profile)) | {"planning, CPU s": f"{plan_s:.0f}"}
 
