@@ -152,6 +152,9 @@ class Regime:
             row(f"nvme.{part}", statistics.median(nvme.parts_s[part] for _, nvme, _ in measured), "s")
         differing = sum((ram.loss, ram.grad_norm) != (nvme.loss, nvme.grad_norm) for ram, nvme, _ in rounds)
         row("loss.turns_that_differ_by_placement", differing, "turns", target=0, ok=differing == 0)
+        for counter, unit in (("user", "s"), ("system", "s"), ("page_faults", "pages")):
+            row(f"compute_alone.{counter}", statistics.median(ram.usage[counter] for ram, _, _ in measured), unit)
+            row(f"nvme.{counter}", statistics.median(nvme.usage[counter] for _, nvme, _ in measured), unit)
         row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
         return compute_s, drive_s
 

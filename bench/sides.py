@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.common import process_usage
 from megatrain.base.layout import TensorEntry
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
@@ -39,6 +40,7 @@ class StepTimes:
     Attributes:
         total_s: the step as it counts. parts_s: seconds of its parts, by name. loss: before the update.
         grad_norm: before clipping. num_drops: by tier, buffers given back to make room for those of other sizes.
+        usage: ``process_usage`` of the step.
     """
 
     total_s: float
@@ -46,6 +48,7 @@ class StepTimes:
     loss: float
     grad_norm: float
     num_drops: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
 
 
 def with_tight_ram(config_with_ram: Callable[[str], RunConfig]) -> RunConfig:
@@ -196,7 +199,7 @@ class Ours:
         """Run steps one after the other without a pause; return means of one step, and the last loss and norm."""
         store, self.optimizer.kernel_s = self._store, 0.0
         drops = self._num_drops()
-        start_s, start_cpu_s = time.perf_counter(), time.process_time()
+        start_s, start_cpu_s, start_usage = time.perf_counter(), time.process_time(), process_usage()
         for micro_batches in batches:
             result = self._engine.step(micro_batches, number=self._num_steps, lr=lr)
             self._num_steps += 1
@@ -212,7 +215,8 @@ class Ours:
         }
         parts = {name: seconds / len(batches) for name, seconds in parts.items()}
         drops = {tier: number - drops[tier] for tier, number in self._num_drops().items()}
-        return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm, drops)
+        usage = _usage_since(start_usage, len(batches))
+        return StepTimes((end_s - start_s) / len(batches), parts, result.loss, result.grad_norm, drops, usage)
 
     def finish(self) -> None:
         """Make the update that the last step left."""
@@ -281,7 +285,7 @@ class Plain:
 
     def step(self, micro_batches: MicroBatches, lr: float) -> StepTimes:
         """Run one step."""
-        marks, start_cpu_s = [time.perf_counter()], time.process_time()
+        marks, start_cpu_s, start_usage = [time.perf_counter()], time.process_time(), process_usage()
         num_items = sum(int((shifted_labels(batch["labels"]) != -100).sum()) for batch in micro_batches)
         loss = 0.0
         for batch in micro_batches:
@@ -298,7 +302,11 @@ class Plain:
         marks.append(time.perf_counter())
         parts = dict(zip(("forward_backward", "clip", "update"), _differences(marks), strict=True))
         parts["cpu"] = time.process_time() - start_cpu_s
-        return StepTimes(marks[-1] - marks[0], parts, loss, float(norm))
+        return StepTimes(marks[-1] - marks[0], parts, loss, float(norm), usage=_usage_since(start_usage))
+
+
+def _usage_since(start: Mapping[str, float], num_steps: int = 1) -> dict[str, float]:
+    return {name: (value - start[name]) / num_steps for name, value in process_usage().items()}
 
 
 def _differences(marks: Sequence[float]) -> list[float]:

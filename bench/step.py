@@ -38,6 +38,11 @@ from megatrain.optim.threads import default_num_threads
 
 #: A step of ours in RAM may take this many times a plain one.
 TARGET_RATIO = 1.10
+#: Seconds of processor time in the kernel, and page faults, of a step with state on NVMe in the case `USAGE_CASE`.
+TARGET_USAGE = {"system": 1.0, "page_faults": 250_000}
+#: Model, tokens per step, and size of the RAM tier.
+USAGE_CASE = ("smollm2-135m", 512, "420MiB")
+UNITS_OF_USAGE = {"user": "s", "system": "s", "page_faults": "pages"}
 #: Sums are taken in another order than PyTorch takes them, so losses drift apart by rounding.
 LOSS_TOLERANCE = 1e-3
 RAM, NVME, PLAIN, PLAIN_KEEPS = "ours_ram", "ours_nvme", "plain", "plain_keeps"
@@ -141,6 +146,7 @@ class Bench:
         self._report.row("load_average", round(os.getloadavg()[0], 2), "threads, 1 minute")
         self._tell_times(rounds[1:])
         self._tell_parts(rounds[1:])
+        self._tell_usage(rounds[1:])
         self._tell_losses(rounds)
         for name, side in ours.items():
             self._tell_traffic(name, side)
@@ -180,6 +186,16 @@ class Bench:
             for part in rounds[0][name].parts_s:
                 seconds = statistics.median(step[name].parts_s[part] for step in rounds)
                 self._report.row(f"{name}.{part}", seconds, "s")
+
+    def _tell_usage(self, rounds: Rounds) -> None:
+        """Print processor time and page faults of a step of each side."""
+        has_targets = (self._model.name, self._tokens, self._arguments.ram) == USAGE_CASE
+        for name in SIDES:
+            for counter, unit in UNITS_OF_USAGE.items():
+                median = statistics.median(step[name].usage[counter] for step in rounds)
+                target = TARGET_USAGE.get(counter) if has_targets and name == NVME else None
+                ok = None if target is None else median <= target
+                self._report.row(f"{name}.{counter}", median, unit, target=target, ok=ok, timing=unit == "s")
 
     def _tell_losses(self, rounds: Rounds) -> None:
         differing = sum(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -50,11 +51,13 @@ class StepUsage:
         step_s: Seconds, from before its batch was read.
         moved: What the store did meanwhile.
         links: What each link moved: blocks, and what the engine moves beside them.
+        process: Processor time and page faults of the process; see ``StepMetrics.process_usage``.
     """
 
     step_s: float
     moved: StoreStats
     links: MovedByLink
+    process: Mapping[str, float] = field(default_factory=dict)
 
 
 class StepMeter:
@@ -76,11 +79,12 @@ class StepMeter:
         self._start_s = time.perf_counter()
         self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
         self._moved_beside = MovedByLink()  # beside blocks, up to the last step
-        self._step_start_s, self._before = self._start_s, store.stats()
+        self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
 
     def start(self) -> None:
         """Begin to measure a step."""
         self._step_start_s, self._before = time.perf_counter(), self._store.stats()
+        self._process_before = _process_usage()
 
     def stop(self) -> StepUsage:
         """Return what the step took that began with ``start``."""
@@ -92,7 +96,7 @@ class StepMeter:
             added(moved.due_bytes, added(now.num_bytes, before.num_bytes, -1)),
             added({name: link.busy_s for name, link in moved.links.items()}, added(now.busy_s, before.busy_s, -1)),
         )
-        return StepUsage(step_s, moved, links)
+        return StepUsage(step_s, moved, links, added(_process_usage(), self._process_before, -1))
 
     def metrics(
         self,
@@ -148,10 +152,16 @@ class StepMeter:
             ranks=[record.figures() for record in records],
             link_busy_s=usage.links.busy_s,
             rss_bytes=psutil.Process().memory_info().rss,
+            process_usage=usage.process,
             model_flops=flops.model,
             hardware_flops=flops.hardware,
             preferences=result.figures,
         )
+
+
+def _process_usage() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"user_s": used.ru_utime, "system_s": used.ru_stime, "page_faults": used.ru_minflt + used.ru_majflt}
 
 
 def link_bytes(moved: StoreStats) -> dict[str, int]:

@@ -65,6 +65,7 @@ class StepMetrics:
             ``stall_s``, ``link_bytes``, ``written_bytes``, ``rss_bytes`` and ``is_paused``. What stands beside it here
             is rank 0's.
         rss_bytes: resident memory of the process.
+        process_usage: ``user_s``, ``system_s`` and ``page_faults`` of the process during this step.
         model_flops: floating-point operations without recomputation and padding; 0: unknown.
         hardware_flops: all floating-point operations, see ``megatrain.engine.trace.step_flops``; 0: unknown.
         preferences: means of a loss over preferences, by TRL's names: ``rewards/accuracies``, ``logps/chosen`` ...
@@ -93,6 +94,7 @@ class StepMetrics:
     link_busy_s: Mapping[str, float] = field(default_factory=dict)
     ranks: Sequence[Mapping[str, Any]] = ()
     preferences: Mapping[str, float] = field(default_factory=dict)
+    process_usage: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def real_tokens_per_s(self) -> float:

@@ -136,6 +136,7 @@ class Figures:
         versions: Library -> version.
         export_dir: Of the newest exported model.
         link_paths: Link -> how its bytes were moved in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
+        process_usage: Seconds of processor time and page faults of a step: ``user_s``, ``system_s``, ``page_faults``.
         beside_tier_bytes: The most memory of the process beyond the RAM tier: Python, libraries, data, workspace that
             no slot holds.
         timeline: File of the traced steps.
@@ -183,6 +184,7 @@ class Figures:
     export_dir: str | None = None
     link_paths: Mapping[str, str] = field(default_factory=dict)
     beside_tier_bytes: int | None = None
+    process_usage: Mapping[str, float] = field(default_factory=dict)
     timeline: str | None = None
     ranks: Sequence[Mapping[str, Any]] = ()
 
@@ -245,6 +247,7 @@ def compute_figures(history: RunHistory) -> Figures:
         machine=plan.get("machine", {}),
         versions=plan.get("versions", {}),
         beside_tier_bytes=_beside_tier(steps),
+        process_usage=_process_usage(warm),
         timeline=None if history.timeline is None else str(history.timeline),
         ranks=_ranks(warm),
         export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
@@ -256,6 +259,12 @@ def _beside_tier(steps: Sequence[Mapping[str, Any]]) -> int | None:
         step["rss_bytes"] - step.get("tier_used_bytes", {}).get("ram", 0) for step in steps if step.get("rss_bytes")
     ]
     return max(beside, default=None)
+
+
+def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median of each counter over the steps that have it."""
+    counted = [step["process_usage"] for step in warm if step.get("process_usage")]
+    return {name: median(each[name] for each in counted) for name in counted[0]} if counted else {}
 
 
 def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -159,6 +159,11 @@ def _rest(figures: Figures) -> Iterator[str]:
         beside = figures.beside_tier_bytes
         parts = f"; the RAM tier + {format_size(beside)} of Python, libraries and data" if beside is not None else ""
         yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
+    if used := figures.process_usage:
+        yield (
+            f"cpu     {used['user_s']:.2f} s user, {used['system_s']:.2f} s system, "
+            f"{used['page_faults']:,.0f} page faults per step"
+        )
     for number, rank in enumerate(figures.ranks):
         yield f"rank {number:<2} {format_rank(rank)}"
     for path, drive in figures.drives.items():

@@ -34,6 +34,7 @@ STEP = StepMetrics(
     step_s=2.0, eta_s=4.5, tier_used_bytes={"ram": 50 * MIB, "nvme": 90 * MIB},
     tier_capacity_bytes={"ram": 64 * MIB, "nvme": 100 * MIB}, stall_s={"fill": 0.5, "drain": 0.0}, rss_bytes=200 * MIB,
     written_bytes={"/drive": MIB}, model_flops=10**9, hardware_flops=2 * 10**9,
+    process_usage={"user_s": 1.5, "system_s": 0.25, "page_faults": 12_345},
 )  # fmt: skip
 RANKS = [
     {
@@ -119,6 +120,7 @@ def test_a_run_that_is_done(tmp_path: Path) -> None:
     assert re.search(r"ram->nvme MiB +1\.0 +-$", text, re.MULTILINE)
     assert "a step   computing 1.50 s (75%) | waiting for fetches 0.50 s (25%)" in lines
     assert "speed   50 tok/s (trained 40)   500 MFLOP/s of the model, 1.0 GFLOP/s computed" in lines
+    assert "cpu     1.50 s user, 0.25 s system, 12,345 page faults per step" in lines
     assert "wrote   /drive   8.39 MB (1.05 MB per step, planned 1.05 MB)" in lines
     assert any(line.startswith("saved   1 checkpoint, the last at step 8, 9.00 MiB") for line in lines)
 
