@@ -25,7 +25,7 @@ from megatrain.engine.step import StepEngine
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.hub import fetch_weights, missing_files
 from megatrain.models.load import open_loader
-from megatrain.plan.process import begin_of_op_bytes
+from megatrain.plan.process import most_resident_bytes
 from megatrain.ranks.group import RankGroup
 from megatrain.tiers import (
     check_drives,
@@ -111,7 +111,7 @@ def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
         give_back_freed_memory()  # the host computes nothing large
         yield
         return
-    with freed_memory_kept(store, begin_of_op_bytes(plan)):
+    with freed_memory_kept(store, most_resident_bytes(plan)):
         yield
 
 

@@ -15,6 +15,7 @@ from megatrain.base.progress import Activity
 from megatrain.engine.background import BackgroundUpdates
 from megatrain.engine.freed_memory import give_back_beyond_limit
 from megatrain.engine.tape import Op, Pinned, Tape, TapeStore, Use, compile_step
+from megatrain.engine.workspace import computing_bytes
 
 if TYPE_CHECKING:
     from megatrain.base.timeline import Timeline
@@ -56,6 +57,7 @@ class TapeExecution:
             else units[model.trace.visits[tick.visit].unit].name
             for tick in model.program.ticks
         }
+        self._op_bytes = computing_bytes(model.trace, model.program)  # by tick
         self._tapes: dict[tuple[bool, bool, frozenset[tuple[str, Pinned]]], Tape] = {}  # a run has two or three
         self._pinned: Mapping[str, Pinned] = {}  # left by the tape before
         self._first_tick = 0
@@ -101,7 +103,7 @@ class TapeExecution:
     def next_op(self) -> Op | None:
         """Go to the next op; None after the last one."""
         self.op = next(self._ops, None)
-        give_back_beyond_limit(self._store)
+        give_back_beyond_limit(self._store, 0 if self.op is None else self._op_bytes[self.op.tick])
         self._uses = {}
         if self.op is not None:
             tick, uses = self.op.tick, self.op.uses

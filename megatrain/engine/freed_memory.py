@@ -2,8 +2,8 @@
 
 Pages that go back are made and zeroed anew for the next tensor, which takes a step on the CPU a fifth longer (decision
 0085). Pages that stay lie in holes between what lives, and no plan counts holes. So a run that computes on the CPU
-keeps them within an op, and from op to op as far as the plan has room: what the op could take in addition must not
-make the process larger than the plan says. By default glibc keeps them all, of tensors of up to 32 MiB.
+keeps them within an op, and from op to op as far as the plan has room: the memory that the next op computes in must
+not make the process larger than the plan says. By default glibc keeps them all, of tensors of up to 32 MiB.
 
 Settings are those of the process, also of what runs in it beside. Nothing here does anything with other C libraries.
 """
@@ -33,7 +33,7 @@ _ROOM_BESIDE_OTHERS = 16 * MiB
 #: Of Linux: pages of this process, the second number those that are resident.
 _STATM = "/proc/self/statm"
 
-#: Of each run that is open, by its store: with how much resident memory of the process its ops may begin.
+#: Of each run that is open, by its store: resident memory of the process before an op, with the bytes that it takes.
 _limits: dict[object, int] = {}
 
 
@@ -50,7 +50,7 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
 
     Args:
         store: Of the run whose ops look.
-        limit_bytes: Resident memory of the process with which an op may begin.
+        limit_bytes: Most resident memory of the process, with the bytes that the op computes in.
     """
     if os.path.exists(_STATM) and _set_thresholds(_NEVER_KEPT_FROM, _NEVER):
         _limits[store] = limit_bytes
@@ -65,13 +65,18 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
         trim()
 
 
-def give_back_beyond_limit(store: object) -> None:
-    """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may."""
+def give_back_beyond_limit(store: object, op_bytes: int) -> None:
+    """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may.
+
+    Args:
+        store: Of the run.
+        op_bytes: Memory that the op computes in.
+    """
     limit = _limits.get(store)
-    if limit is not None and _resident_bytes() > limit:
+    if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()
         # What is still there was not free: somebody else in the process took it, and it will not go at the next op.
-        _limits[store] = max(limit, _resident_bytes() + _ROOM_BESIDE_OTHERS)
+        _limits[store] = max(limit, _resident_bytes() + op_bytes + _ROOM_BESIDE_OTHERS)
 
 
 def trim() -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Transient",
     "collective_transients",
+    "computing_bytes",
     "kept_graphs",
     "peak_bytes",
     "step_workspace_bytes",
@@ -136,6 +137,26 @@ def kept_graphs(
             counted = min(trace.visits[visit].graph_nbytes, _computing_bytes(trace, program, program.ticks[number]))
             yield Transient.of_tick("kept graph", nbytes - counted, number)
         yield Transient("kept graph", nbytes, (first + 1, 0), (last - 1, _END))
+
+
+def computing_bytes(trace: VisitTrace, program: StepProgram) -> list[int]:
+    """Return the bytes that each tick computes in, at most: results of operators, and sums of gradients.
+
+    A tick that keeps a graph, or whose layout is used one part after the other, counts as the largest one.
+    """
+    passing = {visit for visit, _ in program.cuts.passing}
+    found: list[int | None] = []
+    for number, tick in enumerate(program.ticks):
+        keeps_graph = tick.phase == "forward" and tick.visit in program.recompute.kept_graphs
+        if keeps_graph or tick.visit in passing:
+            found.append(None)
+            continue
+        has_sums = program.sharding.shards.are_whole and tick.phase in ("head", "backward")
+        sums = sum(each.nbytes for each in _sums(program, number)) if has_sums else 0
+        found.append(_computing_bytes(trace, program, tick) + sums)
+    most = max((_computing_bytes(trace, program, tick) for tick in program.ticks), default=0)
+    most = max([most, *(nbytes for nbytes in found if nbytes is not None)])
+    return [most if nbytes is None else nbytes for nbytes in found]
 
 
 def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int:

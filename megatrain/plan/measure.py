@@ -18,7 +18,7 @@ import torch
 from megatrain.base.timeline import TimedOp, Timeline
 from megatrain.engine.freed_memory import freed_memory_kept
 from megatrain.engine.step import StepEngine
-from megatrain.engine.workspace import step_workspace_bytes
+from megatrain.engine.workspace import computing_bytes, step_workspace_bytes
 from megatrain.machine.machine import available_ram_bytes, load_profile
 from megatrain.optim import clip
 from megatrain.optim.threads import KernelThreads
@@ -227,8 +227,9 @@ def measure_ticks(
     tier = SharedMemoryTier(blocks, _kind_bytes(plan, workspace, kind_bytes))
     threads = KernelThreads()
     try:
-        begin_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, or it is slower
-        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, begin_bytes):
+        most_bytes = before_bytes + tier.memory_bytes + plan.kept_bytes + HEAP_BYTES  # as in a run, or it is slower
+        most_bytes += max(computing_bytes(trace, plan.program))
+        with TieredStore([tier], Belady()) as store, freed_memory_kept(store, most_bytes):
             for block in blocks.values():
                 store.register(block.key, (block.num_elements,), block.dtype, home="ram", durable=False)
                 with store.acquire(block.key, "ram", "w"):

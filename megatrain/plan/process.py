@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatrain.engine.freed_memory import trim
+from megatrain.engine.workspace import computing_bytes
 from tiered.units import MiB
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
 
-__all__ = ["HEAP_BYTES", "ProcessMemory", "begin_of_op_bytes", "own_bytes", "process_memory", "resident_bytes"]
+__all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "process_memory", "resident_bytes"]
 
 #: Measured on Linux, x86-64 (`bench/process_memory.py`): numba with LLVM, compiled kernels, and what the first step
 #: loads of torch. 93 MiB where the kernels come from numba's cache, 120 where the first run compiles them.
@@ -78,13 +79,15 @@ def process_memory(plan: Plan) -> ProcessMemory:
     )
 
 
-def begin_of_op_bytes(plan: Plan) -> int:
-    """Return the resident memory with which an op may begin so that the process stays within what is foreseen of it.
+def most_resident_bytes(plan: Plan) -> int:
+    """Return the resident memory that an op may begin with, and the bytes that it computes in, together.
 
-    Call it where the run begins: what is loaded by then counts as it is.
+    The process then stays within its planned memory. The workspace besides, such as streams between layers, may be
+    made within the op. Call it where the run begins: memory that is loaded by then counts as it is.
     """
-    of_an_op = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
-    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - of_an_op
+    besides = sum(plan.placement.workspace_bytes.values()) - plan.kept_bytes
+    besides -= max(computing_bytes(plan.trace, plan.program))
+    return own_bytes() + _tier_bytes(plan) + HEAP_BYTES - besides
 
 
 def _tier_bytes(plan: Plan) -> int:

@@ -35,20 +35,26 @@ if what == "given":
 elif what == "kept":
     with freed_memory_kept(store, before + room):
         small = freed()
-        give_back_beyond_limit(store)
+        give_back_beyond_limit(store, 0)
         print((resident() - before) >> 20)
         small += freed()
         print((resident() - before) >> 20)
+elif what == "before an op":
+    with freed_memory_kept(store, before + room):
+        small = freed()
+        for op_bytes in (0, 32 << 20, 128 << 20):
+            give_back_beyond_limit(store, op_bytes)
+            print((resident() - before) >> 20)
 elif what == "beside another":
     with freed_memory_kept(store, before + room):
         another = torch.ones(64 << 20)  # of 256 MiB, which nobody foresaw
-        give_back_beyond_limit(store)
+        give_back_beyond_limit(store, 0)
         before = resident()
         torch.ones(2 << 20)
-        give_back_beyond_limit(store)
+        give_back_beyond_limit(store, 0)
         print((resident() - before) >> 20)
         small = freed()
-        give_back_beyond_limit(store)
+        give_back_beyond_limit(store, 0)
         print((resident() - before) >> 20)
 else:
     small = freed()
@@ -65,6 +71,13 @@ def test_freed_tensors_leave_the_process() -> None:
     assert after < 8
     all_of_it, _, after = run("kept", room=256)
     assert after < 8 < 64 < all_of_it
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_freed_memory_stays_where_it_and_the_next_op_fit_together() -> None:
+    """128 MiB of freed tensors and 192 MiB of room: an op of 32 MiB may begin with them, one of 128 MiB may not."""
+    before_none, before_small, before_large, _ = run("before an op", room=192)
+    assert before_large < 8 < 64 < before_small == before_none
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")

@@ -14,6 +14,7 @@ from megatrain.engine.trace import trace_visits
 from megatrain.engine.workspace import (
     Transient,
     collective_transients,
+    computing_bytes,
     kept_graphs,
     peak_bytes,
     step_workspace_bytes,
@@ -99,6 +100,27 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
     assert peak_bytes(waiting) == 3 * (trace.visits[2].graph_nbytes + trace.visits[3].graph_nbytes)
     visits = list(visit_transients(graph, trace, program, 3, CPU))
     assert peak_bytes(visits) < peak_bytes([*visits, *waiting]) <= peak_bytes(visits) + peak_bytes(waiting)
+
+
+def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
+    """A visit that keeps its graph counts as the largest: the graphs of all its micro-batches are made in that tick."""
+    graph = build_graph(tiny_config("llama"))
+    trace = trace_visits(graph, 2, 16, torch.float32)
+    plain = ProgramBuilder(
+        graph, trace, num_micro_batches=3, order="layer", compute_tier="ram", optimizer=AdamW()
+    ).build()
+    by_phase = {
+        "forward": lambda visit: trace.visits[visit].forward_nbytes,
+        "backward": lambda visit: trace.visits[visit].backward_nbytes,
+        "head": lambda visit: trace.head_nbytes,
+        "update": lambda visit: 0,
+    }
+    found = computing_bytes(trace, plain)
+    assert found == [by_phase[tick.phase](tick.visit) for tick in plain.ticks]
+    assert len({*found}) > 2
+    kept = dict(zip(plain.ticks, computing_bytes(trace, keeping_graphs(plain, frozenset({2}))), strict=True))
+    (forward,) = (nbytes for tick, nbytes in kept.items() if (tick.phase, tick.visit) == ("forward", 2))
+    assert forward == max(kept.values()) > trace.visits[2].forward_nbytes
 
 
 def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> None:
