@@ -11,10 +11,15 @@ from pairs.factors import PREFERENCES, Row
 from pairs.places import LENGTH, Place
 
 NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
+ROWS_PER_STEP = NUM_MICRO_BATCHES * MICRO_BATCH_ROWS
+LEARNING_RATE = 1e-3
 WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2x2ranks": (4, 2)}
 #: Of a tier that has room for all there is, and of one that is to be as small as the plan allows.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
+#: Steps that weights change after, to the same: a stream draws no row for a later step before it.
+WINDOW_STARTS = (2, 4)
+LAYER_DECAY = 0.5
 _KINDS = ("weights", "gradients", "optimizer", "activations")
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": {"optim": "adamw"},
@@ -58,7 +63,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         "output_dir": str(folder / "out"),
         "device": "cuda" if row["placement"] in ON_A_GPU else "cpu",
         "seed": 3,
-        "model": {"model_name_or_path": str(place.model(row["model"], row["base"]))},
+        "model": {"model_name_or_path": str(place.model(row["model"], row["base"], row["task"]))},
         "precision": {
             "compute_dtype": "float32" if row["precision"] == "fp32" else "bfloat16",
             "grad_dtype": "bfloat16" if row["precision"] == "bf16_gradients" else "float32",
@@ -78,7 +83,7 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         },
         # The first step changes nothing: so the losses of the first two are those of the weights that it starts from.
         "optimizer": {
-            "learning_rate": 1e-3,
+            "learning_rate": LEARNING_RATE,
             "lr_scheduler_type": "constant_with_warmup",
             "warmup_steps": 1,
             **_OPTIMIZERS[row["optimizer"]],
@@ -101,6 +106,15 @@ def config_of(row: Row, place: Place, folder: Path, *, is_plain: bool = False) -
         config["lora"] = {"r": 4, "target_modules": targets, "use_dora": row["adapters"] == "dora"}
     if row["images"] != "text":
         config["model"]["images"] = row["images"]
+    if row["reading"] == "streamed":
+        config["data"]["streaming"] = True
+        config["data"]["train"][0]["weight_from_step"] = {str(step): 1.0 for step in WINDOW_STARTS}
+    if row["layers"] == "compiled":
+        config["model"] |= {"compile": True, "compile_backend": "eager"}  # the others take minutes
+    if row["kernels"] == "liger":
+        config["model"]["use_liger_kernel"] = True
+    if row["rates"] == "layer_decay":
+        config["optimizer"]["layer_decay"] = LAYER_DECAY
     if row["checkpoints"] == "unsaved":
         config["checkpoint"]["save_strategy"] = "no"
     if row["checkpoints"] == "copied":

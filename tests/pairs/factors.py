@@ -9,7 +9,7 @@ from itertools import combinations, product
 #: Factor -> its levels; the first one is the plainest. Names of tests are made of these words.
 FACTORS: dict[str, tuple[str, ...]] = {
     "model": ("llama", "qwen3_moe", "gpt_oss", "zamba2", "qwen2_5_vl", "gpt2"),
-    "task": ("pretrain", "sft", "dpo", "kto", "orpo", "distill"),
+    "task": ("pretrain", "sft", "dpo", "kto", "orpo", "distill", "reward"),
     "adapters": ("full", "lora", "dora"),
     "base": ("plain", "nf4", "fp8", "mxfp4"),
     "optimizer": ("adamw", "adamw_bf16", "adamw_int8", "lion_int8", "sgd", "adafactor", "muon"),
@@ -26,6 +26,10 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "evaluation": ("blind", "scored", "sampled"),
     "average": ("bare", "averaged"),
     "order": ("by_layer", "by_micro_batch"),
+    "reading": ("whole", "streamed"),
+    "layers": ("eager", "compiled"),
+    "kernels": ("torch", "liger"),
+    "rates": ("one_rate", "layer_decay"),
 }
 
 Row = Mapping[str, str]
@@ -62,6 +66,8 @@ def absent(why: str, **levels: str | tuple[str, ...]) -> Exclusion:
 
 PREFERENCES = ("dpo", "kto", "orpo")
 IMAGES = ("frozen", "trained")
+ON_CPU = ("ram", "least", "drive", "emulated")
+IN_SOFTWARE = ("cuda", "one_memory")
 SEVERAL = ("2ranks", "2x2ranks")
 TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")
 
@@ -73,6 +79,10 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused('needs conversations, but task = "pretrain"', task="pretrain", images=IMAGES),
     refused('task = "dpo" reads text alone', task=PREFERENCES, images=IMAGES),
     refused("cannot be used with model.images", task="distill", images=IMAGES),
+    refused("transformers has no class of it", model="qwen2_5_vl", task="reward"),
+    refused('task = "reward" reads text alone', task="reward", images=IMAGES),
+    refused('with task = "reward" each text has a row of its own', task="reward", packing=("packed", "concat")),
+    refused("the model says no words", task="reward", evaluation="sampled"),
     refused('with task = "dpo" each answer has a row of its own', task=PREFERENCES, packing=("packed", "concat")),
     refused('"concat" joins', task=("sft", "distill"), packing="concat"),
     # base
@@ -104,7 +114,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
     absent(
         "the device in software has no collectives between processes",
-        placement=("cuda", "one_memory"),
+        placement=IN_SOFTWARE,
         ranks=SEVERAL,
     ),
     # order
@@ -112,6 +122,21 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused(
         "bfloat16 gradients cannot be summed over micro-batches", precision="bf16_gradients", order="by_micro_batch"
     ),
+    # reading
+    refused(
+        'streaming is for task = "sft" and "pretrain"', task=(*PREFERENCES, "distill", "reward"), reading="streamed"
+    ),
+    refused("data.streaming reads no images", images=IMAGES, reading="streamed"),
+    # layers
+    refused("needs whole layers, or whole matrices", cut="experts", layers="compiled"),
+    refused("runs pieces of a layer one by one", cut="mlp_rows", layers="compiled"),
+    absent("torch.compile knows no tensors of the device in software", placement=IN_SOFTWARE, layers="compiled"),
+    # kernels
+    refused("the kernels of model.use_liger_kernel need a GPU", placement=ON_CPU, kernels="liger"),
+    refused("cannot be used with model.use_liger_kernel", task="distill", kernels="liger"),
+    refused("liger-kernel has no kernels for", model=("zamba2", "gpt2"), kernels="liger"),
+    absent("liger's kernels need a GPU, and the device in software has no collectives", ranks=SEVERAL, kernels="liger"),
+    absent("liger's kernels need a GPU, and the one in software cannot compile", layers="compiled", kernels="liger"),
     # evaluation
     refused("continues text alone in this release", images=IMAGES, evaluation="sampled"),
 )

@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, TokenizersBackend
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TokenizersBackend,
+)
 
 from oracles.families import tiny_config
 from oracles.image_models import chat, make_folder, png
@@ -59,26 +64,29 @@ class Place:
 
     folder: Path
 
-    def model(self, family: str, base: str = "plain") -> Path:
+    def model(self, family: str, base: str = "plain", task: str = "sft") -> Path:
         """Return the folder of a model."""
-        return self._plain(family) if base == "plain" else self._quantized(family, base) / "quantized"
+        return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "quantized"
 
-    def meant(self, family: str, base: str) -> Path:
+    def meant(self, family: str, base: str, task: str = "sft") -> Path:
         """Return the folder of a model that has the numbers which the other one stands for."""
-        return self._plain(family) if base == "plain" else self._quantized(family, base) / "plain"
+        return self._plain(family, task) if base == "plain" else self._quantized(family, base, task) / "plain"
 
-    def _plain(self, family: str) -> Path:
-        folder = self.folder / "models" / family
-        if folder.exists():
-            return folder
+    def _plain(self, family: str, task: str = "sft") -> Path:
         if family == "qwen2_5_vl":
-            return make_folder(family, self.folder / "models")
-        return write_model(family, folder, self.tokenizer)
-
-    def _quantized(self, family: str, base: str) -> Path:
-        folder = self.folder / "models" / f"{family}-{base}"
+            folder = self.folder / "models" / family
+            return folder if folder.exists() else make_folder(family, self.folder / "models")
+        is_judge = task == "reward"
+        folder = self.folder / "models" / (f"{family}-reward" if is_judge else family)
         if not folder.exists():
-            quantize(self._plain(family), folder, family, base)
+            write_model(family, folder, self.tokenizer, is_judge=is_judge)
+        return folder
+
+    def _quantized(self, family: str, base: str, task: str) -> Path:
+        plain = self._plain(family, task)
+        folder = self.folder / "models" / f"{plain.name}-{base}"
+        if not folder.exists():
+            quantize(plain, folder, family, base)
         return folder
 
     @cached_property
@@ -104,7 +112,7 @@ class Place:
 
     def data(self, task: str, *, images: bool = False) -> tuple[Path, Path]:
         """Return the files of rows that are trained and evaluated on."""
-        kinds = {"pretrain": "text", "distill": "sft", "kto": "dpo", "orpo": "dpo"}
+        kinds = {"pretrain": "text", "distill": "sft", "kto": "dpo", "orpo": "dpo", "reward": "dpo"}
         kind = "images" if images else kinds.get(task, task)
         folder = self.folder / "data" / kind
         if not folder.exists():
@@ -138,14 +146,24 @@ def image_row(number: int, folder: Path) -> dict[str, Any]:
     return {"messages": chat(*parts, "what is it?", answer=f"it is the whale of row {number}")}
 
 
-def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7) -> Path:
-    """Write a model with random weights that are large enough for every gradient to matter."""
+def write_model(family: str, folder: Path, tokenizer: Any, seed: int = 7, *, is_judge: bool = False) -> Path:
+    """Write a model with random weights that are large enough for every gradient to matter.
+
+    Args:
+        family: Model type.
+        folder: Folder to make.
+        tokenizer: Tokenizer of the model.
+        seed: Seed of the weights.
+        is_judge: Whether the head gives one number for a text, instead of logits.
+    """
     words = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), tokenizer.eos_token_id)
     values = {} if family == "gpt2" else dict(_SIZES)
     values |= {"tie_word_embeddings": family == "gpt2", **_VALUES[family], **words, "vocab_size": len(tokenizer)}
     config = tiny_config(family, **values)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    kind = AutoModelForSequenceClassification if is_judge else AutoModelForCausalLM
+    config.num_labels = 1 if is_judge else config.num_labels
+    model = kind.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -15,12 +15,18 @@ from peft import PeftModel
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 # Transformers' own, which opens here without the part for videos, and so without torchvision.
 from megatrain.data.images import _open as open_processor
+from pairs.configs import ROWS_PER_STEP
 from pairs.factors import PREFERENCES, Row
-from pairs.places import Place
+from pairs.places import LENGTH, Place
 
 IMAGE_TEXT = ("qwen2_5_vl",)
 
@@ -67,8 +73,10 @@ class Expected:
 def open_model(row: Row, place: Place, exported: Path | None = None) -> Any:
     """Return the model that a run begins with, or the one that it wrote, in the dtype that it computes in."""
     kind = AutoModelForImageTextToText if row["model"] in IMAGE_TEXT else AutoModelForCausalLM
+    if row["task"] == "reward":
+        kind = AutoModelForSequenceClassification
     dtype = torch.float32 if row["precision"] == "fp32" else torch.bfloat16
-    base = place.meant(row["model"], row["base"])
+    base = place.meant(row["model"], row["base"], row["task"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if exported is None or row["adapters"] == "full":
@@ -85,6 +93,9 @@ def documents_of(row: Row, place: Place, file: Path) -> list[list[Document]]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     if row["task"] == "pretrain":
         return [[_text(each["text"], tokenizer)] for each in lines]
+    if row["task"] == "reward":
+        kinds = ("chosen", "rejected")
+        return [[_text(each["prompt"] + each[kind], tokenizer) for kind in kinds] for each in lines]
     if row["task"] in PREFERENCES:
         return [[_answer(each["prompt"], each[kind], tokenizer) for kind in ("chosen", "rejected")] for each in lines]
     if row["images"] != "text":
@@ -166,14 +177,18 @@ def expected_epoch(row: Row, place: Place) -> Expected:
     train, _ = place.data(row["task"], images=row["images"] != "text")
     of_rows = documents_of(row, place, train)
     documents = [each for of_row in of_rows for each in of_row]
+    if row["reading"] == "streamed" and row["packing"] == "rows":
+        # Two steps of 8 rows are read before a later one: the file, and its beginning once more.
+        documents = (2 * documents)[: 2 * ROWS_PER_STEP]
     num_rows = 2 if row["task"] == "kto" else 1  # an answer of kto comes twice: also behind the prompt of a neighbour
     num_tokens = num_rows * sum(each.num_tokens for each in documents)
     num_trained = num_rows * sum(each.num_trained for each in documents)
     if row["packing"] == "concat":  # whose rows are full of all texts, one after the other
-        from pairs.places import LENGTH
-
         return Expected(num_tokens, num_tokens - math.ceil(num_tokens / LENGTH), None, {})
     model = open_model(row, place)
+    if row["task"] == "reward":
+        chosen, rejected = rewards(model, of_rows)
+        return Expected(num_tokens, len(of_rows), float(-functional.logsigmoid(chosen - rejected).mean()), {})
     if row["task"] == "distill":
         return Expected(num_tokens, num_trained, _distilled(row, place, model, documents) / num_trained, {})
     nll = negative_log_likelihoods(model, documents)
@@ -196,6 +211,14 @@ def expected_epoch(row: Row, place: Place) -> Expected:
     likelihood = sum(nll[::2]) / sum(each.num_trained for each in chosen)
     loss = likelihood + 0.1 * _mean([math.log1p(math.exp(-each)) for each in odds])
     return Expected(num_tokens, num_trained, loss, {"logps/chosen": _mean(means[0]), "logps/rejected": _mean(means[1])})
+
+
+@torch.no_grad()
+def rewards(model: Any, pairs: Sequence[Sequence[Document]]) -> tuple[Tensor, Tensor]:
+    """Return the rewards of the chosen and the rejected texts, in double precision."""
+    found = [[model(**each.inputs, use_cache=False).logits[0, 0].double() for each in pair] for pair in pairs]
+    chosen, rejected = (torch.stack(side) for side in zip(*found, strict=True))
+    return chosen, rejected
 
 
 def _mean(values: Sequence[float]) -> float:

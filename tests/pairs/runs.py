@@ -14,16 +14,18 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from fakes.gpu_run import virtual_gpu
+from fakes.liger_packages import stand_in_liger
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
@@ -57,7 +59,7 @@ class RankEnd:
         moved: by link, between tiers and between ranks, from the first step to the end.
         planned: by link, what the plan says of the same.
         wasted: fetches ahead of what nobody used, and copies that the schedule did not foresee.
-        tiers: name -> most bytes at once, and capacity.
+        tiers: name -> bytes of the blocks that have their home there, most bytes at once, and capacity.
         weights: of a run alone that exports what it has: name -> fp32 weights.
         needs: tier -> the size that it needs, where it was too small; nothing else is filled then.
         interrupted: a signal ended it.
@@ -68,7 +70,7 @@ class RankEnd:
     moved: dict[str, int] = field(default_factory=dict)
     planned: dict[str, int] = field(default_factory=dict)
     wasted: tuple[int, int] = (0, 0)
-    tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tiers: dict[str, tuple[int, int, int]] = field(default_factory=dict)
     weights: dict[str, Tensor] = field(default_factory=dict)
     needs: dict[str, int] = field(default_factory=dict)
     interrupted: bool = False
@@ -176,8 +178,10 @@ class WatchedTrainer(Trainer):
         end.planned = dict(planned)
         end.moved = dict(link_bytes)
         end.wasted = (moved.prefetch_wasted, moved.schedule_misses)
-        end.tiers = {name: (tier.high_water_bytes, tier.capacity_bytes) for name, tier in moved.tiers.items()}
-        assert {name: capacity for name, (_, capacity) in end.tiers.items()} == dict(self.plan.budgets)
+        for name, tier in moved.tiers.items():
+            held = sum(self.plan.placement.home_bytes[name].values())
+            end.tiers[name] = held, tier.high_water_bytes, tier.capacity_bytes
+        assert {name: capacity for name, (_, _, capacity) in end.tiers.items()} == dict(self.plan.budgets)
         return super()._summary(moved, link_bytes, **options)
 
     def export(self) -> Path:
@@ -213,6 +217,10 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         if config.device == "cuda":
             # Without a GPU tier it is one that has no memory of its own.
             stack.enter_context(virtual_gpu(is_integrated=config.tiers.gpu.size.is_auto))
+        if config.model.use_liger_kernel is True:
+            stack.enter_context(stand_in_liger())
+        if config.model.compile:
+            stack.enter_context(new_compiler())
         try:
             _train(config, end, stop_after, group)
         except DoesNotFitError as error:
@@ -222,6 +230,18 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         gc.collect()  # what a failed run held goes while its device is there
     assert not failed, failed
     return end
+
+
+@contextmanager
+def new_compiler() -> Iterator[None]:
+    """Let ``torch.compile`` begin without what other runs compiled, and set back what its first use turns off."""
+    import torch._dynamo as dynamo
+
+    validates = torch.distributions.Distribution._validate_args
+    dynamo.reset()
+    yield
+    dynamo.reset()
+    torch.distributions.Distribution._validate_args = validates
 
 
 def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankGroup | None) -> None:

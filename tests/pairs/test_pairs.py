@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
 
 from oracles.peft_model import parameters_by_name, plain_name
 from pairs import array, factors
 from pairs.array import all_rows, chosen, name_of, pairs_of
-from pairs.configs import NUM_STEPS, plain_of
+from pairs.configs import LAYER_DECAY, LEARNING_RATE, NUM_STEPS, ROWS_PER_STEP, WINDOW_STARTS, plain_of
 from pairs.factors import Exclusion, Row, all_pairs, is_excluded
-from pairs.places import Place
-from pairs.plain import documents_of, expected_epoch, negative_log_likelihoods, open_model
+from pairs.places import LENGTH, Place
+from pairs.plain import documents_of, expected_epoch, negative_log_likelihoods, open_model, rewards
 from pairs.refusals import cases, refusal_of, refused_row
 from pairs.runs import RankEnd, Run, train
 
@@ -91,11 +95,13 @@ def test_run(row: Row, place: Place, tmp_path: Path) -> None:
         for end in start:
             assert_within_plan(end)
     assert_counts(row, plain, place)
+    if row["rates"] == "layer_decay":
+        assert_rates(row, plain, place)
     assert_export(row, plain, place)
 
 
 def assert_within_plan(end: RankEnd) -> None:
-    """Every link moved what was planned, nothing was fetched for nothing, and no tier took more than it has."""
+    """Every link moved what was planned, nothing was fetched for nothing, and tiers took what their blocks need."""
     links = {**end.moved, **end.planned}
     moved, planned = ({link: each.get(link, 0) for link in links} for each in (end.moved, end.planned))
     if end.interrupted:  # nobody foresees a stop: what the next step needs may be on its way
@@ -103,15 +109,23 @@ def assert_within_plan(end: RankEnd) -> None:
     else:
         assert moved == planned
         assert end.wasted == (0, 0)
-    for tier, (most, capacity) in end.tiers.items():
-        assert 0 <= most <= capacity, tier
+    for tier, (held, most, capacity) in end.tiers.items():
+        assert held <= most <= capacity, tier
 
 
 def assert_counts(row: Row, plain: Run, place: Place) -> None:
     """An epoch holds the tokens of the files, and its loss is that of plain transformers, row by row."""
+    if row["reading"] == "streamed":
+        if row["packing"] != "rows":
+            assert_full_rows(row, plain)
+            return
+        epoch = plain.steps[: WINDOW_STARTS[0]]
+        assert [step.epoch for step in plain.steps] == [0.25, 0.5, 0.75, 1.0]  # of a stream the run is one epoch
+    else:
+        epoch = [step for step in plain.steps if step.epoch <= 1.0]
+        assert 1 <= len(epoch) <= 2 and epoch[-1].epoch == 1.0
     expected = expected_epoch(row, place)
-    epoch = [step for step in plain.steps if step.epoch <= 1.0]
-    assert 1 <= len(epoch) <= 2 and epoch[-1].epoch == 1.0 and epoch[0].lr == 0.0
+    assert epoch[0].lr == 0.0
     assert sum(step.num_trained_tokens for step in epoch) == expected.num_trained
     assert sum(step.num_real_tokens for step in epoch) == expected.num_tokens
     near = {"rel": 5e-5 if row["precision"] == "fp32" else 2e-2}
@@ -120,6 +134,42 @@ def assert_counts(row: Row, plain: Run, place: Place) -> None:
         assert total / expected.num_trained == pytest.approx(expected.loss, **near)
     for name, value in expected.figures.items():
         assert len(epoch) == 1 and epoch[0].preferences[name] == pytest.approx(value, **near)
+
+
+def assert_full_rows(row: Row, plain: Run) -> None:
+    """Streamed texts fill the rows of each step; which of them share a row, the draw decides."""
+    for step in plain.steps:
+        most = ROWS_PER_STEP * LENGTH
+        if row["packing"] == "concat":  # the last row of a window may be short
+            assert most - LENGTH < step.num_real_tokens <= most
+            assert step.num_trained_tokens == step.num_real_tokens - ROWS_PER_STEP
+        else:  # of two rows one is fuller than half
+            assert most // 2 < step.num_real_tokens <= most
+
+
+def assert_rates(row: Row, plain: Run, place: Place) -> None:
+    """With ``layer_decay`` AdamW and Lion move the weights of each layer by its share of the learning rate."""
+    if row["model"] in ("zamba2", "qwen2_5_vl") or row["optimizer"] not in ("adamw", "adamw_bf16", "lion_int8"):
+        return
+    (end,) = plain.starts[0]
+    before = load_file(place.meant(row["model"], row["base"], row["task"]) / "model.safetensors")
+    layer = re.compile(r"\.(?:layers|h)\.(\d+)\.")
+    num_layers = 1 + max(int(found[1]) for name in before if (found := layer.search(name)))
+    moves: dict[int, float] = {}  # layer, from 1; 0: embeddings -> the largest change of a weight
+    for name, weight in end.weights.items():
+        found = layer.search(name)
+        depth = int(found[1]) + 1 if found else 0 if re.search(r"embed_tokens|wte|wpe", name) else num_layers + 1
+        if "lora_B" in name:  # which begins with zeros
+            change = weight
+        elif row["adapters"] == "full":
+            change = weight - before[plain_name(name)].float()
+        else:
+            continue
+        moves[depth] = max(moves.get(depth, 0.0), float(change.abs().max()))
+    assert len(moves) >= num_layers
+    for depth, move in moves.items():
+        rate = LEARNING_RATE * LAYER_DECAY ** (num_layers + 1 - depth)
+        assert move == pytest.approx((NUM_STEPS - 1) * rate, rel=0.15), (depth, moves)
 
 
 def assert_export(row: Row, plain: Run, place: Place) -> None:
@@ -136,12 +186,32 @@ def assert_export(row: Row, plain: Run, place: Place) -> None:
         return
     told = next(each for each in plain.evaluations if each[:2] == (NUM_STEPS, "held_out"))
     _, held_out = place.data(row["task"], images=row["images"] != "text")
+    near = {"rel": 5e-5 if row["precision"] == "fp32" else 2e-2}
+    if row["task"] == "reward":
+        assert_rewards(told, rewards(open_model(row, place, plain.exported), documents_of(row, place, held_out)), near)
+        return
     documents = [each for (each,) in documents_of(row, place, held_out)]
     num_trained = sum(each.num_trained for each in documents)
     model = open_model(row, place, plain.exported)
     loss = sum(negative_log_likelihoods(model, documents)) / num_trained
     assert told[3] == num_trained
-    assert told[2] == pytest.approx(loss, rel=5e-5 if row["precision"] == "fp32" else 2e-2)
+    assert told[2] == pytest.approx(loss, **near)
+
+
+def assert_rewards(told: tuple[Any, ...], found: tuple[Tensor, Tensor], near: dict[str, float]) -> None:
+    """Compare the last evaluation with the rewards that the exported model gives each text alone."""
+    chosen, rejected = found
+    both = torch.cat(found)
+    near = {"abs": near["rel"] * float(both.abs().max())}
+    assert told[3] == len(chosen)
+    assert told[2] == pytest.approx(float(-functional.logsigmoid(chosen - rejected).mean()), **near)
+    assert told[4] == {
+        "accuracy": float((chosen > rejected).double().mean()),
+        "margin": pytest.approx(float((chosen - rejected).mean()), **near),
+        "mean_reward": pytest.approx(float(both.mean()), **near),
+        "min_reward": pytest.approx(float(both.min()), **near),
+        "max_reward": pytest.approx(float(both.max()), **near),
+    }
 
 
 def read_exported(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What liger-kernel does to a Llama that exists already, with torch in the place of its kernels, which need a GPU."""
+"""What liger-kernel does to models that exist already, with torch in the place of its kernels, which need a GPU."""
 
 from __future__ import annotations
 
@@ -41,4 +41,15 @@ def apply_liger_kernel_to_llama(
             layer.mlp.forward = MethodType(_mlp, layer.mlp)
 
 
-MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_liger_kernel_to_llama}
+def apply_to_norms(rms_norm: bool = True, model: Any = None) -> None:
+    """Patch the norms of a model; unlike liger-kernel leave its MLPs and experts alone."""
+    assert model is not None and rms_norm
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = MethodType(_norm, module)
+
+
+MODEL_TYPE_TO_APPLY_LIGER_FN = {
+    "llama": apply_liger_kernel_to_llama,
+    **dict.fromkeys(("qwen3_moe", "gpt_oss", "qwen2_5_vl"), apply_to_norms),
+}
