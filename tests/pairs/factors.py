@@ -43,20 +43,23 @@ class Exclusion:
         levels: factor -> its levels that do not go with the levels of the others.
         text: what a run that has them is refused with, or a part of it; "": no such run can be had, see ``why``.
         why: of those without a text: why there is nothing to refuse.
+        is_late: whether the first step refuses it, and not the start.
     """
 
     levels: Mapping[str, tuple[str, ...]]
     text: str = ""
     why: str = ""
+    is_late: bool = False
 
     def holds(self, row: Row) -> bool:
         """Return whether a row, or a part of one, has all of them."""
         return all(row.get(factor) in levels for factor, levels in self.levels.items())
 
 
-def refused(text: str, **levels: str | tuple[str, ...]) -> Exclusion:
+def refused(text: str, *, is_late: bool = False, **levels: str | tuple[str, ...]) -> Exclusion:
     """Return what the product refuses with a text."""
-    return Exclusion({name: (each,) if isinstance(each, str) else each for name, each in levels.items()}, text=text)
+    found = {name: (each,) if isinstance(each, str) else each for name, each in levels.items()}
+    return Exclusion(found, text=text, is_late=is_late)
 
 
 def absent(why: str, **levels: str | tuple[str, ...]) -> Exclusion:
@@ -130,6 +133,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     # layers
     refused("needs whole layers, or whole matrices", cut="experts", layers="compiled"),
     refused("runs pieces of a layer one by one", cut="mlp_rows", layers="compiled"),
+    refused("cannot compile its forward and backward as one graph", images=IMAGES, layers="compiled", is_late=True),
     absent("torch.compile knows no tensors of the device in software", placement=IN_SOFTWARE, layers="compiled"),
     # kernels
     refused("the kernels of model.use_liger_kernel need a GPU", placement=ON_CPU, kernels="liger"),
