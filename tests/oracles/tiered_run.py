@@ -53,7 +53,10 @@ class TieredRun:
         assert moved == self.plan.placement.run_traffic_bytes(len(self.losses))
         assert self.moved.prefetch_wasted == 0 and self.moved.schedule_misses == 0
         for tier, stats in self.moved.tiers.items():
-            assert stats.high_water_bytes <= stats.capacity_bytes == self.plan.budgets[tier]
+            assert stats.capacity_bytes == self.plan.budgets[tier]
+            # Blocks have slots in their homes for life.
+            assert stats.home_bytes == sum(self.plan.placement.home_bytes[tier].values())
+            assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes
 
     def assert_same(self, other: TieredRun) -> None:
         """Losses, norms and every block of weights and state are the other run's, bit for bit."""

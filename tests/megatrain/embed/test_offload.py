@@ -56,7 +56,7 @@ def test_outputs_gradients_and_weights_are_those_of_a_plain_module(name: str, ho
             assert all(p.grad is None for p in module.parameters())
         assert_same_weights(plain, module)
         stats = store.stats()
-        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in stats.tiers.values())
+        assert all(tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in stats.tiers.values())
         if is_away:
             assert stats.tiers["ram"].leased_bytes == 0
 
@@ -138,7 +138,7 @@ def test_whatever_the_size_of_ram_it_is_refused_at_once_or_works(tmp_path: Path)
                     run_backward(model, x)
                     optimizer.step()
                 optimizer.state_dict()
-                assert store.stats().tiers["ram"].high_water_bytes <= size
+                assert 0.5 * size < store.stats().tiers["ram"].high_water_bytes <= size
         size = int(size * 1.1) // 4096 * 4096 + 4096
     assert refused > 2
 
