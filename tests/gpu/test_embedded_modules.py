@@ -59,7 +59,7 @@ def tiered(
         losses = train(model, optimizer)
         found = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         stats = store.stats()
-        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in stats.tiers.values())
+        assert all(tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in stats.tiers.values())
         return losses, found, {name: link.num_bytes for name, link in stats.links.items()}
 
 

@@ -102,7 +102,8 @@ def test_bits_and_traffic_do_not_depend_on_placement(
     moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
     assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
     for tier, stats in result.moved.tiers.items():
-        assert stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
+        assert stats.home_bytes == sum(result.plan.placement.home_bytes[tier].values()), tier
+        assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
 
 
 @pytest.mark.usefixtures("virtual")

@@ -62,7 +62,8 @@ def check(result: TieredRun, expected: TieredRun) -> None:
     assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
     assert result.moved.schedule_misses == 0
     for tier, stats in result.moved.tiers.items():
-        assert stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
+        assert stats.home_bytes == sum(result.plan.placement.home_bytes[tier].values()), tier
+        assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
 
 
 @pytest.mark.parametrize("name", CASES)

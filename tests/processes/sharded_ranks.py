@@ -174,7 +174,9 @@ def run(case: str, rank: int, folder: Path) -> dict[str, Any]:
             found[place]["norm"] = optimizer.grad_norm
             tiers = store.stats().tiers
             found[place]["home_bytes"] = {name: tier.home_bytes for name, tier in tiers.items()}
-            found[place]["is_kept"] = all(tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values())
+            found[place]["is_kept"] = all(
+                tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values()
+            )
     for kind in resumed:
         module = shard(make(dtype))
         with megatrain.open_store(ram="4MiB", nvme=folder / kind, nvme_size="16MiB") as store:

@@ -139,7 +139,9 @@ def run(case: str, folder: Path) -> dict[str, Any]:
             module.layers[0][0].weight.mul_(2)
         module.load_state_dict({"head.weight": found["weights"]["head.weight"] + 1}, strict=False)
         found["changed"] = copied(module)
-        found["is_kept"] = all(tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values())
+        found["is_kept"] = all(
+            tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in tiers.values()
+        )
         found["state_bytes"] = sum(spec.nbytes for spec in store.blocks() if spec.durable)
     with open_store(folder / "stopped", gpu) as store:
         module, optimizer = offloaded(case, store)

@@ -68,7 +68,9 @@ def train(
             norms.append(optimizer.grad_norm)
             module.zero_grad()
         weights = {name: numbers.clone() for name, numbers in module.state_dict().items()}
-        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values())
+        assert all(
+            tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values()
+        )
     return weights, norms
 
 
@@ -266,7 +268,9 @@ def check_averages(kind: str, place: str, dtype: torch.dtype, tmp_path: Path) ->
             with again.averaged_parameters():
                 assert_equal(weights_of(resumed), weights)
             assert "ema" not in again.full_state_dict()["state"][0]
-        assert all(tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values())
+        assert all(
+            tier.home_bytes <= tier.high_water_bytes <= tier.capacity_bytes for tier in store.stats().tiers.values()
+        )
 
 
 def run_backward_free(module: nn.Module, x: Tensor) -> Tensor:
