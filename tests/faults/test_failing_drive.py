@@ -10,8 +10,9 @@ import torch
 
 from tiered import CorruptBlockError, MiB, NvmeTier, RamTier, TieredStore, TransferError
 from tiered.testing.faults import Fault, FaultyMover, flip_bit, make_faulty
-from tiered.tiers.layout import files_of
+from tiered.tiers.layout import ChunkFile, files_of
 from tiered.tiers.nvme import Verify
+from tiered.units import PAGE_BYTES
 
 NUM_BYTES = 300_001
 
@@ -110,6 +111,18 @@ def test_a_pinned_copy_whose_write_back_failed_is_written_and_stays(make_rig) ->
     assert rig.store.where("block.0").keys() == {"nvme", "ram"}
     assert rig.store.verify(["block.0"]) == NUM_BYTES
     rig.store.unpin("block.0", "ram")
+
+
+def test_a_short_write_changes_the_first_half_of_the_bytes(faulty_links, tmp_path: Path) -> None:
+    tier = NvmeTier([tmp_path / "drive"], 8 * MiB)
+    _, _, mover = faulty_links(tier, RamTier(MiB, pin_memory=False))
+    file = ChunkFile(tmp_path / "chunk", 0, 4 * PAGE_BYTES)
+    file.path.write_bytes(b"o" * file.nbytes)
+    pages = torch.full((file.nbytes + PAGE_BYTES,), ord("n"), dtype=torch.uint8).numpy()
+    start = -pages.ctypes.data % PAGE_BYTES  # a direct write needs an aligned address
+    mover.faults = [Fault("short", "write")]
+    mover.write(file, 0, memoryview(pages[start : start + file.nbytes]))
+    assert file.path.read_bytes() == b"n" * (2 * PAGE_BYTES) + b"o" * (2 * PAGE_BYTES)
 
 
 @pytest.mark.parametrize("on", ["read", "write"])

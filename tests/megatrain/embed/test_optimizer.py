@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import megatrain
+from megatrain.embed import groups
 from megatrain.optim.average import WeightAverage
 from oracles.embedded import Tied, assert_same_weights, batches, make, pair_of, run_backward, small_store
 from tiered import TieredStore
@@ -93,6 +94,17 @@ def test_the_bits_do_not_depend_on_where_things_lie(
         assert other_norms == norms, name
         assert all(torch.equal(numbers, other[key]) for key, numbers in weights.items()), name
     assert (norms[0] is None) == (max_grad_norm == 0)
+
+
+def test_small_parameters_share_a_kernel_call(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.ones(3, 5)) for _ in range(20)]
+    with small_store(tmp_path) as store:
+        optimizer = megatrain.TieredAdamW(parameters, store=store)
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        with mock.patch.object(groups, "share_out", wraps=groups.share_out) as share_out:
+            optimizer.step()
+    assert [call.args[0] for call in share_out.call_args_list] == [[15] * 20]
 
 
 def test_bf16_with_several_micro_batches(tmp_path: Path) -> None:
