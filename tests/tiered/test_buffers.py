@@ -78,6 +78,17 @@ def test_a_lease_waits_for_a_buffer_on_its_way_out(store: TieredStore, ram: Simu
         assert ram.num_drops == before and store.stats().stall_s["drain"] > 0
 
 
+def test_a_lease_evicts_a_copy_of_its_own_size(store: TieredStore, ram: SimulatedTier) -> None:
+    store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
+    store.reserve("ram", 3 * MiB)
+    before = ram.num_drops
+    for key in ("head", LAYERS[0], LAYERS[1]):  # the head is the least recently used one
+        with store.acquire(key, "ram", timeout_s=10):
+            pass
+    assert [key for key in (*LAYERS, "head") if "ram" in store.where(key)] == [LAYERS[1], "head"]
+    assert ram.num_drops == before
+
+
 def test_what_fits_the_free_bytes_is_given_all_the_same(store: TieredStore, ram: SimulatedTier) -> None:
     store.keep_buffers("ram", {SMALL: 1, LARGE: 1})
     store.reserve("ram", 3 * MiB)
