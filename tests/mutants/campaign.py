@@ -128,7 +128,7 @@ def draw(recorded: Record, seed: int, count: int) -> list[Chosen]:
     found: list[Chosen] = []
     while len(found) < count:
         file, line = rng.choice(lines)
-        if not (ROOT / file).is_file():
+        if not file.endswith(".py") or not (ROOT / file).is_file():  # templates run too, but have another syntax
             continue
         text = (ROOT / file).read_text(encoding="utf-8")
         if file not in known:
@@ -338,7 +338,7 @@ def _summarize(chosen: Sequence[Chosen], results: Sequence[Result], minutes: flo
         print(f"{package:24} {caught[package]:3} of {counted[package]:3}")
     total = sum(counted.values())
     print(f"{'all':24} {sum(caught.values()):3} of {total:3}, seed {arguments.seed}, {minutes:.0f} minutes")
-    out = FOLDER / f"sample-{arguments.seed}.jsonl"
+    out = FOLDER / f"sample-{arguments.seed}{'' if arguments.only is None else f'-{arguments.only}'}.jsonl"
     with out.open("w", encoding="utf-8") as file:
         for each, result in zip(chosen, results, strict=True):
             mistake = each.mistake
