@@ -70,7 +70,7 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
 def _write(out: Path, text: str) -> None:
     if not out.absolute().parent.is_dir():
         raise RunFailedError(f"{out.parent}: there is no such folder", EXIT_CONFIG)
-    write_file(out, text)
+    write_file(out, text, is_exclusive=True)
 
 
 def _print_rest(translation: Translation, out: Path | None) -> None:

@@ -104,7 +104,7 @@ def command(
         output_dir=_FIRST if path.name == _NAME else f"outputs/{path.stem}",
     )
     schema = _write_schema(folder)
-    write_file(path, text)
+    write_file(path, text, is_exclusive=True)
     if as_json:
         click.echo(json.dumps({"path": str(path.resolve()), "schema": None if schema is None else str(schema)}))
         return 0

@@ -5,11 +5,16 @@ Neither this module nor those of the commands import anything heavy at their top
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import errno
 import importlib
 import os
+import secrets
+import shutil
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -18,7 +23,6 @@ from .terminal import OWN_PROCESS, screens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -130,6 +134,9 @@ _SHELLS = {
     "fish": "megatrain-tier completion fish | source       # in ~/.config/fish/config.fish",
 }
 
+#: Errors of a new file in a folder, or of its rename, that a plain write of the old file may not have.
+_NO_REPLACE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
+
 
 class RunFailedError(Exception):
     """A command ends without success; the text is printed and the code returned."""
@@ -139,26 +146,57 @@ class RunFailedError(Exception):
         super().__init__(message)
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
     """Write a file that the user named, in one step: a full drive leaves the file that was there.
 
+    Args:
+        path: File, terminal or pipe.
+        text: Contents.
+        is_exclusive: Whether an existing file is refused.
+
     Raises:
-        RunFailedError: it cannot be written; the text names the file.
+        RunFailedError: it cannot be written, or exists and `is_exclusive` is set; the text names the file.
     """
-    target = path.resolve()
-    partial = target.with_name(f".{target.name}.partial")
     try:
-        if target.exists() and not target.is_file():  # a terminal or a pipe
+        if path.exists() and not path.is_file():  # a terminal or a pipe, whose resolved name may not exist
             path.write_text(text, encoding="utf-8")
-            return
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, target)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
+        else:
+            _write_whole(Path(os.path.realpath(path)), text, is_exclusive=is_exclusive)
+    except FileExistsError:
+        raise RunFailedError(f"{path}: is there already; nothing was written. Name another file", EXIT_CONFIG) from None
     except OSError as error:
         raise RunFailedError(f"{path}: {error.strerror}. Name another file", EXIT_FAILED) from None
+
+
+def _write_whole(target: Path, text: str, *, is_exclusive: bool) -> None:
+    partial = target.with_name(f".{PROGRAM}-{secrets.token_hex(8)}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            file.write(text)
+        if is_exclusive:
+            _link(partial, target)
+            return
+        if target.exists():
+            shutil.copymode(target, partial)
+        os.replace(partial, target)
+    except OSError as error:
+        # The folder or its mount forbids a new file, but the old file may be writable.
+        if is_exclusive or error.errno not in _NO_REPLACE or not os.access(target, os.W_OK):
+            raise
+        target.write_text(text, encoding="utf-8")
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _link(partial: Path, target: Path) -> None:
+    try:
+        os.link(partial, target)
+    except FileExistsError:
+        raise
+    except OSError:  # some file systems have no hard links
+        with target.open("xb") as file:
+            file.write(partial.read_bytes())
 
 
 def exit_code_of(error: BaseException) -> int | None:

@@ -126,8 +126,12 @@ def cached_folder(name: str) -> Path | None:
     if _ID.fullmatch(name) is None:
         return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(name, "tokenizer_config.json")
+    try:
+        found = try_to_load_from_cache(name, "tokenizer_config.json")
+    except HFValidationError:  # such as `models/Llama-3--8B`: a path that does not exist
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 

@@ -251,6 +251,14 @@ def test_chats_for_a_model_without_a_chat_template_are_reported(here: Path) -> N
     assert said not in call("init", "d.toml", "--model", "model", "--data", "rows.jsonl").output
 
 
+@pytest.mark.parametrize("name", ["models/Llama-3--8B", "models/..", "models/tiny."])
+def test_a_model_path_that_does_not_exist_yet_is_written(here: Path, name: str) -> None:
+    """The hub's library raises for these names."""
+    result = call("init", "--model", name)
+    assert result.exit_code == 0, result.output
+    assert f'model_name_or_path = "{name}"' in (here / "run.toml").read_text()
+
+
 def test_the_template_of_a_hub_model_is_looked_up_in_the_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the network; nothing is said of a model that the cache does not have."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(here / "hub"))

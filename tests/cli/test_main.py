@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import os
@@ -412,6 +413,60 @@ def test_files_are_written_whole_or_not_at_all(cli_module: CliModule, tmp_path: 
     assert path.read_text() == "new" and link.is_symlink()
     write_file(Path("/dev/null"), "text")
     assert not Path("/dev/null").is_file()
+
+
+def test_a_replaced_file_keeps_its_mode(cli_module: CliModule, tmp_path: Path) -> None:
+    path, fresh = tmp_path / "page.html", tmp_path / "fresh.html"
+    path.write_text("old")
+    path.chmod(0o640)
+    fresh.write_text("")
+    cli_module("main").write_file(path, "new")
+    cli_module("main").write_file(tmp_path / "new.html", "new")
+    assert path.read_text() == "new" and path.stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "new.html").stat().st_mode == fresh.stat().st_mode, "as the umask decides"
+
+
+def test_files_are_written_into_pipes(tmp_path: Path) -> None:
+    """``/dev/stdout`` resolves to a name that does not exist if it is a pipe."""
+    words = [sys.executable, "-m", "cli", "config", "schema", "-o", "/dev/stdout"]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and result.stdout.startswith("{"), result.stderr
+
+
+def test_a_file_in_a_folder_without_new_files_is_written(
+    cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("old")
+
+    def replace(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "replace", replace)
+    cli_module("main").write_file(path, "new")
+    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    with pytest.raises(cli_module("main").RunFailedError, match=r"other\.html: Operation not permitted"):
+        cli_module("main").write_file(tmp_path / "other.html", "new")
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_exclusive_files_overwrite_nothing(
+    cli_module: CliModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    """Also a file that another program has written since the command looked."""
+
+    def link(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", link)
+    path, main = tmp_path / "run.toml", cli_module("main")
+    main.write_file(path, "old", is_exclusive=True)
+    with pytest.raises(main.RunFailedError, match=r"run\.toml: is there already; nothing was written") as caught:
+        main.write_file(path, "new", is_exclusive=True)
+    assert caught.value.exit_code == main.EXIT_CONFIG
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_init_on_a_full_drive_leaves_nothing(cli_module: CliModule, tmp_path: Path) -> None:
