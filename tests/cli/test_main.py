@@ -392,12 +392,14 @@ def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
 @contextlib.contextmanager
 def full_drive(limit: int) -> Iterator[None]:
     """Let no file grow beyond a limit, as on a drive with as much space."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, writes_no_bytecode = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # an import would leave a cut .pyc file
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = writes_no_bytecode
 
 
 def test_files_are_written_whole_or_not_at_all(cli_module: CliModule, tmp_path: Path) -> None:
