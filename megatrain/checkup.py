@@ -223,12 +223,20 @@ def look_first(config: RunConfig, *, allow_config_change: bool = False) -> None:
 
     def find_others() -> list[str]:
         """Return what else differs, as far as no row has to be tokenized."""
+        is_streamed = config.data.streaming
+        # Checksums of shards and of files have nothing in common.
+        sources = state.sources if before.data.streaming == is_streamed else ()
+        compared = {
+            f"data.train.{number}.path"
+            for number, source in enumerate(config.data.train)
+            if sources and (is_streamed or not is_hub_name(source.path))
+        }
         lines = [
             f"{change} (if the contents differ)"
             for change in changes.free
-            if is_by_contents(change) and not (state.sources and change.key.endswith(".path"))
+            if is_by_contents(change) and change.key not in compared
         ]
-        return [*lines, *changed_sources(config.data, state.sources)]
+        return [*lines, *changed_sources(config.data, sources)]
 
     check_changes(
         changes,

@@ -26,7 +26,7 @@ ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 EXTRA = "pip install 'megatrain-tier[data]'"
 _READ_AS = ".jsonl (one object per line), .json (a list of objects), .csv, .tsv, .txt, .parquet and .arrow"
 #: Names of shards of MosaicML's streaming, also compressed.
-_MDS = re.compile(r"\.mds(\.\w+)?$", re.IGNORECASE)
+_MDS = re.compile(r"\.mds(\.(zstd?|gz|br|bz2|snappy))?$", re.IGNORECASE)
 _SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "testing", "eval", "evaluation")
 _NOT_DATA = ("dataset_info.json", "dataset_dict.json", "dataset_infos.json", "state.json")  # beside saved datasets
 _LISTS_WITHIN_ROWS = (
@@ -105,16 +105,15 @@ def refuse_mds(names: Iterable[str]) -> None:
 
 
 def _in_folder(folder: Path) -> list[Path]:
-    found = sorted(folder.rglob("*"))
-    refuse_mds(map(str, found))
-    files = [
-        file
-        for file in found
-        if suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _NOT_DATA and file.is_file()
-    ]
+    files = []
+    for file in folder.rglob("*"):
+        if _MDS.search(file.name) and file.is_file():
+            refuse_mds([str(file)])
+        elif suffix_of(file) in (*TEXT_SUFFIXES, *ARROW_SUFFIXES) and file.name not in _NOT_DATA and file.is_file():
+            files.append(file)
     if not files:
         raise DataError(str(folder), "the folder holds no data file", f"Files that are read: {_READ_AS}")
-    return files
+    return sorted(files)
 
 
 def _of_split(folder: Path, files: list[Path], split: str | None) -> list[Path]:

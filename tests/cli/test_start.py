@@ -69,6 +69,18 @@ def test_one_refusal_lists_all_differences(trained: SavedRun, tmp_path: Path) ->
     assert "learning_rate: 0.001 -> 0.0005" in checked and "the rows of [[data.train]] are others" in checked
 
 
+def test_a_refusal_lists_data_that_is_not_compared(trained: SavedRun) -> None:
+    """Another data set of the hub, which is not fetched for this; and files that are streamed from now on."""
+    wrong = ("--set", "lr_scheduler_type=cosine", "--set", "learning_rate=5e-4")
+    for words, line in (
+        (("--set", "data.train.0.path=org/b"), ' -> "org/b" (if the contents differ)\n'),
+        (("--set", "data.streaming=true", "--set", "max_steps=4"), "  data.streaming: false -> true (if the contents"),
+    ):
+        result = trained.run(*wrong, *words, steps=4)
+        assert result.exit_code == 2 and "  optimizer.learning_rate: 0.001 -> 0.0005\n" in result.stderr, result.output
+        assert line in result.stderr and "data.train.0: " not in result.stderr, result.stderr
+
+
 def test_a_state_of_another_format_is_not_offered_what_is_refused(trained: SavedRun, tmp_path: Path) -> None:
     run = trained.copy(tmp_path / "w")
     words = ("--set", "optimizer.state_dtype=bfloat16", "--set", "lr_scheduler_type=cosine")

@@ -118,6 +118,17 @@ def test_a_folder_without_splits_is_read_whole(tmp_path: Path) -> None:
         find_files(str(tmp_path / "train.jsonl"), "test")
 
 
+def test_only_files_of_mds_shards_are_refused(tmp_path: Path) -> None:
+    """The files that the message asks for may keep the name of the shard; a folder of that name holds no shard."""
+    names = ["old.mds/b.jsonl", "shard.00000.mds.jsonl", "shard.00001.mds.parquet"]
+    path = folder_with(tmp_path, *reversed(names))
+    assert [file.relative_to(path).as_posix() for file in find_files(path)] == names
+    assert len(find_files(str(tmp_path / names[1]))) == 1
+    (tmp_path / "old.mds" / "shard.00000.mds.zstd").touch()
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.zstd: MDS shards are not supported"):
+        find_files(path)
+
+
 def test_a_large_text_comes_in_pieces(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     line = "Call me Ishmael. Some years ago\r\n"
