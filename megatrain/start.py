@@ -221,7 +221,7 @@ class RunStart:
             },
             config_toml=self.config_toml,
             data_fingerprint=self.loader.fingerprint(),
-            sources=self.loader.dataset.source_checksums,
+            sources=self.loader.dataset.source_checksums(),
             model={**describe_model(self.plan), **record},
             run_name=run.name,
             saved_at="",

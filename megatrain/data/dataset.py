@@ -8,7 +8,7 @@ import mmap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -110,7 +110,8 @@ class TokenDataset:
         image_starts: where those of each document begin, and the end. Empty: no document has any.
         roles: for each document, what it is in an example of preferences, and which labels are behind its tokens
             (``data/labels.py``). Empty: nothing.
-        source_checksums: Checksum of each source's files. Empty if the rows come from no file.
+        source_checksums: Returns the checksum of each source's files; reads those that no cache remembers. Empty if
+            the rows come from no file.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -127,7 +128,7 @@ class TokenDataset:
     image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
 
     roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
-    source_checksums: tuple[str, ...] = ()
+    source_checksums: Callable[[], tuple[str, ...]] = tuple
 
     def __post_init__(self) -> None:
         if not len(self.begins_row):
@@ -274,7 +275,7 @@ def load_dataset(
         described = "" if processor is None else processor.describe()
         key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
         dataset = _opened(cache.get(key, encode))
-    dataset = replace(dataset, weights=weights, source_checksums=source_checksums(files, cache))
+    dataset = replace(dataset, weights=weights, source_checksums=partial(source_checksums, files, cache))
     if data.table.val_size is not None:
         dataset = hold_out(dataset, data.table.val_size, data.seed)
     if not len(dataset.epoch_documents(data.seed)):

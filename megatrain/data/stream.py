@@ -9,6 +9,7 @@ every rank draws the same rows, however many there are.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import time
@@ -205,7 +206,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         np.zeros(1, dtype=np.int64),
         report,
         known_largest_id=0,
-        source_checksums=tuple(_checksum_of_shards(shards) for shards in streams),
+        source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
         data=data,
         tokenizer=copy.deepcopy(tokenizer),  # used by a thread of its own
         streams=streams,
@@ -220,27 +221,31 @@ def _checksum_of_shards(shards: Shards) -> str:
 def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
     """Return a line for each source whose files have other contents than before. Tokenizes nothing.
 
-    Data sets on the hub are left out, as reading them would fetch them.
+    A source that cannot be read gets a line with the reason. Data sets on the hub are left out, as reading them would
+    fetch them.
 
     Args:
-        table: ``[data]``.
-        before: ``TokenDataset.source_checksums`` of an earlier start. Empty if it recorded none.
-
-    Raises:
-        DataError: a file cannot be read.
+        table: ``[data]``, with the `streaming` of the earlier start.
+        before: what ``TokenDataset.source_checksums`` returned at an earlier start. Empty if it recorded none.
     """
     if before and len(before) != len(table.train):
         return [f"data.train: the number of sources: {len(before)} -> {len(table.train)}"]
-    folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
+    folder = None
+    with contextlib.suppress(DataError):  # without a cache the files are read
+        folder = None if table.streaming else cache_folder(table.cache_dir, lambda text: None)
     cache = None if folder is None else TokenCache(folder)
     lines = []
     for number, (source, old) in enumerate(zip(table.train, before, strict=False)):
-        if table.streaming:
-            new = _checksum_of_shards(Shards(source.path))
-        elif is_hub_name(source.path):
+        if not table.streaming and is_hub_name(source.path):
             continue
-        else:
-            (new,) = source_checksums([source_files(source.path, source.subset, source.split)], cache)
+        try:
+            if table.streaming:
+                new = _checksum_of_shards(Shards(source.path))
+            else:
+                (new,) = source_checksums([source_files(source.path, source.subset, source.split)], cache)
+        except (DataError, OSError) as error:
+            lines.append(f"data.train.{number}: cannot be compared: {error}")
+            continue
         if new != old:
             what = "the shards have other names or sizes" if table.streaming else "the files have other contents"
             lines.append(f"data.train.{number}: {what} ({source.path})")

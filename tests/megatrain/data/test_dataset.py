@@ -53,6 +53,18 @@ def test_pretraining_takes_text_only(files: Path, tokenizer: Any) -> None:
         load_dataset(resolve_data(config), tokenizer)
 
 
+def test_sources_are_read_once_unless_a_checksum_is_needed(
+    files: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a cache, a checksum reads a source a second time. Only a run that saves needs it."""
+    read: list[Path] = []
+    monkeypatch.setattr("megatrain.data.dataset.read_checksum", lambda file: str(read.append(file)))
+    config = load_config(write_config(files, "sft", "a.txt"), overrides=["data.cache_dir=none"]).config
+    loaded = load_dataset(resolve_data(config), tokenizer)
+    assert read == []
+    assert len(loaded.source_checksums()) == 1 and read == [files / "a.txt"]
+
+
 def test_max_samples(files: Path, tokenizer: Any) -> None:
     config = load_config(write_config(files, "sft", "b.jsonl"), overrides=["data.train.0.max_samples=1"])
     assert load_dataset(resolve_data(config.config), tokenizer).report.num_rows == 1

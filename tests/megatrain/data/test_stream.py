@@ -25,7 +25,7 @@ from megatrain.data.loader import LoaderPosition, StepBatch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError
 from megatrain.data.shards import Shards
-from megatrain.data.stream import StreamDataset, StreamLoader, open_dataset
+from megatrain.data.stream import StreamDataset, StreamLoader, changed_sources, open_dataset
 from megatrain.data.table import DataConfig, DatasetConfig
 from oracles import shards as written
 
@@ -357,3 +357,17 @@ def test_rows_that_cannot_be_trained(tokenizer: Any, tmp_path: Path, monkeypatch
         take(loader_of(tokenizer, {"path": str(folder)}, max_dropped=0.1), 1)
     with pytest.raises(DataError, match="a row must be an object"):
         take(loader_of(tokenizer, {"path": str(folder)}, bad_rows="error"), 1)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_sources_that_cannot_be_read_are_listed(tmp_path: Path, streaming: bool) -> None:
+    """The refusal that lists them has other lines, which an error would hide."""
+    (tmp_path / "a.jsonl").write_text('{"text": "sea"}\n')
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path / "gone"), str(tmp_path / "a.jsonl")]
+    train = [{"path": path, "format": "text"} for path in paths]
+    cache_dir = str(tmp_path / "file" / "tokens")  # a folder that cannot be made
+    table = DataConfig.model_validate({"train": train, "streaming": streaming, "cache_dir": cache_dir})
+    gone, changed = changed_sources(table, ["0", "1"])
+    assert gone.startswith(f"data.train.0: cannot be compared: {paths[0]}: there is no such file or folder"), gone
+    assert changed.startswith("data.train.1: the "), changed
