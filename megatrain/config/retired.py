@@ -12,8 +12,8 @@ _RECOMPUTE = (
     '"selective:4" and "none:4" for the last 4 layers alone'
 )
 _CLASSIFY = (
-    "Train classifiers with transformers' own class and megatrain.hf.offloaded(Trainer), as in "
-    "examples/embed/hf_trainer.py"
+    "Train classifiers with transformers' AutoModelForSequenceClassification or AutoModelForTokenClassification: "
+    "call megatrain.offload(model, store), and use megatrain.hf.offloaded(Trainer) as the Trainer"
 )
 #: Key or table -> what to write. None of them changes a result of today's tasks, so a checkpoint that has one is
 #: continued without it.

@@ -56,7 +56,7 @@ PLACEHOLDERS = {
     "FOLDER": "outputs/first/final",
 }
 #: Pages whose blocks call trainers of others, which warn of what is none of our business.
-WARNS = ("docs/any_module.md", "docs/embedding.md", "docs/teachers.md")
+WARNS = ("docs/any_module.md", "docs/embedding.md", "docs/heads.md", "docs/teachers.md")
 #: Pages whose runs are called otherwise, or are there before the first block.
 OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_in_ten_minutes.md": "outputs/lora"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
