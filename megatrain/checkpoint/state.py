@@ -115,7 +115,8 @@ class RunState:
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
         save_number: grows with each save of the run, over all its folders and copies, and orders them; 0: not counted.
-        sources: Checksum of each source's files; empty if not recorded. They find other data before it is tokenized.
+        sources: Checksum of each source's files; empty if not recorded. A refusal lists changed sources with them.
+            They refuse nothing alone, as other bytes may have the same tokens.
         best: the best evaluation so far (``Best.to_state``); None: there was none, or nothing follows from it.
     """
 
