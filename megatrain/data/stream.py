@@ -226,7 +226,7 @@ def changed_sources(table: DataConfig, before: Sequence[str]) -> list[str]:
 
     Args:
         table: ``[data]``, with the `streaming` of the earlier start.
-        before: what ``TokenDataset.source_checksums`` returned at an earlier start. Empty if it recorded none.
+        before: Checksums that ``TokenDataset.source_checksums`` returned earlier. Empty if it recorded none.
     """
     if before and len(before) != len(table.train):
         return [f"data.train: the number of sources: {len(before)} -> {len(table.train)}"]
