@@ -154,3 +154,18 @@ def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> Non
     assert peak_bytes(found) == 2 * full
     alone = replace(program, sharding=Sharding())
     assert not list(collective_transients(graph, alone))
+    sent = replace(
+        program,
+        ticks=(
+            Tick("backward", 1, ()),
+            Tick("exchange", 1, (), summed, serves="backward"),  # type: ignore[arg-type]
+            Tick("backward", 0, ()),
+            Tick("exchange", 0, (), summed, serves="backward"),  # type: ignore[arg-type]
+            Tick("update", 0, ()),
+        ),
+        compute_tier="gpu",
+        sharding=replace(sharding, gathers_ahead=1),
+    )
+    sums_of_visits = [each for each in collective_transients(graph, sent) if each.name == "sums"]
+    # A GPU sends the sums of visit 1 while visit 0 runs, and those of visit 0 until the step ends.
+    assert [(each.first[0], each.last[0]) for each in sums_of_visits] == [(0, 2), (2, 4)]
