@@ -119,7 +119,7 @@ def test_a_copy_that_lacks_parts_of_the_newest_falls_back_to_a_whole_one(part: s
 
 @pytest.mark.parametrize("is_moved", [False, True], ids=["in place", "moved"])
 @pytest.mark.parametrize("damaged", [1, 2, 3])
-@pytest.mark.parametrize("part", ["byte", "file"])
+@pytest.mark.parametrize("part", ["byte", "file", "manifest"])
 def test_damaged_generations_are_reported_and_passed_over(
     part: str, damaged: int, is_moved: bool, tmp_path: Path
 ) -> None:
@@ -131,6 +131,8 @@ def test_damaged_generations_are_reported_and_passed_over(
     numbers = list(range(3, 3 - damaged, -1))
     for number in numbers:
         file = root / f"drive/snap/{number:08d}" / ("b/c" if number % 2 else "a") / "c/0"
+        if part == "manifest":
+            file = root / f"drive/snap/{number:08d}/MANIFEST.json"
         if part == "file":
             file.unlink()
         else:
@@ -140,10 +142,11 @@ def test_damaged_generations_are_reported_and_passed_over(
             file.write_bytes(contents)
     before = {path: path.read_bytes() for path in (root / "drive/snap").glob("**/c/0")}
     error = CorruptBlockError if part == "byte" else GenerationError
-    with pytest.raises(error, match=r"b/c"):
+    text = "damaged" if part == "manifest" else "b/c"
+    with pytest.raises(error, match=text):
         TieredStore.open(str(root / "drive"), tiers(root), generation=3)
     if damaged == 3:
-        with pytest.raises(error, match=r"b/c"):
+        with pytest.raises(error, match=text):
             TieredStore.open(str(root / "drive"), tiers(root))
         return
     notices: list[str] = []
@@ -156,6 +159,25 @@ def test_damaged_generations_are_reported_and_passed_over(
         write(store, 9)
         assert store.commit().generation == 4
     assert opened_value(root) == 9
+
+
+def test_what_was_passed_over_stays_until_newer_generations_replace_it(tmp_path: Path) -> None:
+    """Its part may lie on a drive that is not there today."""
+    make(tmp_path, 2, keep=2)
+    away = (tmp_path / "drive/snap/00000002/a").rename(tmp_path / "away")
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), keep_generations=2) as store:
+        assert value_of(store) == 1
+        write(store, 8)
+        assert store.commit().generation == 3
+    away.rename(tmp_path / "drive/snap/00000002/a")
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), generation=2) as store:
+        assert value_of(store) == 2
+    away = (tmp_path / "drive/snap/00000003/a").rename(tmp_path / "away")
+    with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), keep_generations=2) as store:
+        for value in (8, 9):
+            write(store, value)
+            store.commit().wait()
+    assert list_generations(tmp_path / "drive") == [4, 5]
 
 
 def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ from tiered.errors import (
     CorruptBlockError,
     GenerationError,
     NewerFormatError,
-    TieredError,
     TransferError,
 )
 from tiered.file_io import folder_clashes
@@ -100,6 +99,7 @@ class Generations:
         self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # newer than the one that was loaded
+        self._passed_over: set[int] = set()  # newer than the whole one that was opened, and damaged
 
     # -- committing --------------------------------------------------------------------------------------------
 
@@ -250,9 +250,12 @@ class Generations:
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
+        # What `open` passed over may be whole again, on a drive that is back: it stays until others replace it.
+        num_newer = sum(number > max(self._passed_over, default=0) for number in known)
+        protected = self._passed_over if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
         wanted = set(self.keep_also()) if self.keep_also is not None else set()
-        unwanted = [number for number in order if number not in wanted]
+        unwanted = [number for number in order if number not in wanted | protected]
         doomed = unwanted[: max(0, len(unwanted) - keep)]
         with contextlib.suppress(GenerationError):  # damaged: the coming flip mends it
             if current_generation(store.path) in doomed:
@@ -325,17 +328,13 @@ class Generations:
             CapacityError: the tiers are too small.
         """
         with self._committing:
-            reader = self._reader(generation)
-            try:
+            if generation is None:
+                reader = self._fill_newest_whole(register, unregister)
+                self._passed_over = {number for number in newest_first(reader.path) if number > reader.generation}
+            else:
+                reader = self._reader(generation)
                 self._fill(reader, register)
-            except (CorruptBlockError, GenerationError) as error:
-                if generation is not None:
-                    raise
-                older = self._fill_older(reader, error, register, unregister)
-                if older is None:
-                    raise
-                reader = older
-            self._loaded(reader)
+                self._loaded(reader)
 
     def _fill(self, reader: GenerationReader, register: Register) -> None:
         def registered() -> Iterator[str]:
@@ -347,38 +346,67 @@ class Generations:
 
         self._loader(reader).fill_all(registered())
 
+    def _fill_newest_whole(self, register: Register, unregister: Callable[..., None]) -> GenerationReader:
+        """Fill the store from the newest whole generation, and report newer ones that are damaged."""
+        path, reader = self._known_path(), None
+        try:
+            reader = self._open_reader(None)
+            self._fill(reader, register)
+        except NewerFormatError:
+            raise
+        except (CorruptBlockError, GenerationError) as error:
+            # The reader's choice, or the newest one if its manifest is damaged.
+            newest = max(newest_first(path), default=0) if reader is None else reader.generation
+            problems = [f"generation {newest} cannot be used: {error}"]
+            older = self._fill_older(newest, problems, register, unregister)
+            self._notice(". ".join(problems))
+            if older is None:
+                raise
+            return older
+        if reader.notice is not None:
+            self._notice(reader.notice)
+        return reader
+
     def _fill_older(
-        self, newest: GenerationReader, error: TieredError, register: Register, unregister: Callable[..., None]
+        self, newest: int, problems: list[str], register: Register, unregister: Callable[..., None]
     ) -> GenerationReader | None:
-        """Fill the store from the newest whole generation that is older than a damaged one; None if there is none."""
-        problems = [f"generation {newest.generation} cannot be used: {error}"]
-        for number in newest_first(newest.path):
+        """Fill the store from the newest whole generation that is older than a damaged one; None if there is none.
+
+        Args:
+            newest: The damaged one.
+            problems: Gets a text for each older one that is damaged or does not fit, and for the one that is used.
+        """
+        for number in newest_first(self._known_path()):
             unregister(*self._movement.blocks)
-            if number >= newest.generation:
+            if number >= newest:
                 continue
             try:
                 reader = self._open_reader(number)
                 self._fill(reader, register)
             except NewerFormatError:
                 raise
-            except (CorruptBlockError, GenerationError) as other:
-                problems.append(f"generation {number} cannot be used: {other}")
+            except (CorruptBlockError, GenerationError, CapacityError) as error:
+                problems.append(f"generation {number} cannot be used: {error}")
             else:
-                self._notice(". ".join([*problems, f"Generation {number} is the newest whole one and is used"]))
+                problems.append(f"Generation {number} is the newest whole one and is used")
                 return reader
         return None
 
     def _reader(self, generation: int | None) -> GenerationReader:
-        if self.path is None:
-            raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
         reader = self._open_reader(generation)
         if reader.notice is not None:
             self._notice(reader.notice)
         return reader
 
+    def _known_path(self) -> str:
+        if self.path is None:
+            raise GenerationError("this store has no directory of generations: pass path=..., or give it an NvmeTier")
+        return self.path
+
     def _open_reader(self, generation: int | None) -> GenerationReader:
-        assert self.path is not None
-        return GenerationReader(self.path, generation, [path for tier in self._file_tiers for path in tier.paths])
+        return GenerationReader(
+            self._known_path(), generation, [path for tier in self._file_tiers for path in tier.paths]
+        )
 
     def _loader(self, reader: GenerationReader) -> _Loader:
         store, _ = self._ready_directory()  # only now that it is known to hold any: a wrong path stays untouched
@@ -554,8 +582,10 @@ class _Loader:
         if requests:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _NUM_AT_A_TIME)
-                for _ in threads.map(read, [leases[start : start + _NUM_AT_A_TIME] for start in starts]):
-                    pass
+                reads = [threads.submit(read, leases[start : start + _NUM_AT_A_TIME]) for start in starts]
+                wait(reads)  # all of them: a thread must not write into a slot whose lease has ended
+                for each in reads:
+                    each.result()
 
     def _adopt(self, block: Block) -> bool:
         """Take the snapshot's files for the home slot: no byte moves. False if its tier does not have them."""

@@ -123,7 +123,11 @@ class GenerationReader:
             raise BlockNotFoundError(key, f"generation {self.generation} has {len(self.blocks)} blocks")
         record = self.blocks[key]
         try:
-            spec = BlockSpec(key, record.shape, dtype_from_name(record.dtype), record.home)
+            dtype = dtype_from_name(record.dtype)
+        except ValueError as error:  # whole, but of a newer torch: no other generation may take its place
+            raise NewerFormatError(f"block '{key}' of generation {self.generation}: {error}") from error
+        try:
+            spec = BlockSpec(key, record.shape, dtype, record.home)
         except ValueError as error:
             raise GenerationError(f"block '{key}' of generation {self.generation}: {error}") from error
         expected = (SNAPSHOT_FOLDER, self._name, *key.split("/"))

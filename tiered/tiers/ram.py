@@ -215,6 +215,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
+        before: int | None = None  # read after the first refusal: it takes as long as a small slab
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
@@ -222,7 +223,9 @@ class HostSlab:
                 return 0
             if error != errno.ENOMEM:
                 return error
-            self._is_refused |= not _machine_grows(_memory_of_machine())
+            if before is not None:
+                self._is_refused |= not _machine_grows(before)
+            before = _memory_of_machine()
         return errno.ENOMEM
 
     @property
