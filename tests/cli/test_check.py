@@ -73,14 +73,13 @@ def test_remarks_about_rows_to_evaluate_on(run: SavedRun) -> None:
 
 
 def test_rows_longer_than_learned_positions(run: SavedRun) -> None:
-    """A classifier of them is refused once, before a trace of its model, by every command that plans."""
+    """A reward model of them is refused once, before a trace of its model, by every command that plans."""
     size = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     bert = {"model_type": "bert", "vocab_size": 1024, "max_position_embeddings": 16, **size}
     (run.folder / "model/config.json").write_text(json.dumps(bert))
-    (run.folder / "labels.jsonl").write_text('{"text": "a", "label": 0}\n{"text": "b", "label": 1}\n')
-    path = f"data.train.0.path={run.folder / 'labels.jsonl'}"
-    words = [word for value in ("task=classify", path, 'classify.labels=["a", "b"]') for word in ("--set", value)]
-    words += ["--set", "model.train_from_scratch=true"]
+    (run.folder / "pairs.jsonl").write_text('{"chosen": "a b", "rejected": "b"}\n' * 2)
+    values = ("task=reward", f"data.train.0.path={run.folder / 'pairs.jsonl'}", "model.train_from_scratch=true")
+    words = [word for value in values for word in ("--set", value)]
     message = "data.max_length = 32, but this model has 16 positions. Write at most 16"
     result = check(run, *words, "--skip-weights")
     said = " ".join(result.stdout.split())
