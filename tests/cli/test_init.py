@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -16,6 +17,7 @@ from megatrain.config.starter import starter_toml
 from megatrain.data.sources import read_rows
 from megatrain.machine.machine import FileSystem
 from megatrain.plan import facts
+from megatrain.translate import translate
 from processes.saved_run import QUICKSTART, command_group, make_run
 from tiered import GiB
 
@@ -84,6 +86,27 @@ def test_with_a_model_and_data_it_passes_check(here: Path) -> None:
     assert "0.1 M parameters" in Path(path).read_text()
     checked = call("check", path, "--json")
     assert checked.exit_code == 0, checked.output
+
+
+def test_a_file_that_appears_meanwhile_is_not_overwritten(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the first look and the write another program writes the file."""
+    translate_file = translate.translate_file
+
+    def starter(*_: object, **__: object) -> str:
+        Path("run.toml").write_text("other")
+        return "ours"
+
+    def translation(*words: Any, **options: Any) -> object:
+        Path("imported.toml").write_text("other")
+        return translate_file(*words, **options)
+
+    monkeypatch.setattr("megatrain.config.starter.starter_toml", starter)
+    monkeypatch.setattr(translate, "translate_file", translation)
+    Path("ds_config.json").write_text('{"train_micro_batch_size_per_gpu": 2}')
+    for words, name in ((["init"], "run.toml"), (["import", "ds_config.json", "-o", "imported.toml"], "imported.toml")):
+        result = call(*words)
+        assert result.exit_code == 2 and f"{name}: is there already; nothing was written" in result.stderr, words
+        assert Path(name).read_text() == "other"
 
 
 def test_a_hub_name_stays_a_name(here: Path) -> None:
