@@ -9,7 +9,7 @@ from typing import Any
 from megatrain.base.other_tools import KEYS, PLANNER, QUANTIZED, Row
 from megatrain.config.keys import KEYS as OUR_KEYS
 from megatrain.config.keys import leaf_schema, used_if
-from megatrain.translate.draft import NOTHING_LIKE_IT, Section, Translation, listed, mapping
+from megatrain.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
 from megatrain.translate.read import TranslationError, is_file, read_mapping
 
 #: Globs of the parameters that transformers' Trainer leaves out of weight decay, embeddings not among them.
@@ -22,6 +22,11 @@ _LOSSES_WITH = {
     "preference.rpo_alpha": ("sigmoid", "hinge", "ipo", "robust", "cpo", "orpo", "simpo"),
     "preference.desirable_weight": ("kto",),
     "preference.undesirable_weight": ("kto",),
+}
+#: Keys of ours that training on preferences takes out -> why.
+_SFT_ONLY = {
+    "data.packing": "each answer has a row of its own",
+    "lora.lora_dropout": 'nothing is dropped out with task = "dpo"',
 }
 _OPTIMIZERS = {
     "adamw": ("adamw", "paged_adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
@@ -120,9 +125,16 @@ def _betas(draft: Translation, theirs: str, value: Any, row: Row) -> None:
 
 def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
     """Translate steps or a share of all steps; a number of steps above 0 takes precedence, as in transformers."""
+    number = as_number(value, row.ours)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        draft.lose(theirs, "write a number of steps, or their share of all steps", value)
+        return
     before = draft.entries.get(row.ours)
-    if before is None or not before.value or (theirs == "warmup_steps" and value):
-        draft.put(row.ours, value, theirs)
+    if before is None or not before.value or (theirs == "warmup_steps" and number):
+        draft.put(row.ours, number, theirs)
+        theirs, number = (before.theirs, before.value) if before is not None else ("", 0)
+    if number:
+        draft.drop(theirs, "warmup_steps takes precedence", number)
 
 
 def _half_precision(draft: Translation, theirs: str, value: Any, row: Row) -> None:
@@ -302,15 +314,18 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
     draft.put("task", "dpo", theirs)
     draft.put("preference.loss_type", loss, theirs)
     for name, row in draft.rows("preference").items():
-        if (value := draft.get(name)) is None or row.ours in draft.entries:
+        if (value := draft.get(name)) is None:
             continue
-        if loss in _LOSSES_WITH.get(row.ours, LOSSES):
+        if row.ours in draft.entries:
+            draft.lose(name, f"{draft.entries[row.ours].theirs} sets the same key", value)
+        elif loss in _LOSSES_WITH.get(row.ours, LOSSES):
             draft.put(row.ours, value, name)
         else:
             draft.drop(name, f"the loss {loss} has no such term", value)
-    draft.entries.pop("data.packing", None)  # each answer has a row of its own
-    draft.entries.pop("data.train_on", None)
-    draft.entries.pop("lora.lora_dropout", None)
+    for ours, why in _SFT_ONLY.items():
+        entry = draft.entries.pop(ours, None)
+        if entry is not None and entry.theirs:
+            draft.lose_if_on(entry.theirs, why, entry.value)
     draft.default({"preference.beta": 0.1})
 
 
@@ -344,12 +359,12 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
         draft.fill_in(f"{key}.path", "data/train.jsonl", f"{theirs} has no path")
     for name in ("config", "name"):
         if (subset := fields.get(name)) and subset != "default":
-            draft.put(f"{key}.subset", subset, f"{fields.path}.{name}")
+            draft.put(f"{key}.subset", subset, fields.path_of(name))
     if split := fields.get("split"):
         name, bracket, part = str(split).partition("[")
-        draft.put(f"{key}.split", name, f"{fields.path}.split")
+        draft.put(f"{key}.split", name, fields.path_of("split"))
         if bracket:
-            draft.lose(f"{fields.path}.split", "a part of a split: see data.train.N.max_samples", f"[{part}")
+            draft.lose(fields.path_of("split"), "a part of a split: see data.train.N.max_samples", f"[{part}")
 
 
 def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:

@@ -99,16 +99,21 @@ class Translation:
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return their value at a dotted path, the default for none; record it as answered unless it is a table."""
-        value: Any = self.source.values
-        for part in path.split("."):
-            value = mapping(value).get(part)
+        value = self.peek(path)
         if not _holds_tables(value):
             self.answered.add(path)
         return default if value is None else value
 
+    def peek(self, path: str) -> Any:
+        """Return their value at a dotted path, None for none, without recording it as answered."""
+        value: Any = self.source.values
+        for part in path.split("."):
+            value = mapping(value).get(part)
+        return value
+
     def section(self, path: str) -> Section:
-        """Return their table at a dotted path; empty if it is something else."""
-        return Section(self, path, mapping(self.get(path)))
+        """Return their table at a dotted path; a value that is no table is not answered, so it is listed as lost."""
+        return Section(self, path, mapping(self.peek(path)))
 
     def rows(self, how: str) -> dict[str, Row]:
         """Return the rows of the tool's table that are read in one way: their key -> row."""
@@ -118,7 +123,7 @@ class Translation:
 
     def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
         """Set one of our keys."""
-        self.entries[ours] = TranslatedValue(_number(value, ours), theirs, note, is_path)
+        self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
 
     def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
         """Set a key that is a path or a name on the hub: a name that exists on this machine is a path."""
@@ -186,22 +191,28 @@ class Section:
         draft: The translation.
         path: Path of the table, such as ``datasets[0]``.
         values: Its content.
+        paths: Paths of values that are not inside ``path``, by name.
     """
 
     draft: Translation
     path: str
     values: Mapping[str, Any]
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a value in their file."""
+        return self.paths.get(name, f"{self.path}.{name}")
 
     def get(self, name: str) -> Any:
         """Return a value, and record it as answered unless it is a table."""
         value = self.values.get(name)
         if not _holds_tables(value):
-            self.draft.answered.add(f"{self.path}.{name}")
+            self.draft.answered.add(self.path_of(name))
         return value
 
     def section(self, name: str) -> Section:
-        """Return a table inside; empty if it is something else."""
-        return Section(self.draft, f"{self.path}.{name}", mapping(self.get(name)))
+        """Return a table inside; a value that is no table is not answered, so it is listed as lost."""
+        return Section(self.draft, f"{self.path}.{name}", mapping(self.values.get(name)))
 
 
 def _holds_tables(value: Any) -> bool:
@@ -238,7 +249,7 @@ def plain_key(key: str) -> str:
     return plain(parse_path(key))
 
 
-def _number(value: Any, ours: str) -> Any:
+def as_number(value: Any, ours: str) -> Any:
     """Return a value as a number if our key is one: YAML takes 1e-5 for text."""
     name = plain_key(ours)
     if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):

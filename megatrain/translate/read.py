@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ _TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split
         "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
 _DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
 _MAX_CONFIG_BYTES = 16 << 20
+_MAX_DEPTH = 100  # of tables and lists inside each other
 _MAX_YAML_VALUES = 1_000_000  # with aliases replaced by their values
 _SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 _COMMAND_LINE = Path("command line")  # in place of a file's name
@@ -187,9 +189,19 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (UnicodeEncodeError, ValueError, TypeError, RecursionError):
         problem = "it holds a value that no config can hold: half a character, or a number that is not finite"
         raise TranslationError(path, problem) from None
+    if _is_too_deep(values):
+        raise TranslationError(path, f"more than {_MAX_DEPTH} tables or lists are nested")
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise TranslationError(path, "this holds no names with values", "Give the config file of a training run")
     return values
+
+
+def _is_too_deep(values: Any) -> bool:
+    level = [values]
+    for _ in range(_MAX_DEPTH + 1):
+        tables = [each for each in level if isinstance(each, dict | list)]
+        level = [child for table in tables for child in (table.values() if isinstance(table, dict) else table)]
+    return bool(level)
 
 
 def _detect(path: Path, values: dict[str, Any]) -> Tool:
@@ -215,6 +227,17 @@ def _detect(path: Path, values: dict[str, Any]) -> Tool:
     raise TranslationError(
         path, "whose config is this? It has none of the keys of a tool that is known", f"Say --from {'|'.join(TITLES)}"
     )
+
+
+def can_be_path(base: Path, text: str) -> bool:
+    """Return whether a text can name a file: no zero bytes, no name that is too long, no unknown home folder."""
+    try:
+        (base / Path(text).expanduser()).stat()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    except (ValueError, RuntimeError):
+        return False
+    return True
 
 
 def exists(path: Path) -> bool:

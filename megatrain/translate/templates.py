@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatrain.base.other_tools import OWN_TEMPLATE
+from megatrain.translate.read import is_file
 
 #: What names of templates begin with -> what such a template writes before a turn. The longest that fits counts.
 _MARKS = {
@@ -36,7 +37,7 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
         name: what the template is called there.
         folder: the model's; one that is not on this machine is not looked at.
     """
-    if not (folder / "tokenizer_config.json").is_file():
+    if not is_file(folder / "tokenizer_config.json"):
         return OWN_TEMPLATE, False
     own = own_template(folder)
     if not own:
@@ -53,7 +54,7 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
 def own_template(folder: Path) -> str:
     """Return the text of the templates in a model's folder, "" for none."""
     texts = []
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
         found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
         texts += [str(each.get("template")) for each in found] if isinstance(found, list) else [str(found or "")]
     with suppress(OSError, ValueError):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatrain.base.other_tools import Tool
+from megatrain.translate.command_lines import count
 from megatrain.translate.conversions import (
     fill_defaults,
     nvme_path,
@@ -21,7 +22,8 @@ from megatrain.translate.conversions import (
     report_to,
     translate_keys,
 )
-from megatrain.translate.draft import NOTHING_LIKE_IT, Section, Translation, listed, mapping
+from megatrain.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
+from megatrain.translate.read import TranslationError, read_mapping
 from megatrain.translate.templates import compared
 
 _OUR_TASKS = 'There are "sft", "pretrain" and "dpo"'
@@ -80,11 +82,7 @@ _ALPACA_COLUMNS = {
 
 
 def _llama_factory(draft: Translation) -> None:
-    """Fill a draft from a file of LLaMA-Factory.
-
-    Raises:
-        TranslationError: It asks for a stage or parameters that are not supported here.
-    """
+    """Fill a draft from a file of LLaMA-Factory."""
     stage, kind = draft.get("stage", "sft"), draft.get("finetuning_type", "lora")
     if not isinstance(stage, str) or stage not in _STAGES:
         name = _OTHER_STAGES.get(str(stage), f"stage: {stage}")
@@ -103,7 +101,7 @@ def _llama_factory(draft: Translation) -> None:
         draft.entries.pop("optimizer.state_dtype", None)
         draft.put("optimizer.optim", "muon", "use_muon")
     if kind == "lora":
-        rank = draft.get("lora_rank", 8)
+        rank = as_number(draft.get("lora_rank", 8), "lora.r")
         alpha = 2 * rank if isinstance(rank, int) else 16
         defaults = {"lora.r": 8, "lora.lora_alpha": alpha, "lora.target_modules": "all-linear"}
         put_lora(draft, defaults, "quantization_bit")
@@ -119,8 +117,9 @@ def _llama_factory(draft: Translation) -> None:
     if task == "sft":
         _train_on(draft)
     info, folder = _dataset_info(draft)
-    _named_datasets(draft, "data.train", "dataset", info, folder)
-    _named_datasets(draft, "data.eval", "eval_dataset", info, folder)
+    limit = _row_limit(draft) if draft.get("dataset") or draft.get("eval_dataset") else None
+    _named_datasets(draft, "data.train", "dataset", info, folder, limit)
+    _named_datasets(draft, "data.eval", "eval_dataset", info, folder, limit)
     _llama_factory_images(draft, info)
     fill_defaults(draft, _LLAMA_FACTORY_DEFAULTS)
 
@@ -158,14 +157,13 @@ def _dataset_info(draft: Translation) -> tuple[Mapping[str, Any], Path]:
     """Find ``dataset_info.json``, from the current folder and from the config's upward; return it and its folder."""
     name = draft.get("dataset_dir", "data")
     if not isinstance(name, str):
+        draft.lose("dataset_dir", "write the name of a folder", name)
         return {}, draft.base / "data"
     for parent in (draft.base, *draft.source.path.resolve().parents[:4]):
         try:
-            info = json.loads((parent / name / "dataset_info.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_mapping(parent / name / "dataset_info.json"), parent / name
+        except (TranslationError, ValueError):  # a name with a zero byte cannot be a path
             continue
-        if isinstance(info, dict):
-            return info, parent / name
     return {}, draft.base / name
 
 
@@ -175,7 +173,18 @@ def _names(value: Any) -> list[str]:
     return [str(name).strip() for name in several if str(name).strip()]
 
 
-def _named_datasets(draft: Translation, ours: str, theirs: str, info: Mapping[str, Any], folder: Path) -> None:
+def _row_limit(draft: Translation) -> int | None:
+    """Return the maximum number of rows per data set; list any other value as lost."""
+    value = draft.get("max_samples")
+    limit = count(as_number(value, "data.train.0.max_samples"))
+    if limit is None:
+        draft.lose_if_on("max_samples", "write a whole number above 0", value)
+    return limit
+
+
+def _named_datasets(
+    draft: Translation, ours: str, theirs: str, info: Mapping[str, Any], folder: Path, limit: int | None
+) -> None:
     names = _names(draft.get(theirs))
     if not names and theirs == "dataset":
         draft.fill_in_data()
@@ -187,8 +196,8 @@ def _named_datasets(draft: Translation, ours: str, theirs: str, info: Mapping[st
             draft.fill_in(f"{key}.path", f"data/{name}.json", f"`{name}` is not in {folder / 'dataset_info.json'}")
         else:
             draft.fill_in(f"{key}.path", f"data/{name}.json", f"file_name of `{name}` in dataset_info.json")
-        limit, own = draft.get("max_samples"), draft.entries.get(f"{key}.max_samples")
-        if isinstance(limit, int) and limit and (own is None or limit < own.value):
+        own = draft.entries.get(f"{key}.max_samples")
+        if limit is not None and (own is None or limit < (count(own.value) or math.inf)):
             draft.put(f"{key}.max_samples", limit, "max_samples")
 
 
@@ -267,11 +276,7 @@ _ALPACA_FIELDS = {name: f"field_{name}" for name in ("instruction", "input", "ou
 
 
 def _axolotl(draft: Translation) -> None:
-    """Fill a draft from a file of Axolotl.
-
-    Raises:
-        TranslationError: It asks for other adapters than LoRA, for quantized weights or reinforcement learning.
-    """
+    """Fill a draft from a file of Axolotl."""
     adapter, rl = draft.get("adapter"), draft.get("rl")
     _refuse_axolotl(draft, adapter, rl)
     plain = _axolotl_sources(draft, "pretraining_dataset")
@@ -318,23 +323,31 @@ def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
     """Return the data sets of a key, and list everything else in it as lost."""
     is_plain = name == "pretraining_dataset"  # plain text, where a bare name is one on the hub
     sources = []
-    for number, source in enumerate(listed(draft.get(name))):
-        fields = {"path": source} if is_plain and isinstance(source, str) else source
-        if isinstance(fields, Mapping) and source:
-            path = f"{name}[{number}]" if isinstance(draft.source.values[name], list) else name
+    for path, source in _members(draft.get(name), name):
+        fields = {"path": source} if is_plain and isinstance(source, str) and source else source
+        if not isinstance(fields, Mapping):
+            draft.lose_if_on(path, "a data set has a path and a type", source)
+        elif fields:
             sources.append(Section(draft, path, {"type": "pretrain", **fields} if is_plain else fields))
-        elif source:
-            draft.lose(name, "a data set has a path and a type", source)
     return sources
+
+
+def _members(value: Any, path: str) -> list[tuple[str, Any]]:
+    """Return path and value of each member of a list, or of a single value."""
+    return [(f"{path}[{n}]", each) for n, each in enumerate(value)] if isinstance(value, list) else [(path, value)]
 
 
 def _axolotl_combinations(draft: Translation) -> None:
     """Translate keys that depend on each other, or that share one key of ours."""
     if rate := draft.get("cosine_min_lr_ratio"):
         draft.put("optimizer.lr_scheduler_type", "cosine_with_min_lr", "cosine_min_lr_ratio")
+        if before := draft.entries.pop("optimizer.lr_scheduler_kwargs", None):
+            draft.lose(before.theirs, "cosine_min_lr_ratio takes precedence", before.value)
         draft.put("optimizer.lr_scheduler_kwargs.min_lr_rate", rate, "cosine_min_lr_ratio")
     if project := draft.get("wandb_project"):
         report_to(draft, "wandb_project", ["wandb"])
+        if before := draft.entries.get("logging.project"):
+            draft.lose(before.theirs, "wandb_project sets the same key", before.value)
         draft.put("logging.project", project, "wandb_project")
     if name := draft.get("wandb_name"):
         draft.put("run_name", str(name), "wandb_name")
@@ -429,11 +442,7 @@ _COLUMNS = ("messages", "prompt", "completion", "text")
 
 
 def _trl(draft: Translation) -> None:
-    """Fill a draft from a file of TRL.
-
-    Raises:
-        TranslationError: It asks for quantized weights, or belongs to a trainer that is not supported here.
-    """
+    """Fill a draft from a file of TRL."""
     values, task = draft.source.values, draft.source.line.task
     _refuse_trl(draft, task)
     kind = task or next((kind for name, kind in _TRL_PREFERENCES.items() if name in values), "sft")
@@ -489,11 +498,16 @@ def _trl_preference(draft: Translation, kind: str) -> None:
     if kind == "cpo" and loss not in ("sigmoid", "simpo"):
         text = f"the loss `{loss}` of CPOTrainer is not supported here"
         raise draft.refuse(text, 'There are loss_type: "sigmoid" and "simpo" of it')
-    by_name = dict(zip(named, weights, strict=True))
+    numbers = [as_number(weight, "preference.beta") for weight in weights]
+    if not all(isinstance(each, int | float) and each is not True and 0 < each < 1e300 for each in numbers):
+        raise draft.refuse(f"loss_weights must be numbers above 0, not {weights}")
+    by_name = dict(zip(named, numbers, strict=True))
     is_cpo = kind == "cpo" and loss == "sigmoid"
     put_preference(draft, "cpo" if is_cpo else loss, draft.source.line.task if loss_type is None else "loss_type")
     if "sft" in by_name:
-        draft.put("preference.rpo_alpha", float(by_name["sft"]) / float(by_name[loss]), "loss_weights")
+        draft.put("preference.rpo_alpha", by_name["sft"] / by_name[loss], "loss_weights")
+    elif numbers != [1.0]:
+        draft.lose("loss_weights", "the only loss has the weight 1", weights)
     if kind == "cpo" and draft.get("cpo_alpha") is None:
         draft.put("preference.rpo_alpha", 1.0, note="TRL's default of cpo_alpha")
 
@@ -501,16 +515,15 @@ def _trl_preference(draft: Translation, kind: str) -> None:
 def _trl_datasets(draft: Translation) -> None:
     """Translate the first of: a mixture, a list of data sets, names with weights, one name."""
     theirs = "dataset_mixture" if draft.get("dataset_mixture") else "datasets"
-    mixture, mixer = draft.get(theirs), draft.get("dataset_mixer")
-    inner = mixture.get("datasets") if isinstance(mixture, Mapping) else mixture
+    mixture, mixer = draft.get(theirs), draft.peek("dataset_mixer")
+    inner = draft.get(f"{theirs}.datasets") if isinstance(mixture, Mapping) else mixture
     path = f"{theirs}.datasets" if isinstance(mixture, Mapping) else theirs
-    sources = [
-        Section(draft, f"{path}[{number}]", source)
-        for number, source in enumerate(listed(inner))
-        if isinstance(source, Mapping)
-    ]
-    if mixture and not sources:
-        draft.lose("datasets", "a data set has an id or a path", mixture)
+    sources = []
+    for place, source in _members(inner, path):
+        if isinstance(source, Mapping):
+            sources.append(Section(draft, place, source))
+        else:
+            draft.lose_if_on(place, "a data set has an id or a path", source)
     if isinstance(mixture, Mapping) and (size := draft.get(f"{theirs}.test_split_size")):
         draft.put("data.val_size", size, f"{theirs}.test_split_size")
     if not sources and isinstance(mixer, Mapping):
@@ -520,13 +533,17 @@ def _trl_datasets(draft: Translation) -> None:
             for name, weight in mixer.items()
         ]
     if not sources and (name := draft.get("dataset_name")):
-        found = {"id": name, "config": draft.get("dataset_config"), "split": draft.get("dataset_train_split")}
-        sources = [Section(draft, "dataset_name", found)]
+        found = {"id": name, "config": draft.peek("dataset_config"), "split": draft.peek("dataset_train_split")}
+        paths = {"config": "dataset_config", "split": "dataset_train_split"}
+        sources = [Section(draft, "dataset_name", found, paths)]
         test_split = draft.get("dataset_test_split")
         if test_split and draft.get("eval_strategy", "no") not in ("no", False):
-            section = Section(draft, "dataset_test_split", {**found, "split": test_split})
+            paths = {**paths, "split": "dataset_test_split"}
+            section = Section(draft, "dataset_test_split", {**found, "split": test_split}, paths)
             _trl_dataset(draft, "data.eval.0", section)
-    column = draft.get("dataset_text_field")
+        elif test_split:
+            draft.drop("dataset_test_split", "eval_strategy is no", test_split)
+    column = draft.get("dataset_text_field") if sources else None
     for number, section in enumerate(sources):
         _trl_dataset(draft, f"data.train.{number}", section)
         put_columns(draft, f"data.train.{number}", {"text": (column, "text", "dataset_text_field")})
@@ -570,7 +587,10 @@ def _deepspeed(draft: Translation) -> None:
     if not any(draft.get(f"{name}.enabled") in (True, "auto") for name in ("bf16", "fp16")):
         draft.put("precision.compute_dtype", "float32", note="DeepSpeed's default; bfloat16 is faster")
     for name in ("wandb", "tensorboard"):
-        if draft.get(f"{name}.enabled") is True:
+        is_on = draft.get(f"{name}.enabled")
+        if is_on is not True:
+            draft.lose_if_on(f"{name}.enabled", "see logging.report_to", is_on)
+        else:
             report_to(draft, name, [name])
             if name == "wandb" and (project := draft.get("wandb.project")):
                 draft.put("logging.project", project, "wandb.project")
@@ -601,20 +621,34 @@ def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
 
 def _deepspeed_batch(draft: Translation) -> None:
     """Derive the micro-batch or the accumulation from train_batch_size, their product."""
-    rows, micro = draft.get("train_batch_size"), draft.get("train_micro_batch_size_per_gpu")
-    accumulation = draft.get("gradient_accumulation_steps")
-    if not isinstance(rows, int):
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    rows, micro, accumulation = (_deepspeed_count(draft, name) for name in names)
+    if rows is None:
         return
-    if isinstance(micro, int) and micro > 0:
+    if micro is not None:
         number = max(1, rows // micro)
         if accumulation != number:
             draft.put("training.gradient_accumulation_steps", number, "train_batch_size", f"{rows} rows of all devices")
-        if isinstance(accumulation, int) and accumulation > 0 and (processes := number // accumulation) > 1:
+        if accumulation is not None and number % accumulation:
+            draft.lose("gradient_accumulation_steps", "train_batch_size is not a multiple of it", accumulation)
+        elif accumulation is not None and (processes := number // accumulation) > 1:
             put_processes(draft, processes)
-    elif isinstance(accumulation, int) and accumulation > 0:
+    elif accumulation is not None:
         draft.put("training.per_device_train_batch_size", max(1, rows // accumulation), "train_batch_size")
     else:
         draft.put("training.per_device_train_batch_size", rows, "train_batch_size", "all rows of a step")
+
+
+def _deepspeed_count(draft: Translation, theirs: str) -> int | None:
+    """Return a whole number above 0, which may be text; list any other value as lost."""
+    value = draft.get(theirs)
+    number = as_number(value, "training.per_device_train_batch_size")
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if value not in (None, "auto") and count(number) is None:
+        draft.entries = {ours: entry for ours, entry in draft.entries.items() if entry.theirs != theirs}
+        draft.lose(theirs, "write a whole number above 0", value)
+    return count(number)
 
 
 def _deepspeed_optimizer(draft: Translation) -> None:
@@ -651,8 +685,9 @@ def _deepspeed_schedule(draft: Translation) -> None:
         if (number := given(name, usual)) is not None:
             draft.put(ours, number, f"scheduler.params.{name}")
     # WarmupLR without a peak takes the optimizer's rate.
-    peak = given("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None)
-    if peak is not None and kind != "WarmupCosineLR":
+    has_peak = kind != "WarmupCosineLR"
+    peak = given("warmup_max_lr", 1e-3 if kind == "WarmupDecayLR" else None) if has_peak else None
+    if peak is not None:
         note = (
             "" if "warmup_max_lr" in parameters.values else f"the default of {kind}, which overrides the optimizer's lr"
         )
@@ -674,11 +709,7 @@ def _deepspeed_schedule(draft: Translation) -> None:
 
 
 def _megatrain(draft: Translation) -> None:
-    """Fill a draft from a file of MegaTrain, and write down what MegaTrain does without a key for it.
-
-    Raises:
-        TranslationError: A section is not a mapping.
-    """
+    """Fill a draft from a file of MegaTrain, and write down what MegaTrain does without a key for it."""
     for name, section in draft.source.values.items():
         if section is not None and not isinstance(section, Mapping):
             raise draft.refuse(f"`{name}` must hold names with values")

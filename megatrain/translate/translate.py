@@ -15,7 +15,7 @@ from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema
 from megatrain.config.problems import find_bad_combinations, validated
 from megatrain.translate.command_lines import is_world_size_option
 from megatrain.translate.draft import Left, TranslatedValue, Translation, plain_key
-from megatrain.translate.read import Source, read_command_line, read_source
+from megatrain.translate.read import Source, can_be_path, read_command_line, read_source
 from megatrain.translate.tools import DEEPSPEED_VERSION, TOOLS, put_processes
 
 _COMMENT_COLUMN = 42
@@ -65,6 +65,7 @@ def _translate(source: Source, folder: Path | None, base: Path | None) -> Transl
     _gather_processes(draft)
     if "output_dir" not in draft.entries:
         draft.fill_in("output_dir", "outputs/first", "folder of the run")
+    _refuse_impossible_paths(draft)
     _settle(draft)
     where = (folder or draft.base).resolve()
     draft.entries = {
@@ -82,6 +83,15 @@ def _drop_evaluation_without_rows(draft: Translation) -> None:
         entry = draft.entries.pop(key)
         if entry.theirs and entry.value not in ("no", False):
             draft.lose(entry.theirs, "there are no rows to evaluate on: name them in [[data.eval]]", entry.value)
+
+
+def _refuse_impossible_paths(draft: Translation) -> None:
+    """Refuse a path with a zero byte, a name that is too long or an unknown home folder."""
+    for key, entry in draft.entries.items():
+        is_path = entry.is_path or key == "output_dir" or key.endswith("path")
+        if is_path and isinstance(entry.value, str) and not can_be_path(draft.base, entry.value):
+            short = entry.value[:_LONGEST_VALUE]
+            raise draft.refuse(f"{entry.theirs or key}: {json.dumps(short)} cannot be a path on this machine")
 
 
 def _gather_processes(draft: Translation) -> None:

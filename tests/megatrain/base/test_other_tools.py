@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,6 @@ import pytest
 from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Tool
 from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf, leaf_schema
 from megatrain.translate.conversions import CONVERSIONS
-from megatrain.translate.reference import BEGIN, written_anew
 from megatrain.translate.translate import translate_file
 
 
@@ -71,10 +71,12 @@ def test_the_table_needs_nothing_of_the_project() -> None:
 
 @pytest.mark.parametrize("tool", ["llamafactory", "trl", "deepspeed", "torchtitan"])
 def test_the_pages_of_habits_have_all_keys(tool: str) -> None:
-    """Written anew by ``python -m megatrain.translate.reference docs/coming_from``."""
-    page = (Path(__file__).parents[3] / f"docs/coming_from/{tool}.md").read_text(encoding="utf-8")
-    assert page == written_anew(page, tool)
-    table = page.partition(BEGIN)[2]
+    """``python docs/keys_of_tools.py docs/coming_from`` writes the pages."""
+    docs = Path(__file__).parents[3] / "docs"
+    page = (docs / f"coming_from/{tool}.md").read_text(encoding="utf-8")
+    writer = runpy.run_path(str(docs / "keys_of_tools.py"))
+    assert page == writer["written_anew"](page, tool)
+    table = page.partition(writer["BEGIN"])[2]
     keys = {**OTHERS, **KEYS.get(tool, {})}  # type: ignore[call-overload]
     told = {key: name for key, name in keys.items() if (tool in KEYS or name.tool == tool) and name.why + name.ours}
     told = {key: name for key, name in told.items() if key not in OTHERS or name.tool == tool}

@@ -14,6 +14,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatrain.base.other_tools import KEYS as TABLES
+from megatrain.base.other_tools import Row, Tool
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.translate.draft import Translation
@@ -450,6 +452,119 @@ def test_a_section_of_deepspeed_that_is_not_needed_may_be_auto(tmp_path: Path) -
     assert "zero_optimization" in unneeded(translation)
 
 
+@pytest.mark.parametrize(
+    ("values", "gaps", "rows"),
+    [
+        ({"train_batch_size": "8", "scheduler": "WarmupLR"}, {"scheduler"}, (8, 1)),
+        ({"train_batch_size": "hm", "scheduler": {"type": "WarmupLR", "params": 3}},
+         {"train_batch_size", "scheduler.params", "scheduler.params.warmup_type"}, (8, 1)),
+        ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": "hm"}, {"train_micro_batch_size_per_gpu"}, (8, 1)),
+        ({"train_batch_size": "8", "train_micro_batch_size_per_gpu": "2"}, set(), (2, 4)),
+        ({"train_batch_size": 8, "wandb": {"enabled": "hm"}}, {"wandb.enabled"}, (8, 1)),
+    ],
+)  # fmt: skip
+def test_deepspeed_values_of_the_wrong_kind(
+    tmp_path: Path, values: dict[str, Any], gaps: set[str], rows: tuple[int, int]
+) -> None:
+    translation, config = translate(tmp_path, {"zero_optimization": {"stage": 2}, **values})
+    assert lost(translation) - {"optimizer"} == gaps
+    assert (config.training.per_device_train_batch_size, config.training.gradient_accumulation_steps) == rows
+
+
+@pytest.mark.parametrize(
+    ("text", "gaps"),
+    [
+        ("base_model: a/b\ndatasets: [{path: a/b, type: alpaca, foo: 3}, text]\n", {"datasets[0].foo", "datasets[1]"}),
+        ("base_model: a/b\ndatasets: text\n", {"datasets"}),
+        ("base_model: a/b\ndatasets: [{path: a, type: chat_template, message_property_mappings: 3}]\n",
+         {"datasets[0].message_property_mappings"}),
+        ("base_model: a/b\nlr_scheduler_kwargs: 0\ncosine_min_lr_ratio: 0.1\n", {"lr_scheduler_kwargs"}),
+        ("base_model: a/b\nwarmup_steps: 5\nwarmup_ratio: text\n", {"warmup_ratio"}),
+        ("model_name_or_path: a\nmax_length: 8\ndatasets: [{id: a/b, foo: 3}, text]\n",
+         {"datasets[0].foo", "datasets[1]"}),
+        ("model_name_or_path: a\nmax_length: 8\ndataset_mixture: 3\n", {"dataset_mixture"}),
+        ("model_name_or_path: a\nmax_length: 8\ndataset_mixture: {datasets: [text]}\n",
+         {"dataset_mixture.datasets[0]"}),
+        ("model_name_or_path: a\nmax_length: 8\ndataset_name: b/c\ndataset_config: 3\ndataset_mixer: text\n",
+         {"dataset_config", "dataset_mixer"}),
+        ("model_name_or_path: a\nmax_length: 8\nbeta: 1\nloss_weights: [2]\n", {"loss_weights"}),
+        ("model_name_or_path: a\nstage: sft\ndataset: x\nmax_samples: text\ndataset_dir: [x]\n",
+         {"max_samples", "dataset_dir"}),
+    ],
+)  # fmt: skip
+def test_one_wrong_value_is_lost_and_hides_no_other(tmp_path: Path, text: str, gaps: set[str]) -> None:
+    translation, _ = translate(tmp_path, text)
+    assert lost(translation) == gaps
+
+
+def test_a_rank_of_lora_in_text_doubles_to_alpha(tmp_path: Path) -> None:
+    _, config = translate(tmp_path, 'model_name_or_path: a\nstage: sft\nlora_rank: "32"\n')
+    assert (config.lora.r, config.lora.lora_alpha) == (32, 64)
+
+
+WRONG_KINDS: tuple[Any, ...] = ("hm", "8", 3, 0.5, [7, "x"], {"inner": 3}, True)
+#: Tool -> a config in which the keys of rules are read.
+FULL: dict[Tool, dict[str, Any]] = {
+    "llamafactory": {"model_name_or_path": "a/b", "stage": "dpo", "dataset": "x", "output_dir": "o", "warmup_steps": 3},
+    "axolotl": {"base_model": "a/b", "adapter": "lora", "rl": "dpo", "datasets": [{"path": "a/b", "type": "alpaca"}],
+                "wandb_project": "x", "warmup_steps": 3},
+    "trl": {"model_name_or_path": "a/b", "use_peft": True, "dataset_name": "c/d", "beta": 0.1, "warmup_ratio": 0.5},
+    "deepspeed": {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 8,
+                  "scheduler": {"type": "WarmupLR", "params": {}}, "wandb": {"enabled": True}, "tensorboard": {}},
+    "megatrain": {"model": {"name": "a"}, "dataset": {"path": "b"}, "training": {}},
+}  # fmt: skip
+#: Keys inside tables that a rule of DeepSpeed reads.
+INSIDE = [
+    "optimizer", "optimizer.params", "scheduler.type", "scheduler.params", "scheduler.params.warmup_num_steps",
+    "scheduler.params.total_num_steps", "scheduler.params.warmup_max_lr", "scheduler.params.warmup_type", "bf16",
+    "fp16", "wandb.enabled", "wandb.project", "tensorboard.enabled",
+]  # fmt: skip
+#: Keys that name a folder for another key, switch a table on, or add to the value of another key.
+SWITCHES = {"use_peft", "dataset_dir", "use_wandb", "use_tensorboard"}
+
+
+@pytest.mark.parametrize("tool", FULL)
+def test_no_value_of_the_wrong_kind_is_silently_dropped(tmp_path: Path, tool: Tool) -> None:
+    """Each key is translated or listed, unless its value means the same as here or the file is refused."""
+    rows = TABLES[tool]
+    path = tmp_path / "theirs.json"
+    is_nested = tool in ("deepspeed", "megatrain")
+    for number, key in enumerate([*rows, *(INSIDE if tool == "deepspeed" else ())]):
+        if key in SWITCHES or ("." in key and not is_nested):
+            continue
+        is_simple = key in rows and rows[key].how in ("copy", "path", "choice", "lost", "unneeded")
+        kinds = WRONG_KINDS[number % 7 :][:1] if is_simple and not is_nested else WRONG_KINDS
+        for value in kinds:
+            values = copy.deepcopy(FULL[tool])
+            *above, last = key.split(".")
+            at = values
+            for part in above:
+                at = at.setdefault(part, {})
+            at[last] = value
+            path.write_text(json.dumps(values))
+            try:
+                found = translate_file(path, tool, base=tmp_path)
+            except TranslationError:
+                continue
+            names = [entry.theirs for entry in found.entries.values()]
+            names += [left.theirs for left in (*found.lost, *found.unneeded)]
+            names += [entry.note for entry in found.to_fill_in.values()] if key.endswith("dataset") else []
+            means_the_same = key in rows and is_same(rows[key], value)
+            assert means_the_same or any(is_about(name, key, value) for name in names), (key, value)
+
+
+def is_about(name: str, key: str, value: Any) -> bool:
+    """Return whether a name in the result is of a key, of a table around it or of a key inside it."""
+    inside = name.startswith((f"{key}.", f"{key}[")) or key.startswith(f"{name}.")
+    first = value[0] if isinstance(value, list) else value
+    return name == key or (bool(name) and inside) or f"`{first}`" in name
+
+
+def is_same(row: Row, value: Any) -> bool:
+    """Return whether a value of their key is our default."""
+    return isinstance(value, str | bool | int | float) and row.choices.get(value, "") is None
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_share_of_warm_up_counts_if_the_steps_are_zero(tmp_path: Path, order: int) -> None:
     """transformers ignores ``warmup_steps: 0``, wherever it is in the file."""
@@ -550,6 +665,16 @@ REFUSED = {
         "model_name_or_path: a\ndataset_name: b\ncpo_alpha: 0.1\nloss_type: ipo\n",
         "the loss `ipo` of CPOTrainer is not supported",
     ),
+    "TRL, a weight in words": (
+        "model_name_or_path: a\ndataset_name: b\nloss_type: [sigmoid, sft]\nloss_weights: [a, 1]\nbeta: 0.1\n",
+        "loss_weights must be numbers above 0",
+    ),
+    "TRL, a weight of zero": (
+        "model_name_or_path: a\ndataset_name: b\nloss_type: [sigmoid, sft]\nloss_weights: [0, 1]\nbeta: 0.1\n",
+        "loss_weights must be numbers above 0",
+    ),
+    "an unknown home folder": ("base_model: a\noutput_dir: ~no_such_user/x\n", "output_dir: .* cannot be a path"),
+    "a name that is too long": (f"base_model: {'x' * 300}\n", "base_model: .* cannot be a path"),
     "TRL GRPO": ("model_name_or_path: a\ndataset_name: b\nnum_generations: 8\n", "GRPO"),
     "a section is no mapping": ("model: {name: a}\ndataset: {path: b}\ntraining: 3\n", "`training` must hold"),
 }  # fmt: skip
@@ -652,6 +777,14 @@ VALUES = st.one_of(
     st.lists(st.text(max_size=4), max_size=2), st.lists(st.integers(), max_size=2),
     st.dictionaries(st.text(max_size=4), st.integers(), max_size=2),
 )  # fmt: skip
+HOSTILE = st.sampled_from(
+    ["~no_such_user/x", "x" * 300, "\0", "1e400", "nan", "[", "{{", ["sigmoid", "sft"], [0, 1], [["a"], 1], ["a", {}],
+     [{"path": "a/b", "foo": 3}, "text"], {"datasets": 3}, {"": {"": []}}, {"enabled": "text"}, 10**30, 1e308, "dpo"]
+)  # fmt: skip
+TOOLS: dict[str, Tool] = {
+    "theirs.yaml": "llamafactory", "ax.yaml": "axolotl", "trl.yaml": "trl", "ds.json": "deepspeed",
+    "mt.yaml": "megatrain",
+}  # fmt: skip
 KEYS = {
     "theirs.yaml": [
         "output_dir", "learning_rate", "optim", "warmup_ratio", "bf16", "report_to", "save_steps", "dataset", "packing",
@@ -679,7 +812,8 @@ STARTS: dict[str, dict[str, Any]] = {
 def test_any_values_give_a_config_or_one_sentence(data: st.DataObject) -> None:
     """No value of theirs, however wrong, ends in a traceback or in a file that does not load."""
     name = data.draw(st.sampled_from(sorted(KEYS)))
-    values = {**STARTS[name], **data.draw(st.dictionaries(st.sampled_from(KEYS[name]), VALUES, max_size=4))}
+    keys = st.sampled_from([*KEYS[name], *(key for key in TABLES[TOOLS[name]] if "." not in key)])
+    values = {**STARTS[name], **data.draw(st.dictionaries(keys, VALUES | HOSTILE, max_size=4))}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         path = folder / name

@@ -1,6 +1,6 @@
 """The tables of the pages docs/coming_from: every key of another tool that is known, and what becomes of it.
 
-``python -m megatrain.translate.reference docs/coming_from`` writes them anew between the markers of each page.
+``python docs/keys_of_tools.py docs/coming_from`` writes them again between the markers of each page.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatrain.base.other_tools import KEYS, OTHERS, Row
 
-BEGIN, END = "<!-- keys: written by megatrain.translate.reference -->", "<!-- end of keys -->"
+BEGIN, END = "<!-- keys: written by docs/keys_of_tools.py -->", "<!-- end of keys -->"
 
 
 def table_of(tool: str) -> str:
