@@ -89,9 +89,15 @@ def test_several_threads_make_a_large_slab_resident(has_populate: bool, monkeypa
 
 
 def test_a_part_that_finds_no_memory_is_an_os_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = iter([0, 0, 0, errno.ENOMEM, 0])  # the first two are the advice on forks and on huge pages
+    parts: list[int] = []
+
+    def advise(address: int, nbytes: int, advice: int) -> int:
+        if advice == slab_module._MADV_POPULATE_WRITE and address not in parts:
+            parts.append(address)
+        return errno.ENOMEM if address in parts[1:2] else 0
+
     monkeypatch.setattr(slab_module, "_GROWTH_S", 0.0)
-    monkeypatch.setattr(slab_module, "_advise", lambda address, nbytes, advice: next(lacking, 0))
+    monkeypatch.setattr(slab_module, "_advise", advise)
     monkeypatch.setattr(slab_module, "_POPULATE_BYTES", 4 * MiB)
     with pytest.raises(OSError, match="memory"):
         HostSlab(16 * MiB)
