@@ -6,7 +6,7 @@ pieces as the logits of a vocabulary are. Only the loss differs: transformers ha
 needs a mean over all of its pairs. The loss runs after the model's forward, which runs without labels.
 
 Labels are stored one place later than their text, as labels of a language model are, so the engine shifts and counts
-both alike (`data/labels.py`).
+both alike.
 """
 
 from __future__ import annotations

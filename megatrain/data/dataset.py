@@ -22,7 +22,7 @@ from megatrain.data.encoding import PLAIN, WHAT_IT_IS, Encoder, EncodingOptions,
 from megatrain.data.files import suffix_of
 from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
-from megatrain.data.labels import HAS_LABEL
+from megatrain.data.margins import HAS_MARGIN
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of, source_files
 from tiered import checksum
@@ -108,8 +108,8 @@ class TokenDataset:
         in_use: numbers of the documents that are there to be used, ascending. None: all.
         images: the images of all documents, as ``refs_to_bytes`` writes them.
         image_starts: where those of each document begin, and the end. Empty: no document has any.
-        roles: for each document, what it is in an example of preferences, and which labels are behind its tokens
-            (``data/labels.py``). Empty: nothing.
+        roles: for each document, what it is in an example of preferences, and whether a margin follows its tokens
+            (``data/margins.py``). Empty: nothing.
         source_checksums: Returns the checksum of each source's files; reads those that no cache remembers. Empty if
             the rows come from no file.
     """
@@ -172,17 +172,17 @@ class TokenDataset:
         """Return the tokens of each document."""
         found = np.diff(self.starts)
         if len(self.roles):
-            found = found - (self.roles & HAS_LABEL != 0)
+            found = found - (self.roles & HAS_MARGIN != 0)
         return found
 
     def num_tokens_of(self, document: int) -> int:
         """Return the tokens of a document."""
         count, role = int(self.starts[document + 1] - self.starts[document]), self._role(document)
-        return count - bool(role & HAS_LABEL)
+        return count - bool(role & HAS_MARGIN)
 
     def labels_of(self, document: int) -> npt.NDArray[np.int64] | None:
         """Return the labels behind a document's tokens, -100 where there is none; None: its tokens are what it has."""
-        if not self._role(document) & HAS_LABEL:
+        if not self._role(document) & HAS_MARGIN:
             return None
         part = slice(int(self.starts[document]) + self.num_tokens_of(document), int(self.starts[document + 1]))
         return np.where(self.trained[part], self.tokens[part].astype(np.int64), IGNORED_LABEL)

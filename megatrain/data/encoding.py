@@ -14,7 +14,7 @@ from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row, Tokenized
 from megatrain.data.images import ImageRef, refs_to_bytes
-from megatrain.data.labels import HAS_LABEL, as_number
+from megatrain.data.margins import HAS_MARGIN, as_number
 from megatrain.data.masks import TEMPLATE_FILE
 from megatrain.data.rows_report import DataError, RowCounts, RowError
 
@@ -110,7 +110,7 @@ class EncodingOptions:
 #: What a document is in an example of preferences, which is two documents: a chosen and a rejected answer; or an answer
 #: (good: CHOSEN, bad: REJECTED), and its prompt with the answer of another example.
 PLAIN, CHOSEN, REJECTED, MISMATCHED = range(4)
-#: The bits of a role that say so. `HAS_LABEL` says that a document has a margin.
+#: The bits of a role that say so. `HAS_MARGIN` says that a document has a margin.
 WHAT_IT_IS = 3
 
 
@@ -406,7 +406,7 @@ class Encoder:
                         each.tokens,
                         each.trained,
                         begins_row=role == CHOSEN,
-                        role=role | HAS_LABEL if is_text else role,
+                        role=role | HAS_MARGIN if is_text else role,
                         labels=labels if is_text else (),
                     )
             else:

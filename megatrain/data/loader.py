@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
 from megatrain.data.encoding import CHOSEN
-from megatrain.data.labels import of_number
+from megatrain.data.margins import of_number
 from megatrain.data.packing import pack_documents
 
 if TYPE_CHECKING:

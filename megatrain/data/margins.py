@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["HAS_LABEL", "as_number", "of_number"]
+__all__ = ["HAS_MARGIN", "as_number", "of_number"]
 
 #: Added to the role of a document whose last number is no token but a margin.
-HAS_LABEL = 4
+HAS_MARGIN = 4
 
 
 def as_number(value: float) -> int:
