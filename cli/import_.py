@@ -79,7 +79,7 @@ def _print_rest(translation: Translation, out: Path | None) -> None:
     from megatrain.translate.translate import one_line
 
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
-    head = f"{num_carried} values of {TITLES[translation.tool]} translated"
+    head = f"{num_carried} value{'' if num_carried == 1 else 's'} of {TITLES[translation.tool]} translated"
     click.echo(head if out is None else f"{head}, written to {out}", err=True)
     is_on_screen = out is None and sys.stdout.isatty()  # the comments of the TOML text list them
     for title, lefts, colour in (

@@ -139,12 +139,14 @@ class Tree:
     origins: dict[str, tuple[str, int | None]] = field(default_factory=dict)
 
     def origin(self, key: str) -> tuple[str, int | None]:
-        """Return where ``key`` was written, or the nearest table around it; ("", None) for a default."""
-        while key:
-            if key in self.origins:
-                return self.origins[key]
-            key = key.rpartition(".")[0]
-        return "", None
+        """Return where a key, the nearest table around it or a key inside it was written; ("", None) for a default."""
+        around = key
+        while around:
+            if around in self.origins:
+                return self.origins[around]
+            around = around.rpartition(".")[0]
+        inside = (origin for name, origin in self.origins.items() if name.startswith(f"{key}."))
+        return next(inside, ("", None))
 
 
 def read_toml(path: Path) -> Tree:

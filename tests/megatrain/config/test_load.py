@@ -419,7 +419,12 @@ def test_the_line_that_init_writes_is_no_second_wish(tmp_path: Path) -> None:
 
 def test_set_of_an_unknown_table_changes_no_key_of_the_same_name(smallest: Path) -> None:
     """`wat.seed` is not `seed`."""
-    for override in ("wat.seed=3", "classify.labels=['a']"):
+    unknown = {
+        "wat.seed=3": "key `wat.seed`",
+        "classify.labels=['a']": "table `classify`",
+        "traning.x=3": "table `traning`",
+    }
+    for override, name in unknown.items():
         with pytest.raises(ConfigError) as caught:
             load_config(smallest, overrides=[override])
-        assert f"`{override.partition('=')[0].removesuffix('.labels')}`" in str(caught.value)
+        assert f"--set, unknown {name}" in str(caught.value)
