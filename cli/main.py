@@ -147,7 +147,7 @@ class RunFailedError(Exception):
 
 
 def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
-    """Write a file that the user named, in one step: a full drive leaves the file that was there.
+    """Write a file that the user named, in one step: if the drive is full, the old file stays.
 
     Args:
         path: File, terminal or pipe.

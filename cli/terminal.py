@@ -64,7 +64,7 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
     Args:
         text: May have several lines.
         width: Columns.
-        indent: Columns before a continued line; 2 where too few are left next to so many.
+        indent: Columns before a continued line; 2 if fewer than `_LEAST_WRAPPED` would be left.
     """
     is_narrow = width - indent < _LEAST_WRAPPED
     below = " " * (min(indent, 2) if is_narrow else indent)

@@ -162,7 +162,7 @@ def test_damaged_generations_are_reported_and_passed_over(
 
 
 def test_what_was_passed_over_stays_until_newer_generations_replace_it(tmp_path: Path) -> None:
-    """Its part may lie on a drive that is not there today."""
+    """Its missing part may be on an unmounted drive."""
     make(tmp_path, 2, keep=2)
     away = (tmp_path / "drive/snap/00000002/a").rename(tmp_path / "away")
     with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path), keep_generations=2) as store:

@@ -99,7 +99,7 @@ class Generations:
         self._directory: TierDirectory | None = None  # owns ``path`` where no tier does
         self._identity: StoreIdentity | None = None
         self._abandoned: set[int] = set()  # newer than the one that was loaded
-        self._passed_over: set[int] = set()  # newer than the whole one that was opened, and damaged
+        self._passed_over: set[int] = set()  # damaged, and newer than the one that was opened
 
     # -- committing --------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Generations:
         """
         known = sorted(newest_first(store.path))
         self._abandoned &= set(known)
-        # What `open` passed over may be whole again, on a drive that is back: it stays until others replace it.
+        # A damaged generation may be whole once its drive is mounted: it stays until newer ones replace it.
         num_newer = sum(number > max(self._passed_over, default=0) for number in known)
         protected = self._passed_over if num_newer < max(1, self.num_kept) else set()
         order = sorted(self._abandoned) + [number for number in known if number not in self._abandoned]
@@ -583,7 +583,7 @@ class _Loader:
             with self.leasing.acquire_many(requests, stream=None, timeout_s=None) as leases:
                 starts = range(0, len(leases), _NUM_AT_A_TIME)
                 reads = [threads.submit(read, leases[start : start + _NUM_AT_A_TIME]) for start in starts]
-                wait(reads)  # all of them: a thread must not write into a slot whose lease has ended
+                wait(reads)  # no thread may write into a slot after its lease has ended
                 for each in reads:
                     each.result()
 

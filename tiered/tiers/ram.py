@@ -215,7 +215,7 @@ class HostSlab:
 
     def _populate_part(self, start: int) -> int:
         nbytes = min(_POPULATE_BYTES, self.nbytes - start)
-        before: int | None = None  # read after the first refusal: it takes as long as a small slab
+        before: int | None = None  # reading it takes as long as a small slab, so the first refusal comes first
         while not self._is_refused:
             error = _advise(self.address + start, nbytes, _MADV_POPULATE_WRITE)
             if error == errno.EINVAL:
