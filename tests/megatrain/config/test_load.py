@@ -422,7 +422,7 @@ def test_set_of_an_unknown_table_changes_no_key_of_the_same_name(smallest: Path)
     unknown = {
         "wat.seed=3": "key `wat.seed`",
         "classify.labels=['a']": "table `classify`",
-        "traning.x=3": "table `traning`",
+        "trainer.x=3": "table `trainer`",
     }
     for override, name in unknown.items():
         with pytest.raises(ConfigError) as caught:
