@@ -43,7 +43,7 @@ from bench.common import QUICKSTART, Report
 from bench.models import write_llama
 from bench.sides import run_config
 from megatrain.base.observer import CheckpointMetrics, RunObserver, StepMetrics
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from tiered import CommitFigures, NvmeTier, RamTier, TieredStore
 from tiered.durable.arrays import flush_arrays
 from tiered.units import PAGE_BYTES, GiB, MiB, round_up

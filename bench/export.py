@@ -29,8 +29,8 @@ from megatrain.checkpoint.resume import find_candidates
 from megatrain.config import load_config
 from megatrain.data.loader import LoaderPosition
 from megatrain.engine.head_model import HeadModel
-from megatrain.resolve import resolve_checkpoint
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve_checkpoint
+from megatrain.training.trainer import Trainer
 
 NUM_STEPS = 10
 #: Differences of logits that the order of additions explains: another number of rows, another kernel.
@@ -78,7 +78,7 @@ with torch.no_grad():
 
 #: Runs in a fresh process: peak memory of the libraries that the export needs, in KiB.
 IMPORT = """
-import megatrain.export
+import megatrain.training.export
 import transformers.models.llama.modeling_llama
 print(next(line for line in open("/proc/self/status") if line.startswith("VmHWM")).split()[1])
 """

@@ -41,10 +41,10 @@ from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import StepBatch
-from megatrain.resolve import resolve_evaluation
+from megatrain.extras.verify import make_plain_optimizer
 from megatrain.tasks.evaluation import load_evaluation_sets
-from megatrain.trainer import Trainer
-from megatrain.verify import make_plain_optimizer
+from megatrain.training.resolve import resolve_evaluation
+from megatrain.training.trainer import Trainer
 
 #: Both compute in fp32. The order of sums differs (the loss in pieces, the norm in fp64, packed rows), and Adam's first
 #: steps divide by gradients near zero, which carries differences on from step to step.

@@ -49,8 +49,8 @@ from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.weights import RandomWeights
+from megatrain.training.resolve import resolve
+from megatrain.training.weights import RandomWeights
 from tiered.units import MiB
 
 LR = 1e-4

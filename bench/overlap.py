@@ -46,7 +46,7 @@ from megatrain.engine.step import StepEngine, StepResult
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from tiered.units import parse_size
 
 OVERLAPPED, SERIAL = "overlapped", "serial"

@@ -36,7 +36,7 @@ from bench.common import QUICKSTART, ROOT, Report
 from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from megatrain_tier_cli.plan import overrides_of
 
 TOLERANCE, BY_RATES_TOLERANCE = 0.15, 0.10

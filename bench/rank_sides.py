@@ -22,7 +22,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives
 from megatrain.ranks.world import World, init
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 
 #: Until a rank has taken all of its steps; one that hangs must not take the bench along.
 TIMEOUT_S = 1200.0

@@ -46,7 +46,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 
 TEXT = QUICKSTART / "loomings.txt"
 MODELS = ROOT / "examples" / "models"

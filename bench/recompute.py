@@ -47,13 +47,13 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.models import write_llama
 from bench.sides import Ours, Plain, StepTimes, batches, run_config, with_tight_ram
 from megatrain.config.schema import RunConfig
-from megatrain.engine.trace import step_flops
 from megatrain.engine.unneeded import NOTHING_UNNEEDED
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.kept import num_layers_kept, num_layers_of
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.trace.trace import step_flops
+from megatrain.training.resolve import resolve
 
 WHOLE, FULL, SELECTIVE, NVME, NONE = "whole", "full", "selective", "nvme", "none"
 STREAMED, FILLED = "streamed", "filled"

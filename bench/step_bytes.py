@@ -39,7 +39,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 
 LR = 1e-4
 KINDS = ("weights", "gradients", "optimizer", "activations")

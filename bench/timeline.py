@@ -34,7 +34,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from tiered.units import MiB, parse_size
 
 ON_NVME = {kind: ["nvme"] for kind in ("weights", "gradients", "optimizer", "activations")}

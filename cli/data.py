@@ -46,7 +46,7 @@ def preview_command(
 
         from megatrain.data.encoding import load_tokenizer
         from megatrain.data.preview import preview_rows
-        from megatrain.resolve_rows import resolve_data, resolve_folders
+        from megatrain.training.resolve_rows import resolve_data, resolve_folders
 
         data = resolve_data(loaded.config)
         if data.images_folder is None:
@@ -124,7 +124,7 @@ def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[
     from megatrain.data.encoding import load_tokenizer
     from megatrain.data.preview import dataset_stats
     from megatrain.machine.machine import resolve_device
-    from megatrain.resolve import resolve_batch, resolve_data, resolve_model
+    from megatrain.training.resolve import resolve_batch, resolve_data, resolve_model
 
     model, data = resolve_model(loaded.config), resolve_data(loaded.config)
     # Also on a machine without the GPU that the config is for.

@@ -14,10 +14,10 @@ from .main import EXIT_FAILED, RunFailedError, write_file
 from .options import json_option, load
 
 if TYPE_CHECKING:
-    from megatrain.doctor.drives import DriveResult
-    from megatrain.doctor.examine import Examination
-    from megatrain.doctor.layers import LayerRates
-    from megatrain.doctor.processors import GpuResult
+    from megatrain.extras.doctor.drives import DriveResult
+    from megatrain.extras.doctor.examine import Examination
+    from megatrain.extras.doctor.layers import LayerRates
+    from megatrain.extras.doctor.processors import GpuResult
 
 _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
 
@@ -57,9 +57,9 @@ def command(
     current folder. Takes up to 1 GiB of each drive while it runs, and leaves nothing there. Writes over those bytes
     for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
     """
-    from megatrain.doctor.drives import terminated_as_interrupted
-    from megatrain.doctor.examine import examine
-    from megatrain.doctor.processes import ProcessesFailedError
+    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.doctor.examine import examine
+    from megatrain.extras.doctor.processes import ProcessesFailedError
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
         raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist, or cannot be written")

@@ -76,9 +76,9 @@ def command(
     from megatrain.base.names import run_of_final
     from megatrain.checkpoint.catalog import find_checkpoint
     from megatrain.checkpoint.state import CheckpointError
-    from megatrain.export import export_checkpoint
     from megatrain.models.export import exported_step
     from megatrain.models.hub import push
+    from megatrain.training.export import export_checkpoint
     from tiered.units import format_size
 
     run = run_of_final(checkpoint)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.config import LoadedConfig
-    from megatrain.generation import Completion
+    from megatrain.extras.generation import Completion
 
 
 _BATCH = tuple(
@@ -94,7 +94,7 @@ def command(
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
-            from megatrain.generation import Generator, config_for_prompts
+            from megatrain.extras.generation import Generator, config_for_prompts
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
             from megatrain.tasks.chat import ChatSettings
@@ -131,7 +131,7 @@ def command(
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:
     """Return the config of a file, or one for the model in a folder."""
     if model.is_dir():
-        from megatrain.generation import tables_of_folder
+        from megatrain.extras.generation import tables_of_folder
 
         text = f'task = "sft"\noutput_dir = {_toml(str(model.absolute() / "generate"))}\n'
         for name, table in tables_of_folder(model).items():

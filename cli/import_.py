@@ -15,7 +15,7 @@ from .options import json_option
 
 if TYPE_CHECKING:
     from megatrain.base.other_tools import Tool
-    from megatrain.translate.draft import Translation
+    from megatrain.extras.translate.draft import Translation
 
 
 # Unknown options are the command line's own: whoever forgets the "--" before it is understood, too.
@@ -39,7 +39,7 @@ def command(words: tuple[str, ...], tool: Tool | None, out: Path | None, as_json
     Prints TOML, or writes it to OUT. Lists what has no equivalent here, and what is not needed. Relative paths are
     taken from the current folder, as the tool itself would. Nothing is run.
     """
-    from megatrain.translate.translate import translate_command_line, translate_file
+    from megatrain.extras.translate.translate import translate_command_line, translate_file
 
     file = Path(words[0])
     if len(words) == 1 and " " in words[0] and not file.exists():
@@ -76,7 +76,7 @@ def _write(out: Path, text: str) -> None:
 def _print_rest(translation: Translation, out: Path | None) -> None:
     """Say on stderr what a person should look at."""
     from megatrain.base.other_tools import TITLES
-    from megatrain.translate.translate import one_line
+    from megatrain.extras.translate.translate import one_line
 
     num_carried = sum(bool(entry.theirs) for entry in translation.entries.values())
     head = f"{num_carried} value{'' if num_carried == 1 else 's'} of {TITLES[translation.tool]} translated"

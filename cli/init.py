@@ -79,10 +79,10 @@ def command(
 
     from megatrain.config.starter import starter_toml
     from megatrain.data.formats import CHATS
+    from megatrain.extras.translate.templates import own_template
     from megatrain.models.hub import cached_folder
     from megatrain.plan.facts import machine_facts, model_facts
-    from megatrain.resolve import default_tiers
-    from megatrain.translate.templates import own_template
+    from megatrain.training.resolve import default_tiers
 
     folder = path.absolute().parent
     rows = None if data is None else _data_facts(data, folder, task)

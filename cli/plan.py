@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from megatrain.extras.what_if import Alternative, RunLength
     from megatrain.plan.measure import PlanTimer
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.simulate import SimulatedStep
     from megatrain.tasks.evaluation import EvaluationSpec
-    from megatrain.what_if import Alternative, RunLength
 
 
 _NEXT_CHANGE = re.compile(r",(?=\s*[A-Za-z_][\w.]*\s*=)")
@@ -98,13 +98,13 @@ def command(
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
+            from megatrain.extras.what_if import plan_alternative
             from megatrain.machine.files import find_machine
-            from megatrain.open_run import look_at_weights
             from megatrain.plan.placement import DoesNotFitError
             from megatrain.plan.planner import plan_run
-            from megatrain.resolve import resolve, resolve_evaluation
-            from megatrain.trainer import Trainer
-            from megatrain.what_if import plan_alternative
+            from megatrain.training.open_run import look_at_weights
+            from megatrain.training.resolve import resolve, resolve_evaluation
+            from megatrain.training.trainer import Trainer
 
         machine = None if machine_name is None else find_machine(machine_name)
         run = resolve(loaded.config, machine)
@@ -203,7 +203,7 @@ def _runs_of(
     """Yield the runs of the valid alternatives, which may name other drives."""
     from megatrain.base.errors import ConfigError
     from megatrain.config import load_config
-    from megatrain.resolve import resolve
+    from megatrain.training.resolve import resolve
 
     for changes in alternatives:
         with contextlib.suppress(ConfigError):
@@ -216,8 +216,8 @@ def _measure(runs: Iterable[RunSpec]) -> PlanTimer:
     Returns:
         What times the steps of plans.
     """
-    from megatrain.doctor.drives import terminated_as_interrupted
-    from megatrain.doctor.examine import examine
+    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.doctor.examine import examine
     from megatrain.machine.machine import existing_parent, profile_path, store_profile
     from megatrain.plan.measure import PlanTimer
 
@@ -245,7 +245,7 @@ def _print(
     simulate: bool,
     num_steps: int | None,
 ) -> None:
-    from megatrain.what_if import GIVEN, describe, run_length
+    from megatrain.extras.what_if import GIVEN, describe, run_length
 
     from .render import plan_to_json, print_plan
 

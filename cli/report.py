@@ -39,8 +39,8 @@ def command(run: Path, page: Path | None, other_run: Path | None, as_json: bool)
 
 
 def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bool) -> int:
-    from megatrain.report.figures import compute_figures
-    from megatrain.report.history import read_history
+    from megatrain.extras.report.figures import compute_figures
+    from megatrain.extras.report.history import read_history
 
     history = read_history(run)
     figures = compute_figures(history)
@@ -49,7 +49,7 @@ def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bo
         other_history = read_history(other_run)
         other = other_history, compute_figures(other_history)
     if page is not None:
-        from megatrain.report.page import render_page
+        from megatrain.extras.report.page import render_page
 
         write_file(page, render_page(history, figures, other))
     if as_json:
@@ -58,7 +58,7 @@ def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bo
             values["compared"] = other[1].to_json()
         click.echo(json.dumps(values, allow_nan=False))
         return 0
-    from megatrain.report.text import comparison_lines, report_lines
+    from megatrain.extras.report.text import comparison_lines, report_lines
 
     first, *others = report_lines(figures)
     echo_wrapped(click.style(first, bold=True), indent=8)

@@ -143,10 +143,10 @@ def _run(
     with without_collector():
         from megatrain.base.observer import Observers, RunObserver
         from megatrain.base.progress import Activity
-        from megatrain.checkup import look_first
+        from megatrain.extras.checkup import look_first
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
-        from megatrain.trainer import Trainer
+        from megatrain.training.trainer import Trainer
 
         from .render import PlanObserver, make_observer, print_plan
 
@@ -220,9 +220,9 @@ def _run(
 
 def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
     """Print a plan; return what a run of it would end with before its first step."""
-    from megatrain.open_run import look_at_weights
     from megatrain.plan.placement import DoesNotFitError
-    from megatrain.tiers import check_drives, check_folders
+    from megatrain.plan.tiers import check_drives, check_folders
+    from megatrain.training.open_run import look_at_weights
     from tiered.errors import UnusableDirectoryError
 
     from .render import print_plan
@@ -248,8 +248,8 @@ def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
     if size == 1:
         return None
     from megatrain.plan.planner import plan_run
-    from megatrain.resolve import resolve
-    from megatrain.start import with_kept_rules
+    from megatrain.training.resolve import resolve
+    from megatrain.training.start import with_kept_rules
 
     return plan_run(with_kept_rules(resolve(loaded.config)).as_fullest_rank(size))
 

@@ -17,7 +17,7 @@ from .options import config_options, json_option, load
 from .terminal import Spinner, without_collector
 
 if TYPE_CHECKING:
-    from megatrain.scoring import ScoreSummary
+    from megatrain.extras.scoring import ScoreSummary
 
 
 @click.command("score")
@@ -39,9 +39,9 @@ def command(
         spinner.say("importing torch")
         with without_collector():
             from megatrain.base.observer import RunObserver
+            from megatrain.extras.scoring import Scorer
             from megatrain.models.hub import fetch_weights
             from megatrain.plan.limits import refuse
-            from megatrain.scoring import Scorer
 
             from .render import print_plan
 

@@ -14,7 +14,7 @@ from .main import EXIT_CONFIG, EXIT_VERIFY, RunFailedError
 from .options import json_option, load
 
 if TYPE_CHECKING:
-    from megatrain.verify import Verdict
+    from megatrain.extras.verify import Verdict
 
 _TIERS = ("ram", "nvme")
 
@@ -39,8 +39,8 @@ def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json
     chosen = _parse_tiers(tiers)
     loaded = None if config is None else load(config, (), overrides)
 
-    from megatrain.doctor.drives import terminated_as_interrupted
-    from megatrain.verify import verify
+    from megatrain.extras.doctor.drives import terminated_as_interrupted
+    from megatrain.extras.verify import verify
 
     with terminated_as_interrupted():
         verdict = verify(

@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatrain.config import load_config  # noqa: E402
-from megatrain.engine.trace import step_flops  # noqa: E402
 from megatrain.machine.files import (  # noqa: E402
     Bandwidth,
     Flops,
@@ -41,7 +40,8 @@ from megatrain.plan.estimate import work_of_phases  # noqa: E402
 from megatrain.plan.placement import DoesNotFitError  # noqa: E402
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, Plan  # noqa: E402
 from megatrain.plan.planner import plan_run  # noqa: E402
-from megatrain.resolve import resolve  # noqa: E402
+from megatrain.trace.trace import step_flops  # noqa: E402
+from megatrain.training.resolve import resolve  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     )
     from megatrain.embed.pretrained import load_pretrained
     from megatrain.embed.stores import open_store, release
-    from megatrain.generation import generate
+    from megatrain.extras.generation import generate
+    from megatrain.extras.scoring import Scorer
     from megatrain.plan.planner import plan_run
-    from megatrain.scoring import Scorer
-    from megatrain.trainer import Trainer
+    from megatrain.training.trainer import Trainer
 
 __all__ = [
     "Scorer",
@@ -56,16 +56,16 @@ __all__ = [
 # Public name -> its module, imported at first use: the command line's help needs no torch.
 # `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
 _MODULES = {
-    "Scorer": "scoring",
+    "Scorer": "extras.scoring",
     "TieredAdafactor": "embed.optimizer",
     "TieredAdamW": "embed.optimizer",
     "TieredLion": "embed.optimizer",
     "TieredMuon": "embed.optimizer",
     "TieredOptimizer": "embed.optimizer",
     "TieredSGD": "embed.optimizer",
-    "Trainer": "trainer",
+    "Trainer": "training.trainer",
     "gathered": "embed.offload",
-    "generate": "generation",
+    "generate": "extras.generation",
     "gradient_lanes": "embed.offload",
     "load_config": "config.load",
     "load_pretrained": "embed.pretrained",

@@ -77,11 +77,18 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan, RunSpec
     from megatrain.plan.planner import check_positions, check_ranks, plan_run
     from megatrain.plan.simulate import measured_rates, simulate_step
+    from megatrain.plan.tiers import check_drives
     from megatrain.ranks.affinity import cores_of_rank
     from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
     from megatrain.ranks.shards import RankLanes, RankShards
     from megatrain.ranks.world import World, init_by_file
-    from megatrain.resolve import (
+    from megatrain.run.loggers import METRICS_NAME, check_loggers
+    from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
+    from megatrain.run.status import FINAL_STATES, RunStatus, read_status
+    from megatrain.tasks.advice import model_warnings, schedule_warnings
+    from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+    from megatrain.tasks.known import task_of
+    from megatrain.training.resolve import (
         resolve,
         resolve_best,
         resolve_checkpoint,
@@ -92,16 +99,9 @@ if TYPE_CHECKING:
         resolve_preference,
         resolve_tiers,
     )
-    from megatrain.rows import check_token_ids, make_loader, tokenizer_of
-    from megatrain.run.loggers import METRICS_NAME, check_loggers
-    from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
-    from megatrain.run.status import FINAL_STATES, RunStatus, read_status
-    from megatrain.start import describe_model, with_decays, with_kept_rules
-    from megatrain.tasks.advice import model_warnings, schedule_warnings
-    from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
-    from megatrain.tasks.known import task_of
-    from megatrain.tiers import check_drives
-    from megatrain.trainer import Trainer
+    from megatrain.training.rows import check_token_ids, make_loader, tokenizer_of
+    from megatrain.training.start import describe_model, with_decays, with_kept_rules
+    from megatrain.training.trainer import Trainer
 
 __all__ = [
     # Configs, and what a run makes of one on this machine.
@@ -259,7 +259,7 @@ _NAMES = {
         "resolved_values",
         "to_toml",
     ),
-    "resolve": (
+    "training.resolve": (
         "resolve",
         "resolve_best",
         "resolve_checkpoint",
@@ -364,7 +364,7 @@ _NAMES = {
         "measured_rates",
         "simulate_step",
     ),
-    "tiers": ("check_drives",),
+    "plan.tiers": ("check_drives",),
     "optim.adafactor": ("Adafactor",),
     "optim.average": (
         "EMA",
@@ -414,18 +414,18 @@ _NAMES = {
         "World",
         "init_by_file",
     ),
-    "rows": (
+    "training.rows": (
         "check_token_ids",
         "make_loader",
         "tokenizer_of",
     ),
-    "start": (
+    "training.start": (
         "describe_model",
         "with_decays",
         "with_kept_rules",
     ),
     "tasks.known": ("task_of",),
-    "trainer": ("Trainer",),
+    "training.trainer": ("Trainer",),
     "checkpoint.drive_folders": ("describe_drives",),
     "checkpoint.resume": (
         "ConfigChangedError",

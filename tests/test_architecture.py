@@ -72,7 +72,7 @@ RESTRICTED = {
     "peft": ("megatrain/converters/adapters.py",),
     "greenlet": ("megatrain/engine/",),
     "triton": (
-        "megatrain/engine/kernel_work.py",
+        "megatrain/trace/kernel_work.py",
         "megatrain/engine/triton_kernels.py",
         "megatrain/optim/triton_kernels.py",
     ),
@@ -86,17 +86,19 @@ RESTRICTED = {
         "megatrain/engine/",
         "megatrain/optim/matrices.py",
         "megatrain/models/",
+        "megatrain/trace/trace.py",
         "megatrain/optim/lr.py",
-        "megatrain/verify.py",
+        "megatrain/extras/verify.py",
     ),
     "torch.distributed": ("megatrain/embed/stores.py", "megatrain/ranks/"),
     "torch.cuda": (
         "megatrain/__init__.py",
         "megatrain/converters/documents.py",
-        "megatrain/doctor/processors.py",
+        "megatrain/extras/doctor/processors.py",
         "megatrain/embed/groups.py",
         "megatrain/embed/stores.py",
         "megatrain/engine/",
+        "megatrain/trace/trace.py",
         "megatrain/optim/matrices.py",
         "megatrain/optim/by_tier.py",
         "megatrain/machine/machine.py",
@@ -176,25 +178,25 @@ def test_rooms_import_those_below_them() -> None:
 #: reason. A pair that is gone must go from here, and none may come: what several tools need is public.
 BESIDE_THE_API = {
     "a dry run takes the steps of a run before it trains, one by one": {
-        "megatrain.checkup -> megatrain.config.resolved",
-        "megatrain.checkup -> megatrain.data.rows_report",
-        "megatrain.checkup -> megatrain.models.export",
-        "megatrain.checkup -> megatrain.models.folder",
+        "megatrain.extras.checkup -> megatrain.config.resolved",
+        "megatrain.extras.checkup -> megatrain.data.rows_report",
+        "megatrain.extras.checkup -> megatrain.models.export",
+        "megatrain.extras.checkup -> megatrain.models.folder",
     },
     "its subject is a config: keys, what is wrong with them, whole tables": {
-        "megatrain.checkup -> megatrain.config.schema",
-        "megatrain.report.figures -> megatrain.config.keys",
-        "megatrain.report.history -> megatrain.config.schema",
-        "megatrain.translate.conversions -> megatrain.config.keys",
-        "megatrain.translate.draft -> megatrain.config.keys",
-        "megatrain.translate.translate -> megatrain.config.keys",
-        "megatrain.translate.translate -> megatrain.config.problems",
-        "megatrain.verify -> megatrain.config.schema",
+        "megatrain.extras.checkup -> megatrain.config.schema",
+        "megatrain.extras.report.figures -> megatrain.config.keys",
+        "megatrain.extras.report.history -> megatrain.config.schema",
+        "megatrain.extras.translate.conversions -> megatrain.config.keys",
+        "megatrain.extras.translate.draft -> megatrain.config.keys",
+        "megatrain.extras.translate.translate -> megatrain.config.keys",
+        "megatrain.extras.translate.translate -> megatrain.config.problems",
+        "megatrain.extras.verify -> megatrain.config.schema",
     },
     "it measures a kernel or counts the calls of an engine, as they are": {
-        "megatrain.doctor.processors -> megatrain.engine.trace",
-        "megatrain.doctor.processors -> megatrain.optim.kernels",
-        "megatrain.doctor.processors -> megatrain.optim.threads",
+        "megatrain.extras.doctor.processors -> megatrain.trace.trace",
+        "megatrain.extras.doctor.processors -> megatrain.optim.kernels",
+        "megatrain.extras.doctor.processors -> megatrain.optim.threads",
     },
     "embedded optimizers do the arithmetic of the core's, in the same order": {
         "megatrain.embed.groups -> megatrain.optim.average",
@@ -317,20 +319,20 @@ def test_the_words_of_the_code_are_in_the_glossary() -> None:
     assert not set(KEY_WORDS) - house.glossary_words()
 
 
-#: Who may know a whole config. All else takes the values that `megatrain.resolve` makes of it.
+#: Who may know a whole config. All else takes the values that `megatrain.training.resolve` makes of it.
 KNOW_THE_CONFIG = {
-    "megatrain.resolve",
-    "megatrain.resolve_rows",
-    "megatrain.checkup",
-    "megatrain.generation",
-    "megatrain.report.history",
-    "megatrain.scoring",
-    "megatrain.trainer",
-    "megatrain.verify",
+    "megatrain.training.resolve",
+    "megatrain.training.resolve_rows",
+    "megatrain.extras.checkup",
+    "megatrain.extras.generation",
+    "megatrain.extras.report.history",
+    "megatrain.extras.scoring",
+    "megatrain.training.trainer",
+    "megatrain.extras.verify",
 }
 READ_TABLES = (
-    *("megatrain.config.", "megatrain.resolve", "megatrain.verify"),
-    *("megatrain.checkup", "megatrain.report.", "cli."),
+    *("megatrain.config.", "megatrain.training.resolve", "megatrain.extras.verify"),
+    *("megatrain.extras.checkup", "megatrain.extras.report.", "cli."),
 )
 
 

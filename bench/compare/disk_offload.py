@@ -47,9 +47,9 @@ from bench.common import QUICKSTART, Report, step_shape
 from bench.compare.forward_worker import ForwardJob, Turn, generator, scoring_config
 from bench.compare.processes import SideFailedError, SideProcess, import_failure
 from bench.models import write_llama
+from megatrain.extras.scoring import Scorer, plan_scoring
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
-from megatrain.scoring import Scorer, plan_scoring
 from tiered.ext import open_direct
 
 TASKS = ("score", "generate")

@@ -149,7 +149,7 @@ class OursSide:
         return self._score() if turn.task == "score" else self._generate()
 
     def _score(self) -> Outcome:
-        from megatrain.scoring import Scorer
+        from megatrain.extras.scoring import Scorer
 
         self._num_turns += 1
         out = Path(self._job.folder) / f"out{self._num_turns}"
@@ -196,7 +196,7 @@ def scoring_config(job: ForwardJob, out: Path) -> Any:
 
 def generator(job: ForwardJob) -> Any:
     """Return what continues the prompts of a job: all of them in one micro-batch, as the other side has them."""
-    from megatrain.generation import Generator, config_for_prompts
+    from megatrain.extras.generation import Generator, config_for_prompts
     from megatrain.tasks.chat import ChatSettings
 
     config = scoring_config(job, Path(job.folder) / "generate")

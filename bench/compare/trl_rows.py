@@ -21,7 +21,7 @@ from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
 from megatrain.data.sources import read_rows
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2
 #: TRL computes log-probabilities in chunks with a head of its own, whose loss is 5e-6 from that of Hugging Face's model

@@ -1,7 +1,7 @@
 """The keys of other tools: the answer of ``megatrain-tier import`` to each, and what to write in our config instead.
 
 Plain data that imports nothing of the project: the config package reads it to advise on unknown keys, the rules of
-``megatrain.translate`` to translate files. A row that needs more than a new name names its conversion there.
+``megatrain.extras.translate`` to translate files. A row that needs more than a new name names its conversion there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Row(NamedTuple):
     """The answer to one key of another tool.
 
     Attributes:
-        how: How ``import`` reads the value: a conversion of :mod:`megatrain.translate.conversions`, "with others" for a
-            key that a rule of the tool combines with others, "unneeded" or "lost".
+        how: How ``import`` reads the value: a conversion of :mod:`megatrain.extras.translate.conversions`,
+            "with others" for a key that a rule of the tool combines with others, "unneeded" or "lost".
         ours: Our dotted key, or "" if there is none.
         why: Reason why the key, or a value without a choice, is unneeded or lost.
         note: Advice for a user who writes the key into our config, in addition to ``ours``.

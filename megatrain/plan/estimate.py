@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program import DURABLE_KINDS, layouts_of_unit
-from megatrain.engine.trace import is_counted
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.machine.machine import (
     STALE_DAYS,
@@ -34,6 +33,7 @@ from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
 from megatrain.ranks.shards import NETWORK, PEER
+from megatrain.trace.trace import is_counted
 
 if TYPE_CHECKING:
     from megatrain.engine.program import Phase, Tick

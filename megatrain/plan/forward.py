@@ -22,7 +22,6 @@ from megatrain.engine.program import (
     evaluation_program,
     reading_averages,
 )
-from megatrain.engine.trace import trace_generation
 from megatrain.engine.workspace import step_workspace_bytes
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
@@ -46,6 +45,7 @@ from megatrain.plan.planner import (
     with_residents,
     with_workspace,
 )
+from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:

@@ -118,7 +118,7 @@ class BatchSpec:
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run in values: what its config asks for, on this machine, as ``megatrain.resolve`` makes it.
+    """A run in values: what its config asks for, on this machine, as ``megatrain.training.resolve`` makes it.
 
     Attributes:
         name: What the run is called.

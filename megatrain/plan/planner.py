@@ -39,7 +39,6 @@ from megatrain.engine.program import (
     stored_keys,
 )
 from megatrain.engine.sharing import sharing_gradients
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting_rows
 from megatrain.machine import machine
 from megatrain.machine.machine import profile_of
@@ -70,6 +69,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.simulate import measured_rates, simulate_step
 from megatrain.plan.ways_out import with_ways_out
 from megatrain.ranks.lanes import micro_batches_of_rank
+from megatrain.trace.trace import trace_visits
 from tiered.units import PAGE_BYTES, round_up
 
 if TYPE_CHECKING:

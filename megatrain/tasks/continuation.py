@@ -16,9 +16,9 @@ from megatrain.base.progress import Activity
 from megatrain.engine.access import StoreAccess
 from megatrain.engine.generate import GenerationRunner
 from megatrain.optim.threads import KernelThreads
+from megatrain.plan.tiers import set_schedule
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings, generation_options
-from megatrain.tiers import set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -22,12 +22,12 @@ from megatrain.data.rows_report import DataError, check_losses
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
+from megatrain.plan.tiers import room_lent
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.chat import ChatSettings
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.known import task_of
 from megatrain.tasks.passes import Passes
-from megatrain.tiers import room_lent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from megatrain.engine.step import EvaluationEngine
-from megatrain.tiers import set_schedule
+from megatrain.plan.tiers import set_schedule
 
 if TYPE_CHECKING:
     from torch import Tensor

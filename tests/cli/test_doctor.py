@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from click.testing import CliRunner, Result
 
-from megatrain.doctor import examine, layers
-from megatrain.doctor.drives import DriveEffort, TierProbe
+from megatrain.extras.doctor import examine, layers
+from megatrain.extras.doctor.drives import DriveEffort, TierProbe
 from megatrain.machine.machine import load_profile, profile_path
 from tiered import MiB
 

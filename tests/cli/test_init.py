@@ -15,9 +15,9 @@ from megatrain.config import load_config
 from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import starter_toml
 from megatrain.data.sources import read_rows
+from megatrain.extras.translate import translate
 from megatrain.machine.machine import FileSystem
 from megatrain.plan import facts
-from megatrain.translate import translate
 from processes.saved_run import QUICKSTART, command_group, make_run
 from tiered import GiB
 

@@ -115,13 +115,15 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             self.observer.on_end(asked["summary"])
             return asked["summary"]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr("megatrain.checkup.look_first", lambda config, **options: None)  # imports the real trainer
-    module = ModuleType("megatrain.trainer")
+    monkeypatch.setattr(
+        "megatrain.extras.checkup.look_first", lambda config, **options: None
+    )  # imports the real trainer
+    module = ModuleType("megatrain.training.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
-    monkeypatch.setattr("megatrain.tiers.check_drives", lambda plan: None)
-    monkeypatch.setitem(sys.modules, "megatrain.trainer", module)
-    monkeypatch.setattr("megatrain.tiers.check_folders", lambda plan: None)
-    monkeypatch.setattr("megatrain.open_run.look_at_weights", lambda plan: ("", None))
+    monkeypatch.setattr("megatrain.plan.tiers.check_drives", lambda plan: None)
+    monkeypatch.setitem(sys.modules, "megatrain.training.trainer", module)
+    monkeypatch.setattr("megatrain.plan.tiers.check_folders", lambda plan: None)
+    monkeypatch.setattr("megatrain.training.open_run.look_at_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)
     for function, field_name in (("headline", "headline"), ("table_rows", "rows"), ("messages", "messages")):

@@ -39,7 +39,7 @@ NOT_EXECUTED = {
 #: Commands that are parsed with all their options, but not carried out: why, and which test does carry them out.
 ONLY_PARSED = {
     "doctor": "measures this machine for a quarter of a minute; tests/cli/test_doctor.py",
-    "verify": "trains a model several times; tests/megatrain/test_verify.py",
+    "verify": "trains a model several times; tests/megatrain/extras/test_verify.py",
     "save": "needs a run that goes on beside it; tests/cli/test_control.py",
     "stop": "needs a run that goes on beside it; tests/cli/test_control.py",
 }

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatrain.translate.conversions import LOSSES
+from megatrain.extras.translate.conversions import LOSSES
 from oracles.code_blocks import NAMES, ROOT
 
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from megatrain.machine.files import find_machine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from tiered.units import GiB
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,6 @@ from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor, without_modes
 from megatrain.engine import device_kernels, visit
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.trace import trace_generation, trace_visits
 from megatrain.engine.visit import AbsentWeight, absent_weight
 from megatrain.optim import by_tier, clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
@@ -26,6 +25,7 @@ from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError, UpdateGroup
 from megatrain.plan import forward, plan, planner
+from megatrain.trace.trace import trace_generation, trace_visits
 from oracles.tiered_run import config_text
 from oracles.traces import is_keeping, keeping
 from tiered import MiB

@@ -301,7 +301,7 @@ def test_a_drive_with_no_byte_left_between_checkpoints_pauses_the_run(
     on_drive: Work, small_drive: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not a line more fits into the metrics, long before the next checkpoint is due."""
-    from megatrain.trainer import Trainer
+    from megatrain.training.trainer import Trainer
 
     train_step = Trainer.train_step
 
@@ -394,7 +394,7 @@ def test_killed_while_the_directory_of_checkpoints_was_made(work: Work) -> None:
 
 def test_a_stop_that_is_sent_twice_at_once_is_one(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """``timeout`` and some shells signal the process and then its whole group: that is no second thought."""
-    from megatrain.trainer import Trainer
+    from megatrain.training.trainer import Trainer
 
     train_step = Trainer.train_step
 

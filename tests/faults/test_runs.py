@@ -228,7 +228,7 @@ def test_a_drive_that_becomes_read_only_in_the_middle(work: Work, small_drive, m
 
 def run_until_second_step(monkeypatch: pytest.MonkeyPatch, then: Callable[[], None]) -> None:
     """Let ``then`` happen after the second step."""
-    from megatrain.trainer import Trainer
+    from megatrain.training.trainer import Trainer
 
     real = Trainer.train_step
 
@@ -247,7 +247,7 @@ def test_a_killed_run_is_told_to_the_next(work: Work) -> None:
 import os, sys
 sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from test_runs import *
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 real = Trainer.train_step
 def train_step(self):
     if self.state.step == 2:

@@ -14,8 +14,8 @@ from fakes.liger_packages import stand_in_liger
 from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import TieredRun, make_loader, run_config
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

@@ -21,8 +21,8 @@ from megatrain.machine.files import find_machine
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve, resolve_tiers
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve, resolve_tiers
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, run_config
 from processes.saved_run import NVME, make_run
 from tiered import GiB, MiB

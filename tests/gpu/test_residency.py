@@ -14,7 +14,7 @@ from megatrain.plan import planner
 from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Plan
 from megatrain.plan.show import messages
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import parse_size
 

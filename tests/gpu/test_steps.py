@@ -22,8 +22,8 @@ from fakes.virtual_cuda import VirtualCuda
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import make_loader
 from processes import warm
 from tiered import GpuTier, MiB, RamTier

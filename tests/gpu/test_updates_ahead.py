@@ -17,7 +17,7 @@ from megatrain.engine.step import StepEngine
 from megatrain.engine.updates import UpdateOps
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import make_loader, plan_of
 
 pytestmark = pytest.mark.usefixtures("virtual")

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatrain.agreement import Agreement
 from megatrain.run.signals import RunSignals
-from megatrain.step_report import MovedByLink, StepUsage
+from megatrain.training.agreement import Agreement
+from megatrain.training.step_report import MovedByLink, StepUsage
 
 USAGE = StepUsage(0.5, SimpleNamespace(tiers={}, stall_s={}, written_bytes={}), MovedByLink())  # type: ignore[arg-type]
 

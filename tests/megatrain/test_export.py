@@ -13,13 +13,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain import export as export_module
 from megatrain.checkpoint.catalog import list_checkpoints, remove_checkpoint
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.export import export_checkpoint
 from megatrain.models.export import ExportError, ExportTargetError
 from megatrain.models.folder import ModelFolderError
 from megatrain.run.folder import RunFolder
+from megatrain.training import export as export_module
+from megatrain.training.export import export_checkpoint
 from processes.saved_run import NVME, ON_NVME, QUICKSTART, SavedRun, make_run
 from tests.megatrain.models.tiny import build_model
 from tiered import list_generations

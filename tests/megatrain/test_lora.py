@@ -22,11 +22,11 @@ from megatrain.base.precision import high_half
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.converters.adapters import AdapterError, adapters_of
-from megatrain.export import export_checkpoint
-from megatrain.generation import Generator, config_of_folder
+from megatrain.extras.generation import Generator, config_of_folder
 from megatrain.models.export import ExportTargetError
 from megatrain.tasks.chat import ChatSettings
-from megatrain.trainer import Trainer
+from megatrain.training.export import export_checkpoint
+from megatrain.training.trainer import Trainer
 from oracles.peft_model import opened
 from oracles.tiered_run import config_text, run_config, write_tiny_model
 from tiered import TransferError

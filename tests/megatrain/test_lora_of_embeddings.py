@@ -15,7 +15,7 @@ from megatrain.config import load_config
 from megatrain.converters.adapters import AdapterError
 from megatrain.converters.spec import build_graph
 from megatrain.models.table import LoraConfig
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.image_models import make_folder
 from oracles.peft_model import parameters_by_name, with_adapters
 from oracles.tiered_run import config_text, plan_of, write_tiny_model

@@ -45,7 +45,7 @@ PROGRAM = """
 import json, re, sys
 from megatrain.config import load_config
 from megatrain.base.observer import Observers
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 trainer = Trainer(load_config("run.toml").config, observer=Observers([]))
 if sys.argv[1] == "train":
     from numba import njit

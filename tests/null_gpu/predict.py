@@ -31,7 +31,7 @@ from megatrain.plan.estimate import estimate_step, flops_per_token, work_of_phas
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 
 MACHINES = ("h200-1.5tb", "h100-512gb", "rtx4090-128gb")
 PARTS = ("7b_4k_equal", "7b_4k", "7b_64k_equal", "7b_64k", "14b")

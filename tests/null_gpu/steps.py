@@ -31,13 +31,13 @@ from bench.common import Report
 from bench.gpu_sides.cases import OURS, Part, part_named
 from bench.gpu_sides.job import make_job
 from bench.gpu_sides.ours import OursSide, planned_peak
-from megatrain import weights
 from megatrain.base.timeline import Timeline
 from megatrain.machine.files import find_machine
 from megatrain.machine.machine import LoadedProfile
 from megatrain.optim import clip
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import Plan
+from megatrain.training import weights
 from tiered.leasing import Leasing
 from tiered.tiers.ram import HostSlab
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatrain.config.schema import RunConfig
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.preview import DataStats, RowPreview, dataset_stats, preview_rows
-from megatrain.resolve import resolve_batch, resolve_data, resolve_model
+from megatrain.training.resolve import resolve_batch, resolve_data, resolve_model
 
 
 def preview_of(config: RunConfig, n: int = 3, row: int | None = None) -> list[RowPreview]:

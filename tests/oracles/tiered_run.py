@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatrain import rows
 from megatrain.base.layout import views
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
@@ -25,8 +24,9 @@ from megatrain.optim.lr import learning_rate_schedule
 from megatrain.plan import planner
 from megatrain.plan.kept import KeptGraphs
 from megatrain.plan.plan import Plan, RunSpec
-from megatrain.resolve import resolve, resolve_data
-from megatrain.trainer import Trainer
+from megatrain.training import rows
+from megatrain.training.resolve import resolve, resolve_data
+from megatrain.training.trainer import Trainer
 from oracles.traces import traces_kept
 from tiered import StoreStats
 

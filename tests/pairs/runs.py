@@ -32,12 +32,12 @@ from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.converters import experts as model_experts
-from megatrain.final import FinalExport
+from megatrain.extras.scoring import Scorer
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.ranks.group import RankGroup
-from megatrain.scoring import Scorer
 from megatrain.tasks.evaluation import traffic_of_passes
-from megatrain.trainer import Trainer
+from megatrain.training.final import FinalExport
+from megatrain.training.trainer import Trainer
 from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
 from pairs.places import Place

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.visit import BoundUnit, LayerCompiler
+from megatrain.trace.trace import trace_visits
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, run_config

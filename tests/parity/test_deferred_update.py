@@ -17,8 +17,8 @@ from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import Traffic
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, run_config
 
 LR = 1e-3

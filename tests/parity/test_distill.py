@@ -21,16 +21,16 @@ from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.rows_report import DataError
 from megatrain.engine.objective import Objective
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import vocabulary_ranges
+from megatrain.extras.scoring import Scorer
 from megatrain.machine.machine import LoadedProfile
 from megatrain.plan import planner
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.planner import plan_run, teacher_bytes
-from megatrain.resolve import resolve
-from megatrain.scoring import Scorer
 from megatrain.tasks.distillation import Distillation, RunningDistillation, TeacherRows
-from megatrain.trainer import Trainer
+from megatrain.trace.trace import trace_visits
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.families import VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -25,19 +25,19 @@ from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
 from megatrain.engine.forward import LayerRunner
-from megatrain.engine.trace import trace_visits
-from megatrain.export import export_checkpoint
+from megatrain.extras.report.figures import compute_figures
+from megatrain.extras.report.history import read_history
+from megatrain.extras.report.page import render_page
+from megatrain.extras.report.text import report_lines
 from megatrain.plan.forward import plan_averages
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
-from megatrain.report.figures import compute_figures
-from megatrain.report.history import read_history
-from megatrain.report.page import render_page
-from megatrain.report.text import report_lines
-from megatrain.resolve import resolve_evaluation
 from megatrain.run.loggers import last_evaluations
 from megatrain.tasks.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
-from megatrain.trainer import Trainer
+from megatrain.trace.trace import trace_visits
+from megatrain.training.export import export_checkpoint
+from megatrain.training.resolve import resolve_evaluation
+from megatrain.training.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
@@ -427,7 +427,7 @@ def test_averages_that_do_not_fit_are_refused(averaged: Run) -> None:
 def train_plan(folder: Path, without: Run) -> Plan:
     """Return the plan of the same run without evaluations."""
     from megatrain.plan.planner import plan_run
-    from megatrain.resolve import resolve
+    from megatrain.training.resolve import resolve
 
     config = load_config(folder / "run.toml").config
     plain = config.model_copy(update={"data": without.config.data, "evaluation": without.config.evaluation})

@@ -26,8 +26,8 @@ from megatrain.converters import experts
 from megatrain.converters.experts import ExpertsPart
 from megatrain.converters.spec import build_graph
 from megatrain.engine.head_plan import plan_head
-from megatrain.export import export_checkpoint
-from megatrain.generation import Generator, config_of_folder
+from megatrain.extras.generation import Generator, config_of_folder
+from megatrain.extras.scoring import Scorer, ScoreSummary
 from megatrain.models.graph import ModelGraph
 from megatrain.models.initialize import initialize_tensors
 from megatrain.models.load import open_loader
@@ -37,11 +37,11 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import parts_without_room, plan_run
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
-from megatrain.scoring import Scorer, ScoreSummary
 from megatrain.tasks.chat import ChatSettings
-from megatrain.trainer import Trainer
-from megatrain.weights import RandomWeights
+from megatrain.training.export import export_checkpoint
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
+from megatrain.training.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess, cut_like, joined

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatrain.base.errors import ConfigError, UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.generate import GenerationRunner
-from megatrain.engine.trace import trace_generation
-from megatrain.generation import Generator, config_of_folder, generate
+from megatrain.extras.generation import Generator, config_of_folder, generate
 from megatrain.tasks.chat import ChatError, ChatSettings
+from megatrain.trace.trace import trace_generation
 from oracles.families import FAMILIES, tiny_config
 from oracles.huggingface import build_model
 

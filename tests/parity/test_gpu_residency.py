@@ -17,7 +17,7 @@ from megatrain.config import load_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import TieredRun, config_text, run_config, write_tiny_model
 from tiered import MiB
 

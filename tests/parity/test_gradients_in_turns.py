@@ -21,8 +21,8 @@ from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly
 from oracles.tiered_run import (

@@ -11,9 +11,9 @@ import torch
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.trace import trace_visits
 from megatrain.models.carried import carried_modules
 from megatrain.models.skeleton import reads_more_than_text
+from megatrain.trace.trace import trace_visits
 from oracles.families import IMAGE_TEXT_TYPES, image_text_class, padded_batches, tiny_image_text_config
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.memory_access import MemoryAccess

@@ -21,11 +21,11 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.images import ImageProcessor
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.trace import trace_visits
-from megatrain.export import export_checkpoint
 from megatrain.models.table import LoraConfig
 from megatrain.ranks.world import World
-from megatrain.trainer import Trainer
+from megatrain.trace.trace import trace_visits
+from megatrain.training.export import export_checkpoint
+from megatrain.training.trainer import Trainer
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.image_models import FAMILIES, image_data, make_folder, write_rows
 from oracles.memory_access import MemoryAccess

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from megatrain import start
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import KeptRules
 from megatrain.config import load_config
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, Plan
 from megatrain.ranks.world import World
-from megatrain.trainer import Trainer
+from megatrain.training import start
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import config_text
 
 SIX_ROWS = "train_batch_tokens = 384"

@@ -25,7 +25,7 @@ from megatrain.optim.base import Update
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.ranks.lanes import micro_batches_of_lane, total
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
 from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model

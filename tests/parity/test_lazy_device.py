@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fakes.lazy_device import LazyDevice
-from megatrain import tiers
 from megatrain.machine import machine
+from megatrain.plan import tiers
 from oracles.tiered_run import config_text, run_config
 from tiered import MiB
 from tiered.links import route

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatrain.checkpoint.state import KeptRules
 from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml, with_fused
-from megatrain.resolve import resolve
-from megatrain.start import with_kept_rules
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.start import with_kept_rules
+from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import add_gradients
 from oracles.tiered_run import QUICKSTART, config_text, make_loader, plan_of, run_config
@@ -101,7 +101,7 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
         "optimizer.muon_fused"
     ]
     older = KeptRules.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
-    monkeypatch.setattr("megatrain.start.rules_of_newest", lambda *_: older)
+    monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: older)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "whole"
-    monkeypatch.setattr("megatrain.start.rules_of_newest", lambda *_: None)
+    monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: None)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "parts"

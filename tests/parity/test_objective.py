@@ -16,7 +16,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.objective import Objective
 from megatrain.engine.state import micro_batch_seed
-from megatrain.engine.trace import trace_visits
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess

@@ -11,7 +11,7 @@ from megatrain.plan.estimate import flops_per_token
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import headline
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
 MODEL = EXAMPLES / "quickstart" / "model"

@@ -16,7 +16,7 @@ from megatrain.config import load_config
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 from oracles.tiered_run import EXAMPLES, config_text, run_config
 
 LENGTHS = (3, 40, 11, 25, 8, 60, 17, 5, 33, 21, 2, 14)  # words; 12 documents of at most 64 tokens

@@ -15,13 +15,13 @@ from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
 from megatrain.config import load_config
 from megatrain.engine import head_plan
 from megatrain.engine.program import ProgramBuilder, kind_of_key
-from megatrain.export import export_checkpoint
 from megatrain.models.graph import ModelGraph
 from megatrain.plan import planner
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.export import export_checkpoint
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.durable.manifest import current_generation, read_manifest
 

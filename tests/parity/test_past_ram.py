@@ -20,7 +20,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.resolve import resolve, resolve_tiers
+from megatrain.training.resolve import resolve, resolve_tiers
 from oracles.tiered_run import TieredRun, config_text, run_config
 from tiered.links.probe import KvikioProbe
 

@@ -9,7 +9,7 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.huggingface import train_plainly
 from oracles.tiered_run import config_text, make_loader, run_config
 

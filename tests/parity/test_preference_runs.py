@@ -19,7 +19,7 @@ from megatrain.data.rows_report import DataError
 from megatrain.plan.plan import Plan
 from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.tasks.reference import FOLDER_NAME, Reference, num_reference_passes
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, write_tiny_model
 from tiered import checksum
 

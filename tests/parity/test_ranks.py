@@ -30,8 +30,8 @@ from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import check_ranks
 from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
 from megatrain.tasks.evaluation import deal_micro_batches
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
 from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
 

@@ -15,7 +15,7 @@ from megatrain.checkpoint.catalog import (
 )
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.export import export_checkpoint
+from megatrain.training.export import export_checkpoint
 from oracles.tiered_run import config_text, write_tiny_model
 from processes.worlds import digests, go_on, run_world
 

@@ -24,12 +24,12 @@ from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine, StepResult
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.export import export_checkpoint
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.export import export_checkpoint
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text, make_loader, write_tiny_model
 from tiered import LockedError
 from tiered.durable.manifest import current_generation, generation_folder, list_generations, read_manifest
@@ -384,7 +384,7 @@ def test_a_changed_config_is_refused_unless_allowed(tiny_model: Path, tmp_path: 
 
 def test_another_order_of_additions_is_told(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("megatrain.start.ARITHMETIC", 1)
+        patch.setattr("megatrain.training.start.ARITHMETIC", 1)
         train(tmp_path / "w", tiny_model, IN_RAM, stop_after=2)
     done = train(tmp_path / "w", tiny_model, IN_RAM, stop_after=4)
     assert any("step 2" in text and "in another order" in text for text in done.watcher.messages)

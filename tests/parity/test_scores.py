@@ -25,7 +25,7 @@ from megatrain.converters.spec import build_graph
 from megatrain.data import scores as scores_module
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.scores import ScoresError
-from megatrain.scoring import Scorer, ScoreSummary
+from megatrain.extras.scoring import Scorer, ScoreSummary
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly
 from oracles.tiered_run import QUICKSTART, config_text, make_loader, run_config

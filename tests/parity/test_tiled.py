@@ -18,7 +18,7 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.beyond_text import Images
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
-from megatrain.engine.trace import trace_visits
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner

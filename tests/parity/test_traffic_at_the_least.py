@@ -24,7 +24,7 @@ from megatrain.engine.tape import compile_step
 from megatrain.plan import simulate
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles import tiered_run
 from oracles.families import tiny_config
 from oracles.tiered_run import QUICKSTART, config_text, parts_passing, plan_of, run_config, write_tiny_model

@@ -23,10 +23,10 @@ from megatrain.engine.head_plan import HeadPlan, plan_head
 from megatrain.engine.objective import Objective
 from megatrain.engine.pieces import rows_of_parts
 from megatrain.engine.program import layouts_of_unit
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.plan.planner import parts_without_room
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess

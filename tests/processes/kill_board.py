@@ -15,10 +15,10 @@ __all__ = ["PHASES", "Board", "watch"]
 
 #: Function that is watched -> phase while it runs: module, name in it, phase.
 WATCHED = (
-    ("megatrain.open_run", "OpenRun.load", "loading"),
-    ("megatrain.trainer", "Trainer._run", "between steps"),
-    ("megatrain.trainer", "Trainer.train_step", "step"),
-    ("megatrain.trainer", "Trainer.export", "exporting"),
+    ("megatrain.training.open_run", "OpenRun.load", "loading"),
+    ("megatrain.training.trainer", "Trainer._run", "between steps"),
+    ("megatrain.training.trainer", "Trainer.train_step", "step"),
+    ("megatrain.training.trainer", "Trainer.export", "exporting"),
     ("megatrain.checkpoint.saver", "Saver.save", "saving"),
     ("megatrain.checkpoint.saver", "Saver.finish", "saving"),
     ("tiered.durable.commit", "FrozenBlocks.freeze", "freezing"),
@@ -102,7 +102,7 @@ def watch(board: Board) -> None:
         setattr(owner, last, _telling(getattr(owner, last), board, phase))
 
     from megatrain.checkpoint.saver import Saver
-    from megatrain.open_run import OpenRun
+    from megatrain.training.open_run import OpenRun
 
     finish, load = Saver.finish, OpenRun.load
 

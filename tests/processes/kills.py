@@ -366,12 +366,12 @@ def preload(model: Path, folder: Path) -> None:
     from megatrain.config import load_config
     from megatrain.optim import clip
     from megatrain.plan import planner
-    from megatrain.resolve import resolve
+    from megatrain.training.resolve import resolve
     from oracles.traces import keeping
 
     for name in ("main", "run", "render", "options"):
         importlib.import_module(f"{_CLI}.{name}")
-    importlib.import_module("megatrain.trainer")
+    importlib.import_module("megatrain.training.trainer")
     torch.set_num_threads(1)
     folder.mkdir(parents=True)
     path = folder / "run.toml"

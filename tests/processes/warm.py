@@ -46,10 +46,10 @@ PRELOADED = (
     "rich.progress",
     "rich.table",
     "megatrain.api",
-    "megatrain.checkup",
-    "megatrain.trainer",
+    "megatrain.extras.checkup",
+    "megatrain.training.trainer",
     "megatrain.optim.kernels",
-    "megatrain.report",
+    "megatrain.extras.report",
     "megatrain_tier_cli.main",
     "megatrain_tier_cli.run",
     "oracles.traces",
@@ -210,7 +210,7 @@ def _plan_once() -> None:
 
     from megatrain.config import load_config
     from megatrain.plan.planner import plan_run
-    from megatrain.resolve import resolve
+    from megatrain.training.resolve import resolve
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "run.toml")

@@ -23,17 +23,17 @@ from megatrain.config import load_config
 from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.ranked import parts_of_program
 from megatrain.engine.workspace import collective_transients, peak_bytes
-from megatrain.open_run import OpenRun
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.tiers import claim_folders
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives, check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.ranks.world import World, init
-from megatrain.resolve import resolve
-from megatrain.tiers import claim_folders
-from megatrain.trainer import Trainer
-from megatrain.weights import saved_places
+from megatrain.training.open_run import OpenRun
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
+from megatrain.training.weights import saved_places
 
 #: A world of tiny models takes a few seconds; one that hangs must not take the suite along.
 TIMEOUT_S = 120.0
@@ -228,7 +228,6 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
     """Evaluate the sets of the config, and note what that gives and moves."""
     from megatrain.base.observer import RunObserver
     from megatrain.data.encoding import load_tokenizer
-    from megatrain.resolve import resolve_evaluation
     from megatrain.tasks.evaluation import (
         Evaluator,
         load_evaluation_sets,
@@ -236,6 +235,7 @@ def _evaluate(trainer: Trainer, opened: OpenRun, step: int, result: RankResult) 
         plans_of_evaluations,
         traffic_of_passes,
     )
+    from megatrain.training.resolve import resolve_evaluation
 
     plan, store, spec = opened.plan, opened.store, resolve_evaluation(trainer.config)
     tokenizer, plans = load_tokenizer(plan.run.model.tokenizer_folder), plans_of_evaluations(spec, plan)

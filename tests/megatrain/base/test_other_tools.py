@@ -12,8 +12,8 @@ import pytest
 
 from megatrain.base.other_tools import ACCEPTED, ALWAYS_ON, KEYS, OTHERS, TRANSLATIONS, Tool
 from megatrain.config.keys import NAMES, advice_for_unknown, full_keys_of_leaf, leaf_schema
-from megatrain.translate.conversions import CONVERSIONS
-from megatrain.translate.translate import translate_file
+from megatrain.extras.translate.conversions import CONVERSIONS
+from megatrain.extras.translate.translate import translate_file
 
 
 def test_each_of_our_keys_in_the_table_exists() -> None:

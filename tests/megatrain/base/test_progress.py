@@ -16,10 +16,10 @@ from megatrain.base.progress import Activity, Moment
 from megatrain.checkpoint.state import NUM_LOSSES, RunState
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
 from megatrain.run.folder import RunFolder
 from megatrain.run.status import StatusWriter, read_status
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.run_state import make_state
 from oracles.tiered_run import EXAMPLES, config_text, make_loader
 from processes.saved_run import SavedRun, make_run

@@ -9,7 +9,7 @@ from megatrain.base.observer import Observers
 from megatrain.base.timeline import COMPUTE, Timeline
 from megatrain.config import load_config
 from megatrain.engine.tape import Op
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import Event
 

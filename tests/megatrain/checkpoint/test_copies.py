@@ -164,7 +164,7 @@ def test_a_copy_without_room_costs_no_step(run: SavedRun, monkeypatch: pytest.Mo
 def test_a_second_stop_gives_up_the_copy_and_the_next_start_makes_it(
     run: SavedRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatrain.trainer import Trainer
+    from megatrain.training.trainer import Trainer
 
     train_step, rest = Trainer.train_step, copier._Pace.rest
     copying = threading.Event()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatrain.checkpoint.state import RunState
-from megatrain.export import export_checkpoint
+from megatrain.training.export import export_checkpoint
 from processes.saved_run import NVME, ON_NVME, make_run
 
 TEXT = (Path(__file__).parents[3] / "docs/checkpoints.md").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.checkpoint.catalog import list_checkpoints, verify_checkpoints
-from megatrain.export import export_checkpoint
+from megatrain.training.export import export_checkpoint
 from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import SavedRun

@@ -21,7 +21,7 @@ from fakes.s3_server import S3, s3_server
 from megatrain.checkpoint import remote, remote_copier
 from megatrain.checkpoint.remote import RemoteFolder
 from megatrain.config.load import load_config
-from megatrain.resolve import resolve_checkpoint
+from megatrain.training.resolve import resolve_checkpoint
 from processes import rank_runs, saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch

@@ -17,8 +17,8 @@ from megatrain.config import load_config
 from megatrain.config.resolved import changes_from, to_toml
 from megatrain.config.schema import RunConfig
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.start import describe_model, with_decays
+from megatrain.training.resolve import resolve
+from megatrain.training.start import describe_model, with_decays
 from processes.saved_run import SavedRun, make_run
 
 

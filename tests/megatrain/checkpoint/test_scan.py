@@ -18,8 +18,8 @@ from megatrain.checkpoint.resume import find_candidates, is_not_after
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
 from megatrain.config.load import load_config
-from megatrain.resolve import resolve_checkpoint
-from megatrain.saving import make_copier
+from megatrain.training.resolve import resolve_checkpoint
+from megatrain.training.saving import make_copier
 from oracles.run_state import make_state
 from processes.golden import unpack
 from processes.saved_run import SavedRun

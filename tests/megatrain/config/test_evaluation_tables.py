@@ -8,7 +8,7 @@ import pytest
 
 from megatrain.config import ConfigError, config_from_toml, load_config, to_toml
 from megatrain.config.resolved import compare
-from megatrain.resolve import resolve_evaluation
+from megatrain.training.resolve import resolve_evaluation
 
 HEAD = 'task = "sft"\noutput_dir = "out"\n[model]\nmodel_name_or_path = "model"\n[[data.train]]\npath = "chat.jsonl"\n'
 SETS = '[[data.eval]]\npath = "held_out.jsonl"\nmax_samples = 7\n[[data.eval]]\nname = "book"\npath = "*.txt"\n'

@@ -12,7 +12,7 @@ from megatrain.config import ConfigError, LoadedConfig, load_config, to_toml, wr
 from megatrain.config.keys import KEYS, TABLES
 from megatrain.config.load import salvage
 from megatrain.config.schema import RunConfig
-from megatrain.resolve import resolve_batch
+from megatrain.training.resolve import resolve_batch
 
 SMALLEST = """
 task = "sft"

@@ -18,7 +18,7 @@ from megatrain.converters import documents
 from megatrain.converters.documents import DocumentMask, Documents, attention_by_documents
 from megatrain.converters.spec import build_graph
 from megatrain.engine import attention
-from megatrain.engine.trace import trace_visits
+from megatrain.trace.trace import trace_visits
 from oracles.families import VOCAB, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess

@@ -26,8 +26,8 @@ from megatrain.machine.files import find_machine
 from megatrain.plan import planner
 from megatrain.plan.plan import RunSpec
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner

@@ -9,10 +9,10 @@ import torch
 
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
-from megatrain.engine.trace import trace_visits
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
-from megatrain.resolve import resolve
+from megatrain.trace.trace import trace_visits
+from megatrain.training.resolve import resolve
 from oracles.families import tiny_config
 from oracles.tiered_run import config_text, write_tiny_model
 

@@ -23,7 +23,7 @@ from megatrain.data.dataset import TokenDataset, content_checksum, load_dataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 from processes import warm
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

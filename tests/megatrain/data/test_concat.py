@@ -14,7 +14,7 @@ from megatrain.data.chat import RowEncoder
 from megatrain.data.dataset import TokenDataset, encode_rows, load_dataset
 from megatrain.data.formats import Document
 from megatrain.data.loader import BatchLoader
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 
 LENGTH = 16
 TEXTS = [" ".join(["Call me Ishmael."] * count) for count in (1, 3, 2, 9, 1, 1, 4)]

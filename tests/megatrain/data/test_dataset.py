@@ -12,7 +12,7 @@ from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 CHATML = "{% for m in messages %}[{{ m['role'] }}]\n{{ m['content'] }}\n{% endfor %}"

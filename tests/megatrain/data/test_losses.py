@@ -11,7 +11,7 @@ import pytest
 from megatrain.config import load_config
 from megatrain.data.dataset import load_dataset
 from megatrain.data.rows_report import DataError, DataReport, SourceCounts, check_losses
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 
 SHORT = {"prompt": "Who? ", "completion": "Ishmael"}
 BAD = {"messages": [{"role": "nobody", "content": "x"}]}

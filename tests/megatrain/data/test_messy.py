@@ -12,7 +12,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import read_rows
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 from oracles.previews import preview_of, stats_of
 
 DATA = Path(__file__).parents[2] / "data"

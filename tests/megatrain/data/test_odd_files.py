@@ -13,7 +13,7 @@ from megatrain.data.dataset import load_dataset
 from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.rows_report import DataError, RowError
 from megatrain.data.sources import look_at, read_rows
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 

@@ -16,7 +16,7 @@ from megatrain.data.loader import BatchLoader
 from megatrain.data.preview import RowPreview
 from megatrain.data.rows_report import DataError
 from megatrain.engine.table import TrainingConfig
-from megatrain.resolve import resolve_batch, resolve_data
+from megatrain.training.resolve import resolve_batch, resolve_data
 from oracles.previews import preview_of, stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

@@ -15,7 +15,7 @@ from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.loader import BatchLoader
 from megatrain.data.rows_report import DataError, DataReport
-from megatrain.resolve import resolve_data
+from megatrain.training.resolve import resolve_data
 from oracles.previews import stats_of
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

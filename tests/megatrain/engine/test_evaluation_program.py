@@ -9,8 +9,8 @@ import torch
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import GroupUpdates, ProgramBuilder, StepProgram, evaluation_program
-from megatrain.engine.trace import trace_visits
 from megatrain.optim.elementwise import AdamW
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 
 

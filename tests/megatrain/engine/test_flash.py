@@ -27,8 +27,8 @@ from megatrain.machine.files import find_machine
 from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import EXAMPLES, config_text
 
 _registry = pytest.importorskip("torch.nn.attention._registry", reason="torch before 2.11 has no such choice")

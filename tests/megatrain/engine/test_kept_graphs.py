@@ -25,10 +25,10 @@ from megatrain.engine.program import (
     results_key,
     saving_results,
 )
-from megatrain.engine.trace import CountingMode, trace_visits
 from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
+from megatrain.trace.trace import CountingMode, trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -16,7 +16,7 @@ from megatrain.engine.cross_entropy import RunningSoftmax
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.loss import Loss, MicroBatchLoss, PartialMean, RowsLoss, mean_figures
 from megatrain.engine.objective import Objective
-from megatrain.engine.trace import trace_visits
+from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -17,8 +17,8 @@ from megatrain.engine.forward import NoTrainedTokensError, VisitOrderError
 from megatrain.engine.labels import shifted_labels
 from megatrain.engine.program import VisitTrace
 from megatrain.engine.state import micro_batch_seed
-from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph
+from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

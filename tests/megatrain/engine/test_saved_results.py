@@ -14,8 +14,8 @@ from megatrain.converters.spec import build_graph
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.forward import StepLoss
 from megatrain.engine.saved_results import SavedResults
-from megatrain.engine.trace import trace_visits
 from megatrain.models.graph import ModelGraph
+from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

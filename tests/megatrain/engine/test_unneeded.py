@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.trace import count_flops, trace_visits
 from megatrain.engine.unneeded import ProductUses, Unneeded, without_values
 from megatrain.models.graph import ModelGraph
+from megatrain.trace.trace import count_flops, trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -17,8 +17,8 @@ from megatrain.engine import gradients, host_io, leased, weight_gradients
 from megatrain.engine.forward import LayerRunner
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -13,7 +13,7 @@ from fakes.gpu_run import virtual_gpu
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine import visit
-from megatrain.engine.trace import trace_visits
+from megatrain.trace.trace import trace_visits
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
 from oracles.memory_access import MemoryAccess

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.work import Work, moved_nbytes
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 
 ROWS, LENGTH = 2, 16

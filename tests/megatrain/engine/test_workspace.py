@@ -10,7 +10,6 @@ import torch
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, Cuts, ProgramBuilder, StepProgram, Tick, keeping_graphs
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.workspace import (
     Transient,
     collective_transients,
@@ -23,6 +22,7 @@ from megatrain.engine.workspace import (
 from megatrain.optim.elementwise import AdamW
 from megatrain.ranks.lanes import Lanes
 from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS, RankLanes, RankShards, Sharding
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
 from tiered.units import PAGE_BYTES

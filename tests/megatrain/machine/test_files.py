@@ -16,7 +16,7 @@ from megatrain.config import load_config
 from megatrain.machine import machine
 from megatrain.machine.files import MachineFileError, find_machine, machine_names, read_machine
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 from processes.saved_run import command_group
 from tiered import GiB
@@ -177,7 +177,7 @@ def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     drive = tmp_path / "drive"
     drive.mkdir()
-    examine = importlib.import_module("megatrain.doctor.examine")
+    examine = importlib.import_module("megatrain.extras.doctor.examine")
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (1 << 20, 0.01))
     file = tmp_path / "mine.toml"
     done = call("doctor", drive, "--quick", "--save-profile", file)

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from megatrain.base.layout import UnitLayout
 from megatrain.converters.spec import converters_for
-from megatrain.engine.trace import trace_visits
 from megatrain.models.converter import ConvertedGraph, InnerUnit, ModelConverter, ReadMaster, WeightSource
 from megatrain.models.export import export_model
 from megatrain.models.folder import ModelFolder
 from megatrain.models.graph import ModelGraph, converted_graph
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess

@@ -30,7 +30,7 @@ from megatrain.models import export, folder
 from megatrain.models.export import export_model
 from megatrain.converters.spec import build_graph
 from megatrain.models.load import WeightLoader
-from megatrain.weights import RandomWeights
+from megatrain.training.weights import RandomWeights
 
 torch.set_num_threads(1)
 folder.PIECE_BYTES = export.PIECE_BYTES = 4 << 20  # small pieces: the allocator keeps several of each size

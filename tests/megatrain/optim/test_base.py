@@ -5,9 +5,9 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 from megatrain.base.layout import build_layout
+from megatrain.extras.translate.conversions import DECAY_EXCLUDE
 from megatrain.optim.base import StateKind, build_segments, bytes_per_parameter
 from megatrain.optim.table import OptimizerConfig, ParameterGroupConfig
-from megatrain.translate.conversions import DECAY_EXCLUDE
 from oracles.families import tiny_config
 
 PARAMETERS = [

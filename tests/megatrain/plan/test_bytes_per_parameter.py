@@ -12,7 +12,7 @@ from bench.sides import run_config
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 
 #: Layers are nearly all of the model, and many: what its two ends need is little beside them.

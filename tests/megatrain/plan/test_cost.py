@@ -29,7 +29,7 @@ from megatrain.plan.plan import Estimate, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import estimate_lines
 from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 

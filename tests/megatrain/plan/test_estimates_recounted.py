@@ -22,7 +22,7 @@ from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import Occasion, Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model
 
 WORLDS = {"one process": (1, 1), "2 processes": (2, 1), "4 processes": (4, 1), "2 x 2 processes": (4, 2)}

@@ -14,7 +14,7 @@ from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import table_rows
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 

@@ -10,7 +10,7 @@ import torch
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.machine import machine
-from megatrain.resolve import resolve_tiers
+from megatrain.training.resolve import resolve_tiers
 from tiered import GiB, MiB
 
 CUDA = torch.device("cuda")

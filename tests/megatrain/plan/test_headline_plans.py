@@ -30,7 +30,7 @@ import json, resource, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from megatrain.config import load_config
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from megatrain.machine.files import find_machine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run

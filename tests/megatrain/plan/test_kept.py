@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.engine.program import Recompute
-from megatrain.engine.trace import step_flops
 from megatrain.machine.machine import LoadedProfile, MachineProfile, cpu_name
 from megatrain.plan.estimate import estimate_step, flops_per_token
 from megatrain.plan.kept import num_layers_kept, num_parameters_run_once, weights_stay
@@ -25,7 +24,8 @@ from megatrain.plan.plan import Plan, StepShape
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages, table_rows
 from megatrain.plan.simulate import SimulatedRates, simulate_step
-from megatrain.resolve import resolve
+from megatrain.trace.trace import step_flops
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered.units import PAGE_BYTES, format_size, round_up
 

@@ -17,7 +17,7 @@ from megatrain.config import load_config
 from megatrain.engine import head_plan
 from megatrain.engine.program import VisitTrace
 from megatrain.plan import planner
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles import traces
 from oracles.tiered_run import config_text, write_tiny_model
 from oracles.traces import is_keeping
@@ -72,7 +72,7 @@ def test_a_trace_is_made_for_each_of_what_it_depends_on(
 PLAN = """
 from megatrain.config import load_config
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 plan_run(resolve(load_config("run.toml").config))
 """
 

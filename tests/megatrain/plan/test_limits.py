@@ -16,7 +16,7 @@ from megatrain.machine import machine
 from megatrain.machine.machine import FileSystem, TierSpecs, disk_of, file_system_of, missing_mount
 from megatrain.plan import limits
 from megatrain.plan.limits import BeyondMachineError, Objection, drive_paths, find_objections, refuse
-from megatrain.resolve import resolve_tiers
+from megatrain.training.resolve import resolve_tiers
 from tiered import GiB, MiB
 
 CPU = torch.device("cpu")

@@ -16,9 +16,10 @@ import torch
 from click.testing import CliRunner
 
 from megatrain.config import load_config
-from megatrain.doctor import examine, processors
-from megatrain.doctor.drives import DriveEffort
 from megatrain.engine.step import StepEngine
+from megatrain.extras.doctor import examine, processors
+from megatrain.extras.doctor.drives import DriveEffort
+from megatrain.extras.what_if import plan_alternative
 from megatrain.plan import measure
 from megatrain.plan.measure import (
     NotMeasurableError,
@@ -31,8 +32,7 @@ from megatrain.plan.measure import (
 )
 from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
-from megatrain.what_if import plan_alternative
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 

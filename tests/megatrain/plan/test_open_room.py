@@ -14,7 +14,7 @@ from megatrain.plan import planner
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run, with_open_room
 from megatrain.plan.simulate import measured_rates, simulate_step
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from tiered import MiB
 

@@ -16,14 +16,14 @@ from megatrain.converters import documents
 from megatrain.engine import weight_gradients
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import FlashKernels
-from megatrain.engine.trace import trace_visits
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.files import find_machine
 from megatrain.plan import planner
 from megatrain.plan.estimate import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.trace.trace import trace_visits
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES
 
 NUM_LAYERS, ROWS, LENGTH = 5, 2, 256

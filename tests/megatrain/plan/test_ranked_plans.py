@@ -19,7 +19,7 @@ from megatrain.plan.planner import MOST_GATHERS_AHEAD, plan_run
 from megatrain.plan.simulate import SimulatedRates, simulate_step
 from megatrain.plan.together import gathering_at_most
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import QUICKSTART, config_text, write_tiny_model
 from processes.saved_run import command_group
 from tiered import MiB

@@ -15,7 +15,7 @@ from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
 from tiered.units import format_size

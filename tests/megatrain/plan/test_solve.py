@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
-from megatrain.engine.trace import trace_visits
 from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
 from megatrain.plan.planner import filling_bytes
+from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
 from tiered.schedule import Mode

@@ -15,7 +15,7 @@ from megatrain.config import load_config
 from megatrain.optim.base import FORMATS, Format
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.resolve import resolve
+from megatrain.training.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model
 
 ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'

@@ -19,8 +19,8 @@ from megatrain.engine.workspace import collective_transients, peak_bytes
 from megatrain.plan.planner import plan_run
 from megatrain.ranks import collectives
 from megatrain.ranks.world import World
-from megatrain.resolve import resolve
-from megatrain.trainer import Trainer
+from megatrain.training.resolve import resolve
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import config_text, make_loader, parts_passing, write_tiny_model
 
 

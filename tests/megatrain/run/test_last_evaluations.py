@@ -11,7 +11,7 @@ import pytest
 from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary
 from megatrain.config import load_config
 from megatrain.run.status import read_status
-from megatrain.trainer import Trainer
+from megatrain.training.trainer import Trainer
 from oracles.tiered_run import write_tiny_model
 
 CONFIG = """

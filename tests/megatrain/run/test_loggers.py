@@ -18,9 +18,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunSummary, StepMetrics
 from megatrain.config import ConfigError, config_from_toml, load_config, to_toml
 from megatrain.config.schema import RunConfig
-from megatrain.resolve import resolve_logging
 from megatrain.run import loggers
 from megatrain.run.loggers import TrackerLog, check_loggers, make_loggers
+from megatrain.training.resolve import resolve_logging
 
 SUMMARY = RunSummary(6, 2.0, 1.0, 5.0, 100, 90)
 

@@ -11,8 +11,8 @@ from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.converters.spec import build_graph
 from megatrain.models.graph import ModelGraph
-from megatrain.resolve import resolve
 from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_notice
+from megatrain.training.resolve import resolve
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 

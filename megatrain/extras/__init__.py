@@ -1,0 +1,1 @@
+"""Tools beside the training loop. They import `megatrain.api`; the core never imports them."""

@@ -1,0 +1,190 @@
+"""One examination of the machine: measures everything, finds what to fix, and makes the profile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatrain.api import DriveProfile, GpuProfile, MachineProfile, available_ram_bytes, machine_toml
+from megatrain.extras.doctor.drives import FULL, QUICK, DriveResult, check_path, measure_drive
+from megatrain.extras.doctor.findings import (
+    Finding,
+    SystemFacts,
+    drive_findings,
+    gpu_findings,
+    processor_findings,
+    read_system,
+    system_findings,
+)
+from megatrain.extras.doctor.layers import LayerRates, measure_layers
+from megatrain.extras.doctor.processes import ProcessesResult, measure_processes
+from megatrain.extras.doctor.processors import (
+    GdsResult,
+    GpuResult,
+    ProcessorResult,
+    check_gds,
+    measure_gpu,
+    measure_processor,
+)
+from tiered.units import MiB
+
+#: RAM that is worked on, and seconds per measurement: quick, and in full.
+_QUICK_PROCESSOR = (256 * MiB, 0.3)
+_FULL_PROCESSOR = (2048 * MiB, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """Everything that one run of the doctor saw."""
+
+    measured_at: datetime
+    is_quick: bool
+    system: SystemFacts
+    processor: ProcessorResult
+    layers: LayerRates
+    gpu: GpuResult | None
+    gds: GdsResult
+    drives: tuple[DriveResult, ...]
+    processes: ProcessesResult | None = None
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What the figures mean and what to do, the machine's first, then each path's."""
+        return (
+            *system_findings(self.system, self.gpu),
+            *gpu_findings(self.system, self.gpu, self.gds),
+            *processor_findings(self.processor),
+            *drive_findings(self.drives),
+        )
+
+    @property
+    def profile(self) -> MachineProfile:
+        """The rates, in the form that is stored."""
+        processor, layers, gpu = self.processor, self.layers, self.gpu
+
+        def by_device(name: str) -> dict[str, float]:
+            found = {f"cpu/{dtype}": rate for dtype, rate in getattr(layers, name).items()}
+            return found | ({f"cuda/{dtype}": rate for dtype, rate in getattr(gpu, name).items()} if gpu else {})
+
+        return MachineProfile(
+            host=self.system.host,
+            cpu=self.system.cpu,
+            ram_bytes=self.system.ram_bytes,
+            measured_at=self.measured_at,
+            is_quick=self.is_quick,
+            num_threads=processor.num_threads,
+            ram_read_bytes_per_s=processor.ram_read,
+            ram_copy_bytes_per_s=processor.ram_copy,
+            ram_update_bytes_per_s=processor.ram_update,
+            adamw_params_per_s=dict(processor.adamw_params),
+            matmul_flops_per_s=by_device("matmul_flops"),
+            attention_flops_per_s=by_device("attention_flops"),
+            elementwise_bytes_per_s=by_device("elementwise"),
+            launches_per_s=layers.launches_per_s or None,
+            gpu=GpuProfile(
+                name=gpu.name,
+                memory_bytes=gpu.memory_bytes,
+                h2d_bytes_per_s=gpu.h2d,
+                d2h_bytes_per_s=gpu.d2h,
+                update_bytes_per_s=gpu.update,
+                peer_bytes_per_s=self.processes.peer if self.processes else None,
+            )
+            if gpu
+            else None,
+            drives={drive.file_system.key: self._drive_profile(drive) for drive in self.drives},
+        )
+
+    def _drive_profile(self, drive: DriveResult) -> DriveProfile:
+        return DriveProfile(
+            path=str(drive.path),
+            filesystem=drive.file_system.kind,
+            measured_at=self.measured_at,
+            is_quick=self.is_quick,
+            is_direct=drive.is_direct,
+            read_bytes_per_s=drive.tier.read,
+            write_bytes_per_s=drive.tier.write,
+            mixed_bytes_per_s=drive.tier.mixed,
+            bare_read_bytes_per_s=drive.bare.read,
+            bare_write_bytes_per_s=drive.bare.write,
+            bare_mixed_bytes_per_s=drive.bare.mixed,
+            sustained_write_bytes_per_s=drive.sustained.last if drive.sustained else None,
+            computing_s_per_byte=drive.computing_s_per_byte,
+            seconds_per_copy=drive.seconds_per_copy,
+        )
+
+    def machine_toml(self) -> str:
+        """Return the file of this machine, by which runs for it are planned elsewhere."""
+        sizes = {drive.file_system.key: shutil.disk_usage(drive.path).total for drive in self.drives}
+        used = max(0, self.system.ram_limit_bytes - available_ram_bytes())
+        return machine_toml(self.profile, used, sizes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values: rates in bytes, parameters or FLOPs per second, sizes in bytes."""
+        drives = [{**asdict(drive), "path": str(drive.path)} for drive in self.drives]
+        return {
+            "measured_at": self.measured_at.isoformat(),
+            "quick": self.is_quick,
+            "system": asdict(self.system),
+            "processor": asdict(self.processor),
+            "layers": asdict(self.layers),
+            "gpu": asdict(self.gpu) if self.gpu else None,
+            "gds": asdict(self.gds),
+            "drives": drives,
+            "processes": asdict(self.processes) if self.processes else None,
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+
+def examine(
+    paths: Sequence[Path],
+    *,
+    quick: bool,
+    num_processes: int = 1,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Examination:
+    """Measure this machine and the drives of some folders.
+
+    Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 1 GiB of each drive meanwhile.
+    With several processes about as long again, and as much of each drive for each of them.
+
+    Raises:
+        UnusablePathError: a folder cannot be used; known before anything is measured.
+        TieredError: a drive failed.
+        OSError: a drive failed.
+        ProcessesFailedError: one of several processes could not measure.
+    """
+    for path in paths:
+        check_path(path)
+    system = read_system()  # before we are a load ourselves
+    span_bytes, seconds = _QUICK_PROCESSOR if quick else _FULL_PROCESSOR
+    on_progress("RAM, optimizer")
+    processor = measure_processor(span_bytes=span_bytes, seconds=seconds)
+    on_progress("GPU")
+    gpu = measure_gpu(seconds=seconds)
+    on_progress("layers on the CPU")
+    layers = measure_layers(seconds=seconds)
+    drives = []
+    for path in paths:
+        on_progress(str(path))
+        drives.append(measure_drive(path, QUICK if quick else FULL))
+    processes = None
+    if num_processes > 1:
+        on_progress(f"{num_processes} processes at once")
+        # Not the long write: it tells of the drive alone, and is made already.
+        effort = replace(QUICK if quick else FULL, sustained_s=0.0, beside_s=0.0)
+        processes = measure_processes(num_processes, paths, effort, span_bytes=span_bytes, seconds=seconds)
+    return Examination(
+        measured_at=datetime.now(UTC).replace(microsecond=0),
+        is_quick=quick,
+        system=system,
+        processor=processor,
+        layers=layers,
+        gpu=gpu,
+        gds=check_gds(),
+        drives=tuple(drives),
+        processes=processes,
+    )

@@ -1,0 +1,306 @@
+"""The system as the doctor found it, and what it advises."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+
+from megatrain.api import Nature, cpu_name, default_num_threads, total_ram_bytes
+from megatrain.extras.doctor.drives import DriveResult
+from megatrain.extras.doctor.processors import GdsResult, GpuResult, ProcessorResult
+from tiered.units import GB, GiB, KiB, format_rate, format_size
+
+
+@dataclass(frozen=True, slots=True)
+class SystemFacts:
+    """Facts of the machine that decide speed or room.
+
+    Attributes:
+        num_cpus: that this process may use.
+        num_torch_threads: that torch uses.
+        load: processes that ran before us.
+        cpu_quota: CPUs that a cgroup grants; None without a limit.
+        ram_bytes: RAM of the machine.
+        ram_limit_bytes: what a cgroup leaves of it.
+        huge_pages: setting of transparent huge pages, e.g. "madvise"; "" where the kernel has none.
+        reserved_huge_page_bytes: the pool of explicit huge pages; this program cannot use it.
+        memlock_bytes: most that this user may pin; None without a limit.
+        has_nvidia_driver: the machine has one, whatever torch was built for.
+    """
+
+    host: str
+    kernel: str
+    cpu: str
+    num_cpus: int
+    num_torch_threads: int
+    cpu_quota: float | None
+    load: float
+    ram_bytes: int
+    ram_limit_bytes: int
+    huge_pages: str
+    reserved_huge_page_bytes: int
+    memlock_bytes: int | None
+    has_nvidia_driver: bool
+
+
+def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
+    """Read the facts; what the kernel does not report counts as no limit."""
+    soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    setting = re.search(r"\[(\w+)\]", _text(sys / "kernel" / "mm" / "transparent_hugepage" / "enabled"))
+    return SystemFacts(
+        host=platform.node(),
+        kernel=platform.release(),
+        cpu=cpu_name(),
+        num_cpus=default_num_threads(),
+        num_torch_threads=torch.get_num_threads(),
+        cpu_quota=_cpu_quota(sys / "fs" / "cgroup"),
+        load=os.getloadavg()[0],
+        ram_bytes=psutil.virtual_memory().total,
+        ram_limit_bytes=total_ram_bytes(sys / "fs" / "cgroup"),
+        huge_pages=setting[1] if setting else "",
+        reserved_huge_page_bytes=_reserved_huge_pages(_text(proc / "meminfo")),
+        memlock_bytes=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
+        has_nvidia_driver=(proc / "driver" / "nvidia" / "version").exists(),
+    )
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    match = re.fullmatch(r"(\d+) (\d+)", _text(cgroup / "cpu.max").strip())  # "max 100000" without a limit
+    return int(match[1]) / int(match[2]) if match else None
+
+
+def _reserved_huge_pages(meminfo: str) -> int:
+    found = {name: int(value) for name, value in re.findall(r"^(HugePages_Total|Hugepagesize):\s+(\d+)", meminfo, re.M)}
+    return found.get("HugePages_Total", 0) * found.get("Hugepagesize", 0) * KiB
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+Severity = Literal["ok", "note", "warn"]
+
+#: The tier should get this share of what the drive gives, the optimizer's kernel this share of RAM bandwidth.
+TIER_SHARE, KERNEL_SHARE = 0.8, 0.6
+#: A drive slows if the end of a long write has less than this share of its start.
+SUSTAINED_SHARE = 0.7
+
+#: What to do about a file system that is none of a drive's own.
+_ELSEWHERE: Mapping[Nature, str] = {
+    "memory": "name a folder on a drive, and give that RAM to tiers.ram",
+    "network": "use a local drive for [[tiers.nvme]]",
+    "program": "use a local drive for [[tiers.nvme]]",
+}
+_SLOW_BYTES_PER_S = 0.5 * GB
+_LITTLE_ROOM_BYTES = 10 * GiB
+_BUSY_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was examined.
+
+    Attributes:
+        severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
+        subject: what it is about.
+        seen: the facts.
+        advice: what to do; "" where nothing needs doing.
+    """
+
+    severity: Severity
+    subject: str
+    seen: str
+    advice: str = ""
+
+
+def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Finding]:
+    """Yield what the kernel's settings mean."""
+    yield _huge_pages(facts)
+    if facts.reserved_huge_page_bytes >= GiB:
+        yield Finding(
+            "note",
+            "huge pages",
+            f"{format_size(facts.reserved_huge_page_bytes)} of RAM are reserved as explicit huge pages: nobody else "
+            "can use them, and we do not",
+            "unless something else needs them: sysctl vm.nr_hugepages=0",
+        )
+    if facts.ram_limit_bytes < facts.ram_bytes:
+        yield Finding(
+            "note",
+            "RAM limit",
+            f"a cgroup limits this process to {format_size(facts.ram_limit_bytes)} of the machine's "
+            f"{format_size(facts.ram_bytes)}",
+            'tiers.ram.size = "auto" obeys it; raise the limit of the container or job to use more',
+        )
+    else:
+        yield Finding("ok", "RAM limit", f"none below the machine's {format_size(facts.ram_bytes)}")
+    if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
+        yield Finding(
+            "warn",
+            "CPU limit",
+            f"a cgroup grants {facts.cpu_quota:.1f} CPUs, but {facts.num_cpus} are visible: threads stop each other",
+            f"raise the limit, or bind the process: taskset -c 0-{max(0, int(facts.cpu_quota) - 1)} megatrain-tier ...",
+        )
+    if facts.num_torch_threads < facts.num_cpus:
+        yield Finding(
+            "note",
+            "threads",
+            f"torch computes with {facts.num_torch_threads} of {facts.num_cpus} usable CPUs, here and in runs",
+            "unset OMP_NUM_THREADS, unless that is wanted",
+        )
+    if facts.load > _BUSY_SHARE * facts.num_cpus:
+        yield Finding(
+            "note",
+            "load",
+            f"the machine was busy before we began: load {facts.load:.1f} on {facts.num_cpus} CPUs",
+            "measure again when nothing else runs; these figures may be too low",
+        )
+    yield _page_locking(facts, gpu)
+
+
+def _huge_pages(facts: SystemFacts) -> Finding:
+    if facts.huge_pages in ("madvise", "always"):
+        return Finding("ok", "huge pages", f"transparent huge pages are on ({facts.huge_pages})")
+    seen = 'transparent huge pages are off ("never")' if facts.huge_pages else "this kernel has no transparent ones"
+    return Finding(
+        "warn" if facts.huge_pages else "note",
+        "huge pages",
+        f"{seen}: allocating, page-locking and direct I/O of large blocks cost more time",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if facts.huge_pages else "",
+    )
+
+
+def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
+    limit = "no limit" if facts.memlock_bytes is None else f"a limit of {format_size(facts.memlock_bytes)}"
+    if gpu is None:
+        return Finding("ok", "page-locking", f"not needed without a GPU ({limit} for this user)")
+    raise_it = "ulimit -l unlimited (service: LimitMEMLOCK=infinity; container: --ulimit memlock=-1)"
+    if not gpu.is_pinned:
+        return Finding(
+            "warn",
+            "page-locking",
+            f"CUDA could not page-lock RAM ({limit}): copies to the GPU are slow and hold up threads",
+            raise_it,
+        )
+    if facts.memlock_bytes is not None and facts.memlock_bytes < facts.ram_limit_bytes:
+        return Finding("note", "page-locking", f"works, with {limit} for other page-locked memory", raise_it)
+    return Finding("ok", "page-locking", f"works, {limit}")
+
+
+def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> Iterator[Finding]:
+    """Yield what is there of GPU and GPUDirect Storage."""
+    if gpu is None and facts.has_nvidia_driver:
+        yield Finding(
+            "warn",
+            "GPU",
+            "the machine has an NVIDIA driver, but torch sees no CUDA device",
+            "install a torch built for CUDA, and look at CUDA_VISIBLE_DEVICES",
+        )
+    elif gpu is None:
+        yield Finding("ok", "GPU", "none: layers run on the CPU, the tiers are RAM and drives")
+    else:
+        yield Finding("ok", "GPU", f"{gpu.name}, {format_size(gpu.memory_bytes)}")
+        if gds.missing:
+            yield Finding(
+                "note",
+                "GPUDirect Storage",
+                "not available, so blocks go from drives to the GPU through RAM; missing: " + "; ".join(gds.missing),
+                "nothing needs it; it spares RAM bandwidth where drives are fast",
+            )
+        else:
+            yield Finding("ok", "GPUDirect Storage", "kvikio and nvidia-fs are there")
+
+
+def processor_findings(result: ProcessorResult) -> Iterator[Finding]:
+    """Yield how the optimizer's kernel compares with what RAM gives."""
+    for dtype in result.adamw_params:
+        share = result.adamw_share(dtype)
+        seen = f"{dtype} weights: {result.adamw_params[dtype] / 1e6:,.0f} M parameters/s, {share:.0%} of RAM bandwidth"
+        if share >= KERNEL_SHARE:
+            yield Finding("ok", "AdamW", seen)
+        else:
+            advice = "more CPUs would help: the kernel computes longer than RAM takes. Nothing is wrong with the RAM"
+            yield Finding("note", "AdamW", seen, advice)
+
+
+def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
+    """Yield what is to be known of each path, and of paths together."""
+    by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
+    for drive in drives:
+        by_file_system[drive.file_system.key].append(drive)
+        yield from _kind_of_drive(drive)
+        yield from _speed_of_drive(drive)
+    for together in by_file_system.values():
+        if len(together) > 1:
+            paths = ", ".join(str(drive.path) for drive in together)
+            yield Finding(
+                "warn",
+                "paths",
+                f"{paths} lie on one file system ({together[0].file_system.source}): striped, they share its speed",
+                "name one of them in [[tiers.nvme]], and folders on other drives beside it",
+            )
+
+
+def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
+    path, kind = str(drive.path), drive.file_system.kind
+    if drive.file_system.nature in _ELSEWHERE:
+        yield Finding("warn", path, drive.file_system.caution, _ELSEWHERE[drive.file_system.nature])
+    elif not drive.is_direct:
+        yield Finding(
+            "warn",
+            path,
+            f"{kind} refuses O_DIRECT: bytes go through the kernel's cache, and the rates below may be that cache's",
+            "use ext4 or xfs for [[tiers.nvme]]; not overlay, an encrypted home or a network folder",
+        )
+    else:
+        yield Finding("ok", path, f"{kind} with O_DIRECT, {format_size(drive.free_bytes)} free")
+    if drive.free_bytes < _LITTLE_ROOM_BYTES:
+        advice = "16 bytes per parameter is what a whole model in fp32 takes, gradients included"
+        yield Finding("note", path, f"only {format_size(drive.free_bytes)} are free", advice)
+
+
+def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
+    path = str(drive.path)
+    for what in ("read", "write", "mixed"):
+        tier, bare = getattr(drive.tier, what), getattr(drive.bare, what)
+        if tier < TIER_SHARE * bare:
+            yield Finding(
+                "warn",
+                path,
+                f"{what}: the tier gets {format_rate(tier)}, {tier / bare:.0%} of the {format_rate(bare)} that plain "
+                "I/O got in the same run",
+                "measure again on an idle machine; if it stays, more CPUs for this process, or report it",
+            )
+    if drive.tier.mixed < _SLOW_BYTES_PER_S:
+        motor = " It says that it has a motor." if drive.is_rotational else ""
+        yield Finding(
+            "warn",
+            path,
+            f"slow for this purpose: {format_rate(drive.tier.mixed)} of reads and writes together.{motor}",
+            "an NVMe drive has 2 to 12 GB/s; several are striped with several [[tiers.nvme]]",
+        )
+    sustained = drive.sustained
+    if sustained is None:
+        return
+    seen = (
+        f"{format_size(sustained.nbytes)} written in {sustained.seconds:.0f} s: {format_rate(sustained.first)} at the "
+        f"start, {format_rate(sustained.last)} at the end"
+    )
+    if sustained.last < SUSTAINED_SHARE * sustained.first:
+        advice = "plans count with the rate at the end; fstrim, more free space or another drive may help"
+        yield Finding("warn", path, f"slows under a long write: {seen}", advice)
+    else:
+        yield Finding("ok", path, f"holds its speed: {seen}")

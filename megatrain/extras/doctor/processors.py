@@ -1,0 +1,374 @@
+"""Rates of the processors: CPU kernels, GPU kernels and buses."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatrain.api import (
+    AdamW,
+    GradientAccumulator,
+    KernelThreads,
+    Segment,
+    Update,
+    available_ram_bytes,
+)
+from megatrain.optim.threads import cut
+from megatrain.trace.trace import CountingMode
+from tiered.ext import HostSlab
+from tiered.units import MiB
+
+#: Bytes of RAM that an update of a parameter touches: master, m and v read and written, the gradient read.
+ADAMW_BYTES_PER_PARAM = 2 * 12 + 4
+
+_FLOAT_BYTES = 4
+_MIN_REPEATS = 3
+#: Tokens of the products that are timed; a layer is half as wide, and its MLP three times as wide as the layer.
+_PRODUCT_TOKENS = (512, 1024, 2048, 4096, 8192)
+_DTYPES = (torch.float32, torch.bfloat16)
+#: Of attention, and of what a layer does beside products: as large as in a micro-batch of a small model.
+_HEADS, _ROW_TOKENS, _HEAD_WIDTH = 8, 1024, 64
+_TOKENS, _WIDTH = 2048, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessorResult:
+    """Bytes and parameters per second, the best of several runs; all with ``num_threads`` threads.
+
+    Attributes:
+        ram_read: as in `megatrain.machine.machine.MachineProfile`.
+        ram_copy: as in `megatrain.machine.machine.MachineProfile`.
+        ram_update: as in `megatrain.machine.machine.MachineProfile`.
+        adamw_params: dtype of the weights -> parameters per second.
+    """
+
+    num_threads: int
+    ram_read: float
+    ram_copy: float
+    ram_update: float
+    adamw_params: Mapping[str, float]
+
+    def adamw_share(self, dtype: str) -> float:
+        """Return the kernel's bytes per second as a share of the most that RAM gave to any of the three."""
+        return self.adamw_params[dtype] * ADAMW_BYTES_PER_PARAM / max(self.ram_read, self.ram_copy, self.ram_update)
+
+
+def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads | None = None) -> ProcessorResult:
+    """Measure RAM and the AdamW kernels of the CPU.
+
+    Args:
+        span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
+        seconds: about how long each of the five measurements takes.
+        threads: run the kernels; default: one per usable CPU, as in a run.
+    """
+    kernel_threads = threads or KernelThreads()
+    num_elements = min(span_bytes, available_ram_bytes() // 8) // (4 * _FLOAT_BYTES)
+    try:
+        with _arrays(num_elements) as (weight, m, v, gradient):
+            for array in (weight, m, gradient):
+                array.uniform_(-1.0, 1.0)
+            v.uniform_(0.0, 1.0)
+            nbytes = num_elements * _FLOAT_BYTES
+            ram_read = 2 * nbytes / _best_s(lambda: torch.dot(weight, m), seconds)
+            ram_copy = 2 * nbytes / _best_s(lambda: _copy(m, weight, kernel_threads), seconds)
+            ram_update = 3 * nbytes / _best_s(lambda: _add(weight, gradient, kernel_threads), seconds)
+            adamw = {
+                dtype: num_elements / _best_s(update, seconds)
+                for dtype, update in _updates(weight, m, v, gradient, kernel_threads).items()
+            }
+    finally:
+        if threads is None:
+            kernel_threads.close()
+    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _by_kind(rates: Mapping[str, tuple[float, float]]) -> tuple[dict[str, float], dict[str, float]]:
+    return {dtype: rate for dtype, (rate, _) in rates.items()}, {dtype: rate for dtype, (_, rate) in rates.items()}
+
+
+def layer_rates(
+    device: torch.device, dtype: torch.dtype, seconds: float, synchronize: Callable[[], None] | None = None
+) -> tuple[float, float]:
+    """Return the FLOP/s of causal attention, and the bytes per second of all else in a layer but products.
+
+    Both with their backward, as often as a step with recompute runs them. Of attention the pairs of tokens count that
+    a causal kernel computes. The rest are a norm, a gate and a sum, of which every operator allocates its result.
+
+    Args:
+        synchronize: as for ``product_flops_per_s``.
+    """
+    shape = (_HEADS, _ROW_TOKENS, _HEAD_WIDTH)
+    queries, keys, values = (torch.randn(1, *shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    stream, gate, up = (torch.randn(_TOKENS, _WIDTH, device=device).to(dtype).requires_grad_() for _ in range(3))
+
+    def attention() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+
+    def beside_products() -> torch.Tensor:
+        found = stream.float()
+        normed = (found * torch.rsqrt(found.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        return stream + torch.nn.functional.silu(gate) * up * normed
+
+    rates: list[float] = []
+    for forward, inputs in ((attention, (queries, keys, values)), (beside_products, (stream, gate, up))):
+        ones = torch.ones_like(forward())
+
+        def work(
+            forward: Callable[[], torch.Tensor] = forward,
+            inputs: tuple[torch.Tensor, ...] = inputs,
+            ones: torch.Tensor = ones,
+        ) -> None:
+            with torch.no_grad():
+                forward()
+            torch.autograd.grad(forward(), inputs, ones)
+            if synchronize is not None:
+                synchronize()
+
+        with CountingMode() as counts:
+            work()
+        found = counts.work
+        amount = found.attention_flops - found.skipped_flops or found.moved_nbytes
+        rates.append(amount / _best_s(work, seconds / 3))
+    return rates[0], rates[1]
+
+
+def product_flops_per_s(
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    synchronize: Callable[[], None] | None = None,
+    *,
+    sums_bytes_per_s: float = math.inf,
+) -> float:
+    """Return the rate of a layer's products, of the largest size that a tenth of the time does.
+
+    Six products of two matrices, a projection and one of the MLP: forward, gradient of the input, and gradient of the
+    weight, which is added to its fp32 sum. Of random numbers: with equal ones a processor draws less power, and is up
+    to an eighth faster.
+
+    Args:
+        synchronize: waits for the device; None where products are done when they return.
+        sums_bytes_per_s: Rate at which plans count the bytes of the sums; their time is no part of the products'.
+    """
+    rate = 0.0
+    for num_tokens in _PRODUCT_TOKENS:
+        width = num_tokens // 2
+        outputs = {"projection": width, "mlp": 3 * width}
+        inputs = _random(num_tokens, width, device, dtype)
+        weights = {name: _random(size, width, device, dtype) for name, size in outputs.items()}
+        gradients = {name: _random(num_tokens, size, device, dtype) for name, size in outputs.items()}
+        sums = {name: torch.zeros(size, width, device=device) for name, size in outputs.items()}
+        accumulator = GradientAccumulator(sums, set(sums))
+
+        def multiply(
+            inputs: torch.Tensor = inputs,
+            weights: Mapping[str, torch.Tensor] = weights,
+            gradients: Mapping[str, torch.Tensor] = gradients,
+            accumulator: GradientAccumulator = accumulator,
+        ) -> None:
+            for name, weight in weights.items():
+                torch.mm(inputs, weight.t())
+                torch.mm(gradients[name], weight)
+                accumulator.add_product(name, gradients[name].t(), inputs)
+            if synchronize is not None:
+                synchronize()
+
+        flops = 3 * 2 * num_tokens * width * sum(outputs.values())
+        taken_s = _best_s(multiply, seconds / 3)
+        sums_s = 2 * sum(total.numel() * total.element_size() for total in sums.values()) / sums_bytes_per_s
+        rate = flops / max(taken_s - sums_s, taken_s / 2)
+        if 8 * taken_s > seconds / 10:
+            break
+    return rate
+
+
+def _random(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(rows, columns, device=device, dtype=dtype).uniform_(-1.0, 1.0)
+
+
+@contextmanager
+def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
+    """Yield four fp32 arrays in memory like that of the RAM tier."""
+    slabs: list[HostSlab] = []
+    try:
+        slabs.extend(HostSlab(num_elements * _FLOAT_BYTES) for _ in range(4))  # those before a failure are kept, too
+        yield [slab.tensor.view(torch.float32)[:num_elements] for slab in slabs]
+    finally:
+        for slab in slabs:
+            slab.close()
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, threads: KernelThreads) -> None:
+    to, of = target.numpy(), source.numpy()
+    threads.run(partial(np.copyto, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
+
+
+def _add(total: torch.Tensor, addend: torch.Tensor, threads: KernelThreads) -> None:
+    from megatrain.optim.kernels import add_in_place
+
+    to, of = total.numpy(), addend.numpy()
+    threads.run(partial(add_in_place, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
+
+
+def _updates(
+    weight: torch.Tensor, m: torch.Tensor, v: torch.Tensor, gradient: torch.Tensor, threads: KernelThreads
+) -> dict[str, Callable[[], None]]:
+    """Return an AdamW step over the arrays, by dtype of the weight block."""
+    optimizer = AdamW(threads=threads)
+    segments = (Segment(0, gradient.numel(), 0.1),)
+    halves = weight.view(torch.int16).chunk(2)  # the same bytes hold either form of the master
+    split = {"weight": halves[0].view(torch.bfloat16), "low": halves[1], "m": m, "v": v}
+    whole = {"weight": weight, "m": m, "v": v}
+    now = Update(step=1, lr=1e-5)
+    return {
+        "float32": lambda: optimizer.update(whole, gradient, segments, now),
+        "bfloat16": lambda: optimizer.update(split, gradient, segments, now),
+    }
+
+
+def _best_s(work: Callable[[], object], seconds: float) -> float:
+    """Return the least time of some runs, after a first one, which may compile or make room.
+
+    Not the median: what else runs on the machine makes some of them longer, nothing makes them shorter.
+    """
+    work()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < _MIN_REPEATS or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+_COPY_BYTES = 256 * MiB
+_NUM_COPIES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class GpuResult:
+    """What one CUDA device did.
+
+    Attributes:
+        h2d: bytes per second from RAM.
+        d2h: bytes per second to RAM.
+        is_pinned: whether that RAM was pinned.
+        matmul_flops: dtype -> FLOP/s.
+        update: bytes per second of an addition in place, in its own memory.
+        attention_flops: dtype -> FLOP/s, see `layer_rates`.
+        elementwise: dtype -> bytes per second, likewise.
+    """
+
+    name: str
+    memory_bytes: int
+    is_pinned: bool
+    h2d: float
+    d2h: float
+    matmul_flops: Mapping[str, float]
+    update: float | None = None
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
+    elementwise: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GdsResult:
+    """What GPUDirect Storage needs: ``missing`` names it, empty where all is there."""
+
+    has_kvikio: bool
+    has_driver: bool
+    missing: tuple[str, ...]
+
+
+def measure_gpu(*, seconds: float) -> GpuResult | None:
+    """Measure the current CUDA device; None where there is none.
+
+    Args:
+        seconds: about how long each matrix product is repeated.
+    """
+    if not torch.cuda.is_available():
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    slab = HostSlab(_COPY_BYTES, pin=True)
+    try:
+        host = slab.tensor.random_(0, 256)  # a link may compress what it carries
+        buffer = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+        layers = {
+            _name(dtype): layer_rates(device, dtype, seconds, lambda: torch.cuda.synchronize(device))
+            for dtype in _DTYPES
+        }
+        attention, elementwise = _by_kind(layers)
+        flops = {
+            _name(dtype): product_flops_per_s(
+                device,
+                dtype,
+                seconds,
+                lambda: torch.cuda.synchronize(device),
+                sums_bytes_per_s=elementwise[_name(dtype)],
+            )
+            for dtype in _DTYPES
+        }
+        return GpuResult(
+            name=torch.cuda.get_device_name(device),
+            memory_bytes=torch.cuda.mem_get_info(device)[1],
+            is_pinned=slab.is_pinned,
+            h2d=_copy_rate(buffer, host),
+            d2h=_copy_rate(host, buffer),
+            matmul_flops=flops,
+            update=_update_rate(buffer),
+            attention_flops=attention,
+            elementwise=elementwise,
+        )
+    finally:
+        torch.cuda.synchronize(device)
+        slab.close()
+
+
+def _copy_rate(target: torch.Tensor, source: torch.Tensor) -> float:
+    return target.numel() / _median_s(lambda: target.copy_(source, non_blocking=True))
+
+
+def _update_rate(buffer: torch.Tensor) -> float:
+    """Return the bytes per second of two reads and a write per element, as an optimizer streams its blocks."""
+    total, addend = buffer.view(torch.float32).uniform_(-1.0, 1.0).chunk(2)
+    return 3 * total.numel() * total.itemsize / _median_s(lambda: total.add_(addend))
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    times: list[float] = []
+    for number in range(_NUM_COPIES + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        work()
+        end.record()
+        end.synchronize()
+        if number:  # the first one may set the link up
+            times.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(times)
+
+
+def check_gds(proc: Path = Path("/proc"), run: Path = Path("/run")) -> GdsResult:
+    """Return what of GPUDirect Storage is there. kvikio is searched for, not imported."""
+    has_kvikio = importlib.util.find_spec("kvikio") is not None
+    has_driver = (proc / "driver" / "nvidia-fs").exists()
+    missing = []
+    if not has_kvikio:
+        missing.append("the package kvikio (pip install 'megatrain-tier[gds]' && pip install --no-deps kvikio-cu13)")
+    if not has_driver:
+        missing.append("the kernel module nvidia-fs (package nvidia-fs or nvidia-gds, then modprobe nvidia-fs)")
+    if not (run / "udev").exists():
+        missing.append("/run/udev, by which cuFile finds the drive behind a path (in a container: mount it)")
+    return GdsResult(has_kvikio, has_driver, tuple(missing))

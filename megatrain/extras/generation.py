@@ -1,0 +1,238 @@
+"""Texts continued by a model of any size: many prompts at once, each weight fetched once for a token of all of them.
+
+The model's weights are frozen and read as scores read them (``scoring``). What it keeps of the tokens so far, keys and
+values, are blocks of the store. Tokens are those of transformers' ``generate`` (``engine/generate.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.errors import ConfigError
+from megatrain.base.names import RESOLVED_NAME, run_of_final, trained_model
+from megatrain.base.observer import RunObserver
+from megatrain.config.problems import find_ungenerable
+from megatrain.config.resolved import load_run, with_packing
+from megatrain.config.schema import RunConfig
+from megatrain.converters.adapters import base_of_adapter
+from megatrain.engine.table import TrainingConfig
+from megatrain.models.folder import ADAPTER_CONFIG
+from megatrain.models.graph import num_learned_positions
+from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
+from megatrain.plan.limits import refuse
+from megatrain.tasks.chat import ChatError, ChatSettings, prompt_tokens
+from megatrain.tasks.continuation import Continuation
+from megatrain.training.open_run import open_run
+from megatrain.training.resolve import resolve
+from megatrain.training.rows import tokenizer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.plan.forward import GenerationPlan
+
+__all__ = ["Completion", "Generator", "config_for_prompts", "config_of_folder", "generate", "tables_of_folder"]
+
+
+#: Keys of ``[model]`` that say which model a run had, and how it computed.
+_OF_MODEL = ("model_name_or_path", "revision", "tokenizer_name_or_path", "attn_implementation", "split_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What a model made of a prompt.
+
+    Attributes:
+        prompt: as it was given.
+        completion: text, without special tokens.
+        token_ids: that the text is of, the end of text included.
+    """
+
+    prompt: str
+    completion: str
+    token_ids: tuple[int, ...]
+
+
+def config_of_folder(folder: Path, **tables: Any) -> RunConfig:
+    """Return a config whose model is that of a folder; nothing is trained or written.
+
+    Args:
+        folder: Where a model is, an adapter, or the run that wrote one of them.
+        tables: more of the config, such as ``tiers``.
+
+    Raises:
+        AdapterError: the folder is of an adapter that names no base model.
+    """
+    values = {
+        "task": "sft",
+        "output_dir": str(folder.absolute() / "generate"),
+        "data": {"train": [{"path": "prompts"}]},  # nothing reads it
+    }
+    return RunConfig.model_validate({**values, **tables_of_folder(folder), **tables})
+
+
+def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
+    """Return the tables of a config that say which model is in a folder: for an adapter its base, with it.
+
+    Args:
+        folder: Where a model is, an adapter, or the run that wrote one of them. A run's adapter is put on the model
+            as the run has it (revision, attention, precision); any other one on the model that it names.
+
+    Raises:
+        AdapterError: the folder is of an adapter that names no base model.
+        ConfigError: the config of the run cannot be read.
+    """
+    folder = trained_model(folder).absolute()
+    if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
+        return {"model": {"model_name_or_path": str(folder)}}
+    model: dict[str, Any] = {}
+    tables = {"model": model, "lora": {"adapter_name_or_path": str(folder)}}
+    run = run_of_final(folder)
+    if run is not None and (run / RESOLVED_NAME).is_file():
+        wanted: Any = {"model": set(_OF_MODEL), "precision": {"compute_dtype"}}
+        values = load_run(run).model_dump(mode="json", include=wanted, exclude_none=True)
+        model.update({name: value for name, value in values["model"].items() if value != ""})
+        tables["precision"] = values["precision"]
+    else:
+        model["model_name_or_path"] = base_of_adapter(folder)
+    if (folder / "tokenizer.json").is_file():
+        model["tokenizer_name_or_path"] = str(folder)
+    return tables
+
+
+def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig:
+    """Return a config whose step is prompts: what sets the step of its training has no meaning for them.
+
+    Args:
+        config: What a run is made of.
+        rows: prompts that are padded to one length.
+        together: prompts that share each fetch of a weight.
+    """
+    step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-together // rows))
+    return with_packing(config, False).model_copy(update={"task": "sft", "training": step})
+
+
+def generate(
+    config: RunConfig | Path | str,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int = 128,
+    temperature: float | None = 0.0,
+    seed: int = 0,
+    system: str = "",
+    observer: RunObserver | None = None,
+) -> list[Completion]:
+    """Continue prompts with a model that need not fit into memory.
+
+    Args:
+        config: a config, of which model, tiers, precision and the size of a step count (rows of a micro-batch are the
+            prompts that are padded to one length, those of a step are the prompts at once), or a folder: of a model, of
+            an adapter, which runs with its base model, or of a run.
+        prompts: turns of a chat where the model has a template, else beginnings of texts.
+        max_new_tokens: New tokens of each completion, at most.
+        temperature: 0: the likeliest token each time. None: as the model's generation_config.json says.
+        seed: What sampling draws from: micro-batch m draws as transformers does after ``torch.manual_seed(seed + m)``.
+        system: the message in front of each prompt.
+        observer: is called with messages.
+
+    Returns:
+        A completion for each prompt, in order.
+
+    Raises:
+        ChatError: a prompt has no token, or more than the model has positions.
+        ConfigError: the config asks for what cannot generate, or for random weights.
+        DoesNotFitError: a tier is too small.
+        ModelFolderError: the model is unusable.
+        UnsupportedModelError: the model is unusable.
+    """
+    config = config if isinstance(config, RunConfig) else config_of_folder(Path(config))
+    settings = ChatSettings(max_new_tokens, temperature, seed, system)
+    return Generator(config, prompts, settings, observer=observer).run()
+
+
+class Generator:
+    """Continues prompts; see ``generate``.
+
+    Args:
+        config: Which model, and what it may use.
+        prompts: texts, at least one.
+        settings: How prompts are continued.
+        observer: is called with messages.
+
+    Attributes:
+        plan: How a batch of prompts passes.
+        moved_bytes: link -> bytes that ``run`` moved.
+        planned_bytes: link -> bytes that its passes were planned to move.
+        seconds: Time of the passes.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompts: Sequence[str],
+        settings: ChatSettings,
+        *,
+        observer: RunObserver | None = None,
+    ) -> None:
+        if problems := list(find_ungenerable(config)):
+            raise ConfigError("the config", problems)
+        run = forward_run(resolve(config))
+        self._settings, self._prompts = settings, list(prompts)
+        self._observer = observer or RunObserver()
+        self._tokenizer = tokenizer_of(run.model)
+        self._tokens = [self._encoded(number, prompt) for number, prompt in enumerate(self._prompts)]
+        longest = max(len(tokens) for tokens in self._tokens)
+        rows = min(run.batch.micro_batch_rows, len(self._prompts))
+        together = min(rows * run.batch.num_micro_batches, len(self._prompts))
+        self._run = with_prompts(run, rows, together, longest + settings.max_new_tokens)
+        self.plan: GenerationPlan = plan_generation(self._run)
+        self._check_positions(longest)
+        self.moved_bytes: dict[str, int] = {}
+        self.planned_bytes: dict[str, int] = {}
+        self.seconds = 0.0
+
+    def _encoded(self, number: int, prompt: str) -> Tensor:
+        try:
+            return prompt_tokens(self._tokenizer, prompt, self._settings.system)[0]
+        except ChatError as error:
+            raise ChatError(f"prompt {number + 1}: {error}") from error
+
+    def _check_positions(self, longest: int) -> None:
+        most = num_learned_positions(self.plan.plan.graph)
+        if most is not None and longest + self._settings.max_new_tokens > most:
+            raise ChatError(
+                f"the longest prompt has {longest:,} tokens; with {self._settings.max_new_tokens:,} new ones that is "
+                f"more than the {most:,} positions of the model. Lower max_new_tokens, or shorten the prompt"
+            )
+
+    def run(self) -> list[Completion]:
+        """Return the completions, in the order of the prompts. See ``generate`` for errors."""
+        plan, batch = self.plan.plan, self._run.batch
+        check_weights(plan.run)
+        refuse(plan.objections)
+        found: list[Completion] = []
+        with open_run(plan, tell=self._observer.on_message) as opened:
+            opened.load()
+            store = opened.store
+            store.wait_idle()
+            passes = Continuation(self.plan, store, self._tokenizer, self._settings)
+            before, start_s = store.stats(), time.perf_counter()
+            for first in range(0, len(self._tokens), batch.num_rows):
+                together = self._tokens[first : first + batch.num_rows]
+                for prompt, ids in zip(
+                    self._prompts[first:], passes.run(together, first // batch.micro_batch_rows), strict=False
+                ):
+                    text = self._tokenizer.decode(ids, skip_special_tokens=True)
+                    found.append(Completion(prompt, text, ids))
+                done = f"{len(found):,} of {len(self._tokens):,} prompts continued"
+                self._observer.on_message(f"{done}, {time.perf_counter() - start_s:.1f} s")
+            self.seconds = time.perf_counter() - start_s
+            store.wait_idle()
+            moved = store.stats() - before
+        self.planned_bytes = passes.planned_bytes
+        self.moved_bytes = {name: link.num_bytes for name, link in moved.links.items() if link.num_bytes}
+        return found

@@ -1,0 +1,448 @@
+"""The figures of a report: each computed once, for the terminal, for JSON and for the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from megatrain.api import NUM_LOSSES, resolved_values
+from megatrain.base.toml import format_value
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, leaf_schema, plain
+from megatrain.extras.report.history import RunHistory
+from tiered.errors import TieredError
+from tiered.ext import WearCounter
+
+#: Steps left out of means: the first ones create files and touch pages for the first time.
+NUM_WARM_STEPS = 2
+#: Cause of a stall in the metrics -> its name in a report.
+CAUSES = {
+    "fill": "waiting for fetches",
+    "drain": "waiting for write-backs",
+    "space": "waiting for room",
+    "lease": "waiting for blocks in use",
+    "commit": "waiting for a checkpoint",
+}
+COMPUTING = "computing"
+#: Task -> what its loss is, where evaluations have another one.
+_LOSS_NAMES = {"distill": "distillation"}
+#: Keys that differ in every run, and that are shown elsewhere.
+_RUN_KEYS = frozenset({"config_version", "output_dir", "run_name", "data_seed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A figure as planned and as measured; None: not known."""
+
+    planned: float | None
+    measured: float | None
+
+    @property
+    def error(self) -> float | None:
+        """Measured minus planned, as a share of planned."""
+        if not self.planned or self.measured is None:
+            return None
+        return self.measured / self.planned - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PathWrites:
+    """What was written to one path.
+
+    Attributes:
+        nbytes: Written in the steps that the metrics know.
+        bytes_per_step: Written in a step.
+        limit_bytes: ``max_written``.
+        lifetime_bytes: Written there by all runs together; None: not known.
+    """
+
+    nbytes: int
+    bytes_per_step: Compared
+    limit_bytes: int | None = None
+    lifetime_bytes: int | None = None
+
+    @property
+    def share_of_limit(self) -> float | None:
+        """Share of ``max_written`` that all runs together have used; None: no limit, or not known."""
+        return self.lifetime_bytes / self.limit_bytes if self.lifetime_bytes is not None and self.limit_bytes else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedKey:
+    """A key of the config whose value is not the default; ``default`` is "" where there is none."""
+
+    key: str
+    value: str
+    default: str
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """What a model wrote at a step.
+
+    Attributes:
+        step: Of the evaluation.
+        rows: ``prompt``, ``generated`` and ``reference`` of each.
+    """
+
+    step: int
+    rows: Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """All figures of one run. Bytes and seconds; a share is between 0 and 1. None: not known.
+
+    Attributes:
+        name: Of the run.
+        path: ``output_dir``.
+        state: As in ``RunHistory``.
+        message: The last one of the status, e.g. why the run failed.
+        headline: Of the plan: model, task, tokens of a step.
+        step: Steps done.
+        max_steps: Steps of the whole run.
+        seconds: Of all steps, evaluations and saves.
+        first_loss: Mean over the first ``num_averaged`` steps known: a single step says more about its rows.
+        last_loss: Mean over the last ``num_averaged`` steps, which are none of the first.
+        num_averaged: Steps in each of these means.
+        loss_name: What the loss of training is, where it is not cross entropy as that of evaluations is; else "".
+        evaluations: Name of a set -> (step, loss), in order.
+        judged: Name of a set of preferences -> step -> figures, by TRL's names.
+        samples: Name of a set -> what the model wrote in its newest evaluation that asked for it.
+        preferences: Means of such figures over the last steps.
+        num_real_tokens: Of all steps, without padding.
+        num_trained_tokens: Those of them that have a loss.
+        padding_share: Of packed rows; None for others.
+        step_s: Median of a step, without the first ones, evaluations and saves.
+        time_s: Part of a step -> mean seconds, the largest first.
+        tokens_per_s: Real tokens, over the steps in ``time_s``.
+        trained_tokens_per_s: Over the steps in ``time_s``.
+        model_flops_per_s: Over the steps in ``time_s``, without recomputation.
+        hardware_flops_per_s: Over the steps in ``time_s``, with recomputation.
+        tiers: Tier -> peak bytes.
+        capacity_bytes: By tier.
+        links: Link -> bytes per step.
+        drives: Path -> what was written there.
+        rss_first_bytes: Resident memory of the process after its first steps.
+        rss_last_bytes: Resident memory after the last step.
+        rss_peak_bytes: Most resident memory.
+        checkpoints: Lines of the metrics.
+        restarts: (step, date and time) of each start but the first.
+        settings: Keys of the config that are not the default.
+        machine: Of the last start.
+        versions: Library -> version.
+        export_dir: Of the newest exported model.
+        link_paths: Link -> how its bytes were moved in the last start that ended, e.g. ``cuda`` or ``kvikio-gds``.
+        process_usage: Seconds of processor time and page faults of a step: ``user_s``, ``system_s``, ``page_faults``.
+        beside_tier_bytes: The most memory of the process beyond the RAM tier: Python, libraries, data, workspace that
+            no slot holds.
+        timeline: File of the traced steps.
+        ranks: Of a run of several processes, a step of each, as ``StepMetrics.ranks`` has it: most bytes in use,
+            medians of bytes moved, means of waits.
+    """
+
+    name: str
+    path: str
+    state: str
+    message: str
+    headline: str
+    step: int
+    max_steps: int
+    seconds: float
+    first_loss: float | None
+    last_loss: float | None
+    num_averaged: int
+    loss_name: str
+    evaluations: Mapping[str, Sequence[tuple[int, float]]]
+    judged: Mapping[str, Mapping[int, Mapping[str, float]]]
+    samples: Mapping[str, Samples]
+    preferences: Mapping[str, float]
+    num_real_tokens: int
+    num_trained_tokens: int
+    padding_share: float | None
+    step_s: Compared
+    time_s: Mapping[str, float]
+    tokens_per_s: float | None
+    trained_tokens_per_s: float | None
+    model_flops_per_s: float | None
+    hardware_flops_per_s: float | None
+    tiers: Mapping[str, Compared]
+    capacity_bytes: Mapping[str, int]
+    links: Mapping[str, Compared]
+    drives: Mapping[str, PathWrites]
+    rss_first_bytes: int | None
+    rss_last_bytes: int | None
+    rss_peak_bytes: int | None
+    checkpoints: Sequence[Mapping[str, Any]]
+    restarts: Sequence[tuple[int, str]]
+    settings: Sequence[ChangedKey] = ()
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    export_dir: str | None = None
+    link_paths: Mapping[str, str] = field(default_factory=dict)
+    beside_tier_bytes: int | None = None
+    process_usage: Mapping[str, float] = field(default_factory=dict)
+    timeline: str | None = None
+    ranks: Sequence[Mapping[str, Any]] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values; numbers that are not finite become None."""
+        values: dict[str, Any] = _strict(asdict(self))
+        return values
+
+
+def _mean_loss(steps: Sequence[Mapping[str, Any]]) -> float | None:
+    return math.fsum(step["loss"] for step in steps) / len(steps) if steps else None
+
+
+def compute_figures(history: RunHistory) -> Figures:
+    """Return the figures of a run; what is not known is None or empty."""
+    steps, plan = history.steps, history.plan
+    warm = steps[NUM_WARM_STEPS:] or steps
+    real, trained = (sum(step.get(key, 0) for step in steps) for key in ("num_real_tokens", "num_trained_tokens"))
+    warm_s = sum(step.get("step_s", 0.0) for step in warm)
+    rss = [step["rss_bytes"] for step in steps if step.get("rss_bytes")]
+    status = history.status
+    averaged = min(NUM_LOSSES, max(1, len(steps) // 2))  # as the summary of a run has it
+    return Figures(
+        name=history.name,
+        path=str(history.path),
+        state=history.state,
+        message=status.message if status is not None else "",
+        headline=str(plan.get("headline", "")),
+        step=max([step["step"] for step in steps[-1:]], default=status.step if status is not None else 0),
+        max_steps=max([step.get("max_steps", 0) for step in steps[-1:]], default=status.max_steps if status else 0),
+        seconds=_total_seconds(history),
+        first_loss=_mean_loss(steps[:averaged]),
+        last_loss=_mean_loss(steps[-averaged:]),
+        num_averaged=averaged if steps else 0,
+        loss_name=_LOSS_NAMES.get(history.config.task, "") if history.config is not None else "",
+        evaluations=_evaluations(history),
+        judged=_judged(history),
+        samples=_samples(history),
+        preferences=_mean_preferences(steps[-NUM_LOSSES:]),
+        num_real_tokens=real,
+        num_trained_tokens=trained,
+        padding_share=_padding_share(history, real),
+        step_s=Compared(_planned_step_s(plan), median(step["step_s"] for step in warm) if warm else None),
+        time_s=_time_s(warm),
+        tokens_per_s=_rate(warm, "num_real_tokens", warm_s),
+        trained_tokens_per_s=_rate(warm, "num_trained_tokens", warm_s),
+        model_flops_per_s=_rate(warm, "model_flops", warm_s),
+        hardware_flops_per_s=_rate(warm, "hardware_flops", warm_s),
+        tiers=_tiers(history),
+        capacity_bytes=_capacities(history),
+        links=_links(history, warm),
+        link_paths=dict(history.ends[-1].get("link_paths") or {}) if history.ends else {},
+        drives=_drives(history, warm),
+        rss_first_bytes=rss[min(4, len(rss) - 1)] if rss else None,
+        rss_last_bytes=rss[-1] if rss else None,
+        rss_peak_bytes=max([*rss, *(end.get("peak_rss_bytes", 0) for end in history.ends)], default=None),
+        checkpoints=history.checkpoints,
+        restarts=[(start.get("first_step", 0), str(start.get("at", ""))) for start in plan.get("starts", [])[1:]],
+        settings=_changed_settings(resolved_values(history.config)) if history.config is not None else (),
+        machine=plan.get("machine", {}),
+        versions=plan.get("versions", {}),
+        beside_tier_bytes=_beside_tier(steps),
+        process_usage=_process_usage(warm),
+        timeline=None if history.timeline is None else str(history.timeline),
+        ranks=_ranks(warm),
+        export_dir=next((end["export_dir"] for end in reversed(history.ends) if end.get("export_dir")), None),
+    )
+
+
+def _beside_tier(steps: Sequence[Mapping[str, Any]]) -> int | None:
+    beside = [
+        step["rss_bytes"] - step.get("tier_used_bytes", {}).get("ram", 0) for step in steps if step.get("rss_bytes")
+    ]
+    return max(beside, default=None)
+
+
+def _process_usage(warm: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the median of each counter over the steps that have it."""
+    counted = [step["process_usage"] for step in warm if step.get("process_usage")]
+    return {name: median(each[name] for each in counted) for name in counted[0]} if counted else {}
+
+
+def _ranks(warm: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a step of each rank; of the last start, if its number of them is another one than before."""
+    size = len(warm[-1].get("ranks", ())) if warm else 0
+    of_steps = [step["ranks"] for step in warm if size and len(step.get("ranks", ())) == size]
+
+    def each(
+        steps: Sequence[Mapping[str, Any]], key: str, mean: Callable[[Iterable[float]], float]
+    ) -> dict[str, float]:
+        names = dict.fromkeys(name for step in steps for name in step.get(key, {}))
+        return {name: mean([step.get(key, {}).get(name, 0) for step in steps]) for name in names}
+
+    return [
+        {
+            "tier_used_bytes": each(steps, "tier_used_bytes", max),
+            "link_bytes": each(steps, "link_bytes", median),
+            "stall_s": each(steps, "stall_s", fmean),
+            "rss_bytes": max(step.get("rss_bytes", 0) for step in steps),
+        }
+        for steps in zip(*of_steps, strict=True)
+    ]
+
+
+def _planned_step_s(plan: Mapping[str, Any]) -> float | None:
+    """Return the seconds of the simulated step, which has its stalls, else of the estimate; None: no rates measured."""
+    replayed, estimate = plan.get("replayed") or {}, plan.get("estimate") or {}
+    planned = replayed.get("step_s", estimate.get("predicted_step_s"))
+    return float(planned) if planned else None
+
+
+def _total_seconds(history: RunHistory) -> float:
+    steps = sum(step.get("step_s", 0.0) for step in history.steps)
+    evaluations = sum(line.get("seconds", 0.0) for line in history.evaluations)
+    return float(steps + evaluations + sum(line.get("stall_s", 0.0) for line in history.checkpoints))
+
+
+def _evaluations(history: RunHistory) -> dict[str, list[tuple[int, float]]]:
+    sets: dict[str, dict[int, float]] = {}
+    for line in history.evaluations:
+        sets.setdefault(str(line.get("name", "eval")), {})[line["step"]] = line.get("loss", math.nan)
+    for end in history.ends:  # for runs without metrics.jsonl
+        for name, last in end.get("evaluations", {}).items():
+            sets.setdefault(name, {}).setdefault(last["step"], float(last["loss"]))
+    return {name: sorted(losses.items()) for name, losses in sets.items()}
+
+
+def _all_evaluations(history: RunHistory) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of a set and the figures of an evaluation; first those of summaries, for runs without a log."""
+    for end in history.ends:
+        yield from end.get("evaluations", {}).items()
+    yield from ((str(line.get("name", "eval")), line) for line in history.evaluations)
+
+
+def _samples(history: RunHistory) -> dict[str, Samples]:
+    return {
+        name: Samples(line["step"], line["samples"])
+        for name, line in sorted(_all_evaluations(history), key=lambda each: int(each[1]["step"]))
+        if line.get("samples")
+    }
+
+
+def _judged(history: RunHistory) -> dict[str, dict[int, dict[str, float]]]:
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for name, line in _all_evaluations(history):
+        if line.get("preferences"):
+            found.setdefault(name, {})[line["step"]] = {key: float(x) for key, x in line["preferences"].items()}
+    return found
+
+
+def _mean_preferences(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    lines = [line["preferences"] for line in steps if line.get("preferences")]
+    names = {name: None for line in lines for name in line}
+    return {name: math.fsum(own) / len(own) for name in names if (own := [float(x[name]) for x in lines if name in x])}
+
+
+def _padding_share(history: RunHistory, num_real_tokens: int) -> float | None:
+    """Return the share of positions that held no token; only packed rows have a length known from the config."""
+    config = history.config
+    if config is None or not history.steps or not config.data.packing:
+        return None
+    positions = len(history.steps) * config.rows_per_step * config.data.max_length
+    return max(0.0, 1 - num_real_tokens / positions)
+
+
+def _time_s(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if not steps:
+        return {}
+    causes = dict.fromkeys(cause for step in steps for cause in step.get("stall_s", {}))
+    waits = {cause: fmean(step.get("stall_s", {}).get(cause, 0.0) for step in steps) for cause in causes}
+    total = fmean(step.get("step_s", 0.0) for step in steps)
+    parts = {COMPUTING: max(0.0, total - sum(waits.values())), **waits}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
+def _rate(steps: Sequence[Mapping[str, Any]], key: str, seconds: float) -> float | None:
+    total = sum(step.get(key, 0) for step in steps)
+    return total / seconds if seconds > 0 and total else None
+
+
+def _tiers(history: RunHistory) -> dict[str, Compared]:
+    planned = history.plan.get("peak_bytes", {})
+    measured: dict[str, float] = {}
+    used = [step.get("tier_used_bytes", {}) for step in history.steps]
+    for tiers in (*used, *(end.get("tier_peak_bytes", {}) for end in history.ends)):
+        for tier, nbytes in tiers.items():
+            measured[tier] = max(measured.get(tier, 0), nbytes)
+    return {tier: Compared(planned.get(tier), measured.get(tier)) for tier in dict.fromkeys([*planned, *measured])}
+
+
+def _capacities(history: RunHistory) -> dict[str, int]:
+    last = history.steps[-1].get("tier_capacity_bytes", {}) if history.steps else {}
+    return dict(last or history.plan.get("budget_bytes", {}))
+
+
+def _links(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, Compared]:
+    """Return bytes per step and link: the median of the steps, else the mean of the last start that ended."""
+    planned = history.plan.get("link_bytes_per_step", {})
+    measured: dict[str, float] = {}
+    moved = [step["link_bytes"] for step in warm if step.get("link_bytes")]
+    if moved:
+        measured = {link: median(each.get(link, 0) for each in moved) for link in planned}
+    elif history.ends and history.plan.get("starts"):
+        end, first = history.ends[-1], history.plan["starts"][-1].get("first_step", 0)
+        number = end.get("num_steps", 0) - first
+        if number > 0:
+            measured = {link: nbytes / number for link, nbytes in end.get("link_bytes", {}).items()}
+    return {link: Compared(planned.get(link), measured.get(link)) for link in dict.fromkeys([*planned, *measured])}
+
+
+def _drives(history: RunHistory, warm: Sequence[Mapping[str, Any]]) -> dict[str, PathWrites]:
+    estimate = history.plan.get("estimate") or {}
+    planned = estimate.get("nvme_written_bytes_per_step") or {}
+    limits: dict[str, int | None] = {}
+    if history.config is not None:
+        limits = {str(table.path): table.max_written for table in history.config.tiers.nvme}
+    paths = dict.fromkeys([*limits, *planned, *(p for step in history.steps for p in step.get("written_bytes", {}))])
+    drives = {}
+    for path in paths:
+        each = [step.get("written_bytes", {}).get(path, 0) for step in warm]
+        nbytes = sum(step.get("written_bytes", {}).get(path, 0) for step in history.steps)
+        per_step = Compared(planned.get(path), median(each) if each else None)
+        drives[path] = PathWrites(nbytes, per_step, limits.get(path), _lifetime_bytes(Path(path)))
+    return drives
+
+
+def _lifetime_bytes(path: Path) -> int | None:
+    try:
+        return WearCounter(path).written_bytes or None
+    except TieredError:
+        return None
+
+
+def _changed_settings(values: Mapping[str, Any]) -> list[ChangedKey]:
+    """Return the keys whose value is not the default, in the order of the config."""
+    settings: list[ChangedKey] = []
+
+    def look(value: Any, path: tuple[str | int, ...]) -> None:
+        key = plain(path)
+        if isinstance(value, dict) and key not in FREE_TABLES:
+            for name, inner in value.items():
+                look(inner, (*path, name))
+        elif key in ARRAY_TABLES:
+            for index, inner in enumerate(value):
+                look(inner, (*path, index))
+        elif key in KEYS and key not in _RUN_KEYS and value is not None and value != {}:
+            default = leaf_schema(key).get("default")
+            if (list(value) if isinstance(value, tuple) else value) != default:
+                text = "" if default is None or default == {} else format_value(default)
+                settings.append(ChangedKey(".".join(map(str, path)), format_value(value), text))
+
+    look(values, ())
+    return settings
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _strict(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,200 @@
+"""A report as lines for a terminal, and the words that it shares with the page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
+from megatrain.extras.report.compare import Beside, compare, names_of, setting_differences
+from megatrain.extras.report.figures import CAUSES, COMPUTING, Compared, Figures, PathWrites
+from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
+
+__all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
+
+_NAME_WIDTH, _NUMBER_WIDTH = 18, 12
+_SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
+_LARGEST_EXPONENT = 709.0  # of a float
+
+
+def report_lines(figures: Figures) -> list[str]:
+    """Return the report of a run."""
+    lines = [_headline(figures)]
+    if figures.headline:
+        lines.append(figures.headline)
+    if figures.state in ("failed", "died") and figures.message:
+        lines.append(f"{'why' if figures.state == 'failed' else 'said last'}: {figures.message}")
+    if figures.first_loss is None:
+        lines.append("no step was recorded: nothing to compare")
+    table = list(_comparison(figures))
+    if table:
+        head = f"{'':<{_NAME_WIDTH}}{'planned':>{_NUMBER_WIDTH}}{'measured':>{_NUMBER_WIDTH}}"
+        lines += [head, *table]
+    if figures.time_s:
+        lines.append("a step   " + " | ".join(_times(figures)))
+    lines += _rest(figures)
+    return lines
+
+
+def comparison_lines(figures: Figures, other: Figures) -> list[str]:
+    """Return two runs beside each other, as lines."""
+    names = names_of(figures, other)
+    rows = [Beside("", *names), *compare(figures, other), *setting_differences(figures, other)]
+    widths = [max(len(getattr(row, column)) for row in rows) for column in ("name", "first", "second")]
+    return [
+        f"{row.name:<{widths[0]}}  {row.first:>{widths[1]}}  {row.second:>{widths[2]}}  {row.difference}".rstrip()
+        for row in rows
+    ]
+
+
+def _headline(figures: Figures) -> str:
+    parts = [f"report  {figures.name}", f"{figures.state} {figures.step:,}/{figures.max_steps:,}"]
+    if figures.seconds:
+        parts.append(f"{format_duration(figures.seconds)} with evaluations and saves")
+    if figures.first_loss is not None and figures.last_loss is not None:
+        name = f"{figures.loss_name} loss" if figures.loss_name else "loss"
+        parts.append(f"{name} {figures.first_loss:z.4f} -> {figures.last_loss:z.4f}{_averaged(figures)}")
+    for name, losses in figures.evaluations.items():
+        first, last = losses[0][1], losses[-1][1]
+        what = f"{name} cross entropy" if figures.loss_name else name
+        parts.append(f"{what} {last:z.4f}" if len(losses) == 1 else f"{what} {first:z.4f} -> {last:z.4f}")
+    return "   ".join(parts)
+
+
+def _averaged(figures: Figures) -> str:
+    count = figures.num_averaged
+    return f" (means of {count} steps)" if count > 1 else ""
+
+
+def _comparison(figures: Figures) -> Iterator[str]:
+    if figures.step_s.measured is not None:
+        error = figures.step_s.error
+        note = "doctor measured no rates for a plan of times"
+        if error is not None:
+            note = f"{1 + error:.1f} times as long" if error > 1 else f"{error:+.0%}"
+        yield _row("step s", figures.step_s, 1.0, note, digits=3 if (figures.step_s.measured or 0) < 10 else 1)
+    for tier, peak in figures.tiers.items():
+        if not (peak.planned or peak.measured):
+            continue
+        capacity = figures.capacity_bytes.get(tier)
+        unit, name = binary_unit(max(peak.planned or 0, peak.measured or 0))
+        of = f"of {capacity / unit:,.1f}; planned: the least that it needs" if capacity else ""
+        yield _row(f"{tier} {name}", peak, unit, of)
+    for link, moved in figures.links.items():
+        if not (moved.planned or moved.measured):
+            continue
+        unit, name = binary_unit(max(moved.planned or 0, moved.measured or 0))
+        error = moved.error
+        note = "" if error is None else "per step" if error == 0 else f"per step, {error:+.2%}"
+        note = ", ".join(part for part in (note, figures.link_paths.get(link)) if part)
+        yield _row(f"{link} {name}", moved, unit, note)
+
+
+def _row(name: str, pair: Compared, unit: float, note: str = "", *, digits: int = 1) -> str:
+    numbers = ("-" if value is None else f"{value / unit:,.{digits}f}" for value in (pair.planned, pair.measured))
+    cells = "".join(f"{number:>{_NUMBER_WIDTH}}" for number in numbers)
+    return f"{name:<{_NAME_WIDTH}}{cells}   {note}".rstrip()
+
+
+def _times(figures: Figures) -> Sequence[str]:
+    total = sum(figures.time_s.values())
+    return [
+        f"{cause_name(cause)} {format_duration(seconds)} ({seconds / total:.0%})"
+        for cause, seconds in figures.time_s.items()
+        if seconds > _SMALLEST_SHARE * total or cause == COMPUTING
+    ]
+
+
+def cause_name(cause: str) -> str:
+    """Return the name of a part of a step."""
+    return CAUSES.get(cause, cause)
+
+
+def binary_unit(nbytes: float) -> tuple[int, str]:
+    """Return the unit in which sizes up to ``nbytes`` are written side by side, and its name."""
+    return (GiB, "GiB") if nbytes >= GiB else (MiB, "MiB")
+
+
+def perplexity(loss: float) -> float:
+    """Return ``exp(loss)``."""
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+
+
+def quality(figures: Figures, name: str, step: int, loss: float) -> str:
+    """Return what is said of an evaluation beside its loss."""
+    judged = figures.judged.get(name, {}).get(step)
+    return format_preferences(judged) if judged else f"perplexity {perplexity(loss):.2f}"
+
+
+def format_flops(flops_per_s: float) -> str:
+    """Return a rate of floating-point operations."""
+    for unit, name in ((1e15, "PFLOP/s"), (1e12, "TFLOP/s"), (1e9, "GFLOP/s")):
+        if flops_per_s >= unit:
+            return f"{flops_per_s / unit:.1f} {name}"
+    return f"{flops_per_s / 1e6:.0f} MFLOP/s"
+
+
+def _rest(figures: Figures) -> Iterator[str]:
+    if figures.tokens_per_s is not None:
+        speed = f"speed   {figures.tokens_per_s:,.0f} tok/s (trained {figures.trained_tokens_per_s or 0:,.0f})"
+        if figures.hardware_flops_per_s:
+            model, hardware = format_flops(figures.model_flops_per_s or 0), format_flops(figures.hardware_flops_per_s)
+            speed += f"   {model} of the model, {hardware} computed"
+        yield speed
+    for name, losses in figures.evaluations.items():
+        step, loss = losses[-1]
+        best_step, best = min(losses, key=lambda each: each[1])
+        note = f"; best {best:.4f} at step {best_step:,}" if best < loss else ""
+        yield f"eval    {name}: loss {loss:.4f}, {quality(figures, name, step, loss)} at step {step:,}{note}"
+    for name, samples in figures.samples.items():
+        yield f"samples of {name} at step {samples.step:,}"
+        yield from format_samples([Sample(**row) for row in samples.rows])
+    if figures.preferences:
+        yield f"answers {format_preferences(figures.preferences)}, means over the last steps"
+    if figures.num_real_tokens:
+        padding = "" if figures.padding_share is None else f", padding {figures.padding_share:.1%}"
+        yield f"tokens  {figures.num_real_tokens:,} real, {figures.num_trained_tokens:,} trained{padding}"
+    if figures.rss_first_bytes is not None and figures.rss_last_bytes is not None:
+        grown = (figures.rss_last_bytes - figures.rss_first_bytes) / MiB
+        beside = figures.beside_tier_bytes
+        parts = f"; the RAM tier + {format_size(beside)} of Python, libraries and data" if beside is not None else ""
+        yield f"memory  process {format_size(figures.rss_last_bytes)}, {grown:+.1f} MiB since its first steps{parts}"
+    if used := figures.process_usage:
+        yield (
+            f"cpu     {used['user_s']:.2f} s user, {used['system_s']:.2f} s system, "
+            f"{used['page_faults']:,.0f} page faults per step"
+        )
+    for number, rank in enumerate(figures.ranks):
+        yield f"rank {number:<2} {format_rank(rank)}"
+    for path, drive in figures.drives.items():
+        if drive.nbytes:
+            yield f"wrote   {path}   {_wear(drive)}"
+    if figures.checkpoints:
+        last = figures.checkpoints[-1]
+        stalls = sum(each.get("stall_s", 0.0) for each in figures.checkpoints)
+        count = f"{len(figures.checkpoints)} checkpoint{'s' if len(figures.checkpoints) > 1 else ''}"
+        yield (
+            f"saved   {count}, the last at step {last['step']}, "
+            f"{format_size(last.get('nbytes', 0))}; training waited {stalls:.1f} s for them in all"
+        )
+    if figures.restarts:
+        at = ", ".join(f"step {step}" for step, _ in figures.restarts)
+        times = "once" if len(figures.restarts) == 1 else f"{len(figures.restarts)} times"
+        yield f"starts  continued {times}, after {at}"
+    if figures.timeline is not None:
+        yield f"trace   {figures.timeline}: open it at https://ui.perfetto.dev"
+    if figures.export_dir is not None:
+        yield f"model   {figures.export_dir}"
+
+
+def _wear(drive: PathWrites) -> str:
+    text = format_decimal_size(drive.nbytes)
+    per_step = drive.bytes_per_step
+    if per_step.measured is not None:
+        planned = "" if per_step.planned is None else f", planned {format_decimal_size(per_step.planned)}"
+        text += f" ({format_decimal_size(per_step.measured)} per step{planned})"
+    if drive.lifetime_bytes is not None:
+        text += f"; all runs {format_decimal_size(drive.lifetime_bytes)}"
+        if drive.share_of_limit is not None:
+            text += f", {drive.share_of_limit:.1%} of max_written {format_decimal_size(drive.limit_bytes or 0)}"
+    return text

@@ -1,0 +1,356 @@
+"""Scores of a data set by a model of any size: forward passes over large batches, each weight fetched once a pass.
+
+The weights are frozen: what of them does not fit into RAM is read from the model's folder in every pass, where it lies
+(docs/decisions/0031-frozen-weights-are-read-in-place.md). What a pass found is on disk before the next one begins, so a
+process that ends, however, scores nothing a second time but the pass that it was in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.observer import RunObserver
+from megatrain.base.progress import Activity
+from megatrain.config.resolved import check_writable
+from megatrain.data.dataset import load_dataset
+from megatrain.data.encoding import pad_token_id
+from megatrain.data.loader import BatchLoader
+from megatrain.data.rows_report import check_losses
+from megatrain.data.scores import SCORES_NAME, DocumentScores, ScoreFolder, ScoreKind, documents_of, tokenizer_checksum
+from megatrain.models.folder import ModelFolder
+from megatrain.plan.forward import check_weights, forward_run, plan_forward
+from megatrain.plan.limits import refuse
+from megatrain.run.folder import RunFolder
+from megatrain.run.signals import RunSignals
+from megatrain.tasks.passes import Passes
+from megatrain.training.open_run import OpenRun, open_run, open_weights
+from megatrain.training.resolve import check_scorable, resolve
+from megatrain.training.rows import check_token_ids, tokenizer_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.table import ScoreConfig
+    from megatrain.engine.forward import LayerRunner
+    from megatrain.engine.token_scores import TokenScores
+    from megatrain.plan.plan import Plan
+    from megatrain.tasks.task import MicroBatches
+
+__all__ = ["ScoreSummary", "Scorer", "plan_scoring"]
+
+#: Number of a micro-batch -> a vector for each of its documents.
+_Vectors = dict[int, Sequence[np.ndarray[Any, Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSummary:
+    """What a call of ``Scorer.run`` did.
+
+    Attributes:
+        folder: Where the scores are.
+        num_rows: Rows of the data, packed or not.
+        num_rows_done: that are scored, those of earlier calls included.
+        num_passes: How often this call streamed the weights.
+        num_tokens: places that this call ran, padding included.
+        num_scored_tokens: Tokens that this call scored.
+        mean_log_prob: Mean over the tokens that this call scored; NaN where there are none.
+        seconds: Time of the passes of this call.
+        planned_bytes: link -> bytes that these passes were planned to move.
+        link_bytes: link -> bytes that they moved.
+        interrupted: a signal ended the call early.
+    """
+
+    folder: Path
+    num_rows: int
+    num_rows_done: int
+    num_passes: int
+    num_tokens: int
+    num_scored_tokens: int
+    mean_log_prob: float
+    seconds: float
+    planned_bytes: dict[str, int]
+    link_bytes: dict[str, int]
+    interrupted: bool
+
+    @property
+    def perplexity(self) -> float:
+        """Of the tokens that this call scored."""
+        return math.exp(-self.mean_log_prob)
+
+
+def plan_scoring(config: RunConfig) -> Plan:
+    """Return the plan of the passes that ``Scorer`` makes.
+
+    Raises:
+        ConfigError: the config asks for what cannot be scored.
+        DoesNotFitError: a tier is too small.
+        ModelFolderError: the model is unusable.
+        UnsupportedModelError: the model is unusable.
+    """
+    check_scorable(config)
+    table = config.score
+    run = forward_run(resolve(config))
+    plan = plan_forward(run, top_k=table.top_k)
+    text = plan.graph.config.get_text_config()
+    if table.top_k > text.vocab_size:
+        message = f"score.top_k = {table.top_k}, but the model has {text.vocab_size} words"
+        raise ConfigError(run.model.name, [Problem("score.top_k", message, f"Write at most {text.vocab_size}")])
+    if table.embeddings != "none":
+        plan = plan_forward(plan.run, top_k=table.top_k, width=text.hidden_size)
+    return plan
+
+
+class Scorer:
+    """Scores the rows of ``[[data.train]]`` into ``output_dir/scores``, or what is missing there.
+
+    Args:
+        config: model, rows, tiers and ``[score]``; what is about training counts as far as it is the size of a step,
+            which is that of a pass.
+        observer: is called with messages.
+        plan: as ``plan_scoring`` returns it; None: it is made.
+        activity: kept current for a live view.
+
+    Attributes:
+        plan: How the weights pass.
+
+    Raises:
+        ConfigError: as ``plan_scoring``, and so are the others.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        observer: RunObserver | None = None,
+        plan: Plan | None = None,
+        activity: Activity | None = None,
+    ) -> None:
+        self.plan = plan or plan_scoring(config)
+        check_scorable(config)
+        self._config, self._table = config, config.score
+        self._observer, self._activity = observer or RunObserver(), activity or Activity()
+
+    def run(self) -> ScoreSummary:
+        """Score what is not scored yet.
+
+        A signal to stop ends it after the pass that runs; what is scored is kept, and the next call continues there.
+
+        Raises:
+            DataError: the data cannot be used.
+            ScoresError: ``output_dir`` holds other scores.
+            BeyondMachineError: this machine has less than the tiers' sizes.
+            LockedError: another run uses ``output_dir``.
+            OSError: storage failed.
+            TieredError: storage failed.
+            KeyboardInterrupt: a second signal; the pass that ran is lost.
+        """
+        check_weights(self.plan.run)
+        refuse(self.plan.objections)
+        check_writable(self._config)
+        weights = None
+        # Scores that are complete need no weights; only the data tells whether some are missing.
+        if not (self.plan.run.output_dir / SCORES_NAME).is_dir():
+            weights = open_weights(self.plan, self._observer.on_message)
+        self._activity.begin("reading the data")
+        loader = self.make_loader()
+        kind = self._kind(loader)
+        with RunFolder(self.plan.run.output_dir) as run_folder:
+            folder = ScoreFolder(run_folder.path / SCORES_NAME, kind)
+            cuts = list(self._passes(folder.missing()))
+            if not cuts:
+                self._observer.on_message(f"nothing to do: all {kind.num_rows:,} rows are scored in {folder.path}")
+                return ScoreSummary(folder.path, kind.num_rows, kind.num_rows, 0, 0, 0, math.nan, 0.0, {}, {}, False)
+            rest = sum(map(len, cuts))
+            self._observer.on_ready(kind.num_rows - rest or None)
+            if rest < kind.num_rows:
+                self._observer.on_message(f"continuing: {kind.num_rows - rest:,} of {kind.num_rows:,} rows are scored")
+            with open_run(
+                self.plan, tell=self._observer.on_message, activity=self._activity, weights=weights
+            ) as opened:
+                opened.load()
+                return self._run_passes(opened, folder, kind, loader, cuts)
+
+    def make_loader(self) -> BatchLoader:
+        run, tell = self.plan.run, self._observer.on_message
+        tokenizer = tokenizer_of(run.model)
+        data = run.data.with_keys(val_size=None)
+        dataset = load_dataset(data, tokenizer, tell)
+        check_token_ids(run.model, dataset, self.plan.graph)
+        tell(str(dataset.report))
+        for text in check_losses(dataset.report, data.source_names, data.table.max_dropped):
+            tell(f"warning: {text}")
+        self._tokenizer = tokenizer
+        return BatchLoader(
+            replace(dataset, weights=()),  # each document once
+            micro_batch_size=run.batch.micro_batch_rows,
+            num_micro_batches=run.batch.num_micro_batches,
+            max_length=run.batch.max_length,
+            packing=bool(run.data.table.packing),
+            data_seed=run.data.seed,
+            pad_token_id=pad_token_id(tokenizer),
+        )
+
+    def _kind(self, loader: BatchLoader) -> ScoreKind:
+        run, graph = self.plan.run, self.plan.graph
+        return ScoreKind(
+            model=run.model.name,
+            weights=ModelFolder(run.model.folder).fingerprint(),
+            dtype=str(graph.dtype).removeprefix("torch."),
+            attention=str(graph.model.config._attn_implementation),
+            mlp_rows=run.model.table.mlp_rows,
+            split_experts=run.model.table.split_experts,
+            tokenizer=tokenizer_checksum(self._tokenizer),
+            data=loader.dataset.fingerprint(),
+            max_length=run.batch.max_length,
+            packing=bool(run.data.table.packing),
+            data_seed=run.data.seed,
+            num_rows=loader.num_rows,
+            top_k=self._table.top_k,
+            temperature=self._table.temperature,
+            embeddings=self._table.embeddings,
+            formats=self._table.formats,
+        )
+
+    def _passes(self, missing: Sequence[range]) -> list[range]:
+        """Return the rows of each pass."""
+        size = self.plan.run.batch.num_rows
+        return [rows[first : first + size] for rows in missing for first in range(0, len(rows), size)]
+
+    def _run_passes(
+        self, opened: OpenRun, folder: ScoreFolder, kind: ScoreKind, loader: BatchLoader, cuts: Sequence[range]
+    ) -> ScoreSummary:
+        plan, store = self.plan, opened.store
+        placement = plan.placement
+        passes = Passes(plan, store, timeline=opened.timeline, activity=self._activity, stays=placement.stays)
+        store.wait_idle()  # what loading still writes is not part of any pass
+        before, start_s = store.stats(), time.perf_counter()  # the schedule begins to fetch
+        seconds = 0.0
+        num_passes = num_tokens = num_scored = num_rows = 0
+        log_probs: list[float] = []
+        with RunSignals(stops_after_step=True, activity=self._activity) as signals:
+            found = self._scores(passes, loader, cuts, lambda: signals.stop_requested)
+            for number, ((documents, places), rows) in enumerate(zip(found, cuts, strict=False)):
+                folder.write(rows.start, len(rows), documents)
+                num_passes, num_tokens, num_rows = number + 1, num_tokens + places, num_rows + len(rows)
+                num_scored += sum(len(document.positions) for document in documents)
+                log_probs += [float(document.log_probs.sum(dtype=np.float64)) for document in documents]
+                seconds = time.perf_counter() - start_s
+                self._tell(folder, kind, number + 1, len(cuts), num_tokens, seconds)
+        store.wait_idle()
+        moved = store.stats() - before
+        rows_left = sum(map(len, cuts)) - num_rows
+        return ScoreSummary(
+            folder=folder.path,
+            num_rows=kind.num_rows,
+            num_rows_done=kind.num_rows - rows_left,
+            num_passes=num_passes,
+            num_tokens=num_tokens,
+            num_scored_tokens=num_scored,
+            mean_log_prob=math.fsum(log_probs) / num_scored if num_scored else math.nan,
+            seconds=seconds,
+            planned_bytes={link: nbytes for link, nbytes in placement.run_traffic_bytes(num_passes).items() if nbytes},
+            link_bytes={name: link.num_bytes for name, link in moved.links.items() if link.num_bytes},
+            interrupted=num_passes < len(cuts),
+        )
+
+    def _scores(
+        self, passes: Passes, loader: BatchLoader, cuts: Sequence[range], should_stop: Callable[[], bool]
+    ) -> Iterator[tuple[list[DocumentScores], int]]:
+        """Yield, of each pass, the scores of the documents of its rows, and how many places it had."""
+        size = self.plan.micro_batch_size
+        groups: list[Sequence[Sequence[int]]] = []  # rows of each micro-batch of the pass that runs
+
+        def batches() -> Iterator[MicroBatches]:
+            for rows in cuts:
+                self._activity.begin("scoring", num_parts=passes.num_ticks)
+                # Row after row, not dealt in turn as a step's are: which rows share a micro-batch, and so the bits of
+                # their scores, does not depend on how many micro-batches share a pass.
+                firsts = range(rows.start, rows.stop, size)
+                groups[:] = [loader.rows(first, min(first + size, rows.stop)) for first in firsts]
+                yield [loader.micro_batch(group) for group in groups]
+
+        def head(runner: LayerRunner, micro_batches: MicroBatches) -> tuple[list[TokenScores], _Vectors, int]:
+            vectors: _Vectors = {}
+
+            def on_hidden(micro_batch: int, hidden: Tensor) -> None:
+                vectors[micro_batch] = _embeddings(hidden, groups[micro_batch], loader.dataset, self._table)
+
+            scores = runner.score(
+                micro_batches,
+                k=self._table.top_k,
+                temperature=self._table.temperature,
+                on_hidden=None if self._table.embeddings == "none" else on_hidden,
+            )
+            return scores, vectors, sum(batch["input_ids"].numel() for batch in micro_batches)
+
+        for scores, vectors, places in passes.run(batches(), head, num_passes=len(cuts), should_stop=should_stop):
+            found: list[DocumentScores] = []
+            for micro_batch, group in enumerate(groups):
+                found += _documents(group, loader.dataset, scores[micro_batch], vectors.get(micro_batch))
+            loader.dataset.release_pages()
+            yield found, places
+
+    def _tell(
+        self, folder: ScoreFolder, kind: ScoreKind, done: int, num_passes: int, num_tokens: int, seconds: float
+    ) -> None:
+        rows = kind.num_rows - sum(map(len, folder.missing()))
+        rate = num_tokens / max(seconds, 1e-9)
+        self._observer.on_message(
+            f"pass {done} of {num_passes}: {rows:,} of {kind.num_rows:,} rows scored, {rate:,.0f} tokens/s"
+        )
+
+
+def _embeddings(
+    hidden: Tensor, rows: Sequence[Sequence[int]], dataset: TokenDataset, table: ScoreConfig
+) -> list[np.ndarray[Any, Any]]:
+    """Return a vector for each document of the rows of a micro-batch, in their order."""
+    found = []
+    for row, at, document, _ in documents_of(rows, dataset):
+        stop = at + int(dataset.starts[document + 1] - dataset.starts[document])
+        states = hidden[row, at if table.embeddings == "mean" else stop - 1 : stop].float()
+        found.append(states.mean(0).cpu().numpy())
+    return found
+
+
+def _documents(
+    rows: Sequence[Sequence[int]],
+    dataset: TokenDataset,
+    scores: TokenScores,
+    embeddings: Sequence[np.ndarray[Any, Any]] | None,
+) -> list[DocumentScores]:
+    """Return the scores of a micro-batch by document: they come in the order of its labels."""
+    log_probs, rest = scores.log_probs.numpy(), scores.rest_log_probs.numpy()
+    ids, top = scores.top_ids.numpy().astype(np.int32), scores.top_log_probs.numpy()
+    found: list[DocumentScores] = []
+    at = 0
+    for number, (_, _, document, positions) in enumerate(documents_of(rows, dataset)):
+        own = slice(at, at + len(positions))
+        at = own.stop
+        first = int(dataset.starts[document])
+        found.append(
+            DocumentScores(
+                key=dataset.key_of(document),
+                document=document,
+                source=int(np.searchsorted(dataset.source_starts[1:-1], document, side="right")),
+                num_tokens=int(dataset.starts[document + 1]) - first,
+                positions=positions.astype(np.int32),
+                token_ids=np.asarray(dataset.tokens[first + positions], dtype=np.int32),
+                log_probs=log_probs[own],
+                top_ids=ids[own],
+                top_log_probs=top[own],
+                rest_log_probs=rest[own],
+                embedding=np.zeros(0, np.float32) if embeddings is None else embeddings[number],
+            )
+        )
+    assert at == len(log_probs), (at, len(log_probs))
+    return found

@@ -1,0 +1,380 @@
+"""Translate one key at a time, as the tables of :mod:`megatrain.base.other_tools` say, and groups that tools share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.other_tools import KEYS, PLANNER, QUANTIZED, Row
+from megatrain.config.keys import KEYS as OUR_KEYS
+from megatrain.config.keys import leaf_schema, used_if
+from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translation, as_number, listed, mapping
+from megatrain.extras.translate.read import TranslationError, is_file, read_mapping
+
+#: Globs of the parameters that transformers' Trainer leaves out of weight decay, embeddings not among them.
+DECAY_EXCLUDE = ("*bias*", "*norm*")
+LOSSES = ("sigmoid", "hinge", "ipo", "robust", "kto", "cpo", "orpo", "simpo")
+#: Keys of ``[preference]`` that not all losses have.
+_LOSSES_WITH = {
+    "preference.label_smoothing": ("sigmoid", "robust", "cpo", "simpo"),
+    "preference.simpo_gamma": ("simpo",),
+    "preference.rpo_alpha": ("sigmoid", "hinge", "ipo", "robust", "cpo", "orpo", "simpo"),
+    "preference.desirable_weight": ("kto",),
+    "preference.undesirable_weight": ("kto",),
+}
+#: Keys of ours that training on preferences takes out -> why.
+_SFT_ONLY = {
+    "data.packing": "each answer has a row of its own",
+    "lora.lora_dropout": 'nothing is dropped out with task = "dpo"',
+}
+_OPTIMIZERS = {
+    "adamw": ("adamw", "paged_adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused",
+              "adamw_anyprecision", "paged_adamw_32bit", "adamw_torch_xla", "adam", "deepspeed_adam", "fused"),
+    "lion": ("lion", "lion_32bit", "paged_lion_32bit", "lion_pytorch"),
+    "adafactor": ("adafactor",),
+    "sgd": ("sgd",),
+    "muon": ("muon",),
+}  # fmt: skip
+#: Optimizers with moments of 8 bits in blocks of 256; the 4-bit one gets 8 bits too.
+_QUANTIZED_OPTIMIZERS = {
+    "adamw": ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"),
+    "lion": ("lion_8bit", "paged_lion_8bit"),
+}
+_LORA_LISTS = ("lora.target_modules", "lora.modules_to_save", "lora.target_parameters")
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text", "")  # load_dataset's names for files; "" for none
+
+
+# One key
+
+
+def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Translate keys one by one; leave keys that a rule combines with others to that rule.
+
+    Args:
+        draft: The translation to fill.
+        values: The keys with their values.
+        prefix: Section of the keys, with its dot.
+    """
+    rows = KEYS[draft.tool]
+    listed_already = {left.theirs for left in (*draft.lost, *draft.unneeded)}
+    for leaf, value in values.items():
+        theirs = prefix + leaf
+        row = rows.get(theirs)
+        if value is None or theirs in listed_already:
+            continue
+        if row is not None and row.how in CONVERSIONS:
+            draft.answered.add(theirs)
+            CONVERSIONS[row.how](draft, theirs, value, row)
+        elif row is None and isinstance(value, Mapping) and any(name.startswith(f"{theirs}.") for name in rows):
+            translate_keys(draft, value, f"{theirs}.")
+        elif row is None and not prefix:
+            draft.answered.add(theirs)
+            draft.lose_if_on(theirs, NOTHING_LIKE_IT, value)
+
+
+def _copy(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    draft.put(row.ours, value, theirs)
+
+
+def _path(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    draft.put_path(row.ours, value, theirs)
+
+
+def _unneeded(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    draft.drop(theirs, row.why, value)
+
+
+def _lost(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    if row.choices:
+        _choice(draft, theirs, value, row)
+    else:
+        draft.lose_if_on(theirs, row.why, value)
+
+
+def _choice(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    """Rename a value; copy a value without a choice, or list it as lost if the row has a reason."""
+    is_choice = isinstance(value, str | bool | int | float) and value in row.choices
+    ours = row.choices[value] if is_choice else value
+    if not is_choice and row.why:
+        draft.lose(theirs, row.why, value)
+    elif ours is not None:
+        draft.put(row.ours, ours, theirs)
+
+
+def _optimizer(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    name = str(value).lower()
+    exact = next((ours for ours, names in _OPTIMIZERS.items() if name in names), None)
+    quantized = next((ours for ours, names in _QUANTIZED_OPTIMIZERS.items() if name in names), None)
+    if exact is None and quantized is None:
+        draft.lose(theirs, f"optimizers here: {', '.join(leaf_schema('optimizer.optim')['enum'])}", value)
+        return
+    draft.put("optimizer.optim", exact or quantized, theirs)
+    if quantized is not None:
+        note = f"{value} there: the least here are 8 bits" if name.endswith("4bit") else ""
+        draft.put("optimizer.state_dtype", "int8", theirs, note)
+
+
+def _betas(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    if not isinstance(value, list) or len(value) != 2 or "auto" in value:
+        draft.lose(theirs, "write two numbers: optimizer.adam_beta1 and optimizer.adam_beta2", value)
+        return
+    draft.put("optimizer.adam_beta1", value[0], theirs)
+    draft.put("optimizer.adam_beta2", value[1], theirs)
+
+
+def _warmup(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    """Translate steps or a share of all steps; a number of steps above 0 takes precedence, as in transformers."""
+    number = as_number(value, row.ours)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        draft.lose(theirs, "write a number of steps, or their share of all steps", value)
+        return
+    before = draft.entries.get(row.ours)
+    if before is None or not before.value or (theirs == "warmup_steps" and number):
+        draft.put(row.ours, number, theirs)
+        theirs, number = (before.theirs, before.value) if before is not None else ("", 0)
+    if number:
+        draft.drop(theirs, "warmup_steps takes precedence", number)
+
+
+def _half_precision(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    is_float16 = "fp16" in theirs and "bf16" not in theirs
+    if value in (True, "true") or (not is_float16 and value in ("auto", "full")):
+        draft.put(row.ours, "bfloat16", theirs, "float16 there, which needs loss scaling" if is_float16 else "")
+    else:
+        draft.lose_if_on(theirs, NOTHING_LIKE_IT, value)
+
+
+def _loaded_dtype(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    """Translate the dtype of the loaded model into the compute dtype; the master weights stay float32."""
+    if str(value).removeprefix("torch.") not in ("bfloat16", "float16", "bf16", "fp16", "half"):
+        draft.drop(theirs, "weights are kept in 32 bits whatever their files have", value)
+    elif row.ours not in draft.entries:
+        draft.put(row.ours, "bfloat16", theirs, "the weights themselves keep 32 bits")
+
+
+def _reports(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    """Translate a list of targets, or a switch such as ``use_wandb``."""
+    if not theirs.startswith("use_"):
+        report_to(draft, theirs, listed(value))
+    elif value is True:
+        report_to(draft, theirs, [theirs.removeprefix("use_")])
+    else:
+        draft.lose_if_on(theirs, "see logging.report_to", value)
+
+
+def report_to(draft: Translation, theirs: str, targets: list[Any]) -> None:
+    """Report metrics to targets, in addition to metrics.jsonl and the targets of other keys."""
+    kind = leaf_schema("logging.report_to")
+    allowed = next(part["items"]["enum"] for part in (kind, *kind.get("anyOf", ())) if "items" in part)
+    kept = [name for name in targets if name in allowed]
+    if kept:
+        before = draft.entries.get("logging.report_to")
+        names = dict.fromkeys(["jsonl", *(before.value if before else ()), *kept])
+        draft.put("logging.report_to", list(names), theirs)
+    for name in targets:
+        if name not in (*allowed, "none", "all"):
+            draft.lose(theirs, "figures go to output_dir/metrics.jsonl", name)
+
+
+def _resume(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    if isinstance(value, str):
+        draft.lose(theirs, "checkpoints of other tools are not read: give its exported model as the model", value)
+    else:
+        draft.drop(theirs, "a run continues by itself where output_dir holds checkpoints", value)
+
+
+def chat_template(draft: Translation, theirs: str, value: Any, row: Row | None = None) -> None:
+    """Translate a chat template: a file is used; the user has to write inline text into a file."""
+    text = str(value)
+    if text.endswith((".jinja", ".jinja2", ".j2")) and is_file(Path(draft.base, text)):
+        draft.put("model.chat_template", text, theirs, is_path=True)
+    elif "{%" in text or "{{" in text:
+        short = text.strip().splitlines()[0][:40]
+        draft.lose(theirs, "write it into a file, and model.chat_template = that file", f"{short} ...")
+    elif text not in ("tokenizer_default", "default"):
+        draft.drop(theirs, "the model's own template is used: look at it with `megatrain-tier data preview`", value)
+
+
+def _deepspeed(draft: Translation, theirs: str, value: Any, row: Row) -> None:
+    """Take the NVMe folder from a DeepSpeed config; the planner decides the rest."""
+    draft.drop(theirs, PLANNER, value)
+    if not isinstance(value, Mapping):
+        files = [folder / str(value) for folder in (draft.base, draft.source.path.parent)]
+        try:
+            value = next((read_mapping(file) for file in files if is_file(file)), {})
+        except TranslationError:
+            value = {}
+    nvme_path(draft, value, f"{theirs}: ")
+
+
+def nvme_path(draft: Translation, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Put the folder of ``nvme_path`` in a DeepSpeed config into ``[[tiers.nvme]]``."""
+    for block in ("offload_optimizer", "offload_param"):
+        table = mapping(mapping(values.get("zero_optimization")).get(block))
+        if table.get("device") == "nvme" and isinstance(table.get("nvme_path"), str):
+            draft.put_path("tiers.nvme.0.path", table["nvme_path"], f"{prefix}{block}.nvme_path")
+            draft.put("tiers.nvme.0.size", "auto", note="all that is free but a margin")
+            return
+
+
+#: How a row is read -> ``conversion(draft, their_key, value, row)``.
+CONVERSIONS: Mapping[str, Callable[[Translation, str, Any, Row], None]] = {
+    "copy": _copy,
+    "path": _path,
+    "unneeded": _unneeded,
+    "lost": _lost,
+    "choice": _choice,
+    "optimizer": _optimizer,
+    "betas": _betas,
+    "warmup": _warmup,
+    "half_precision": _half_precision,
+    "loaded_dtype": _loaded_dtype,
+    "reports": _reports,
+    "resume": _resume,
+    "chat_template": chat_template,
+    "deepspeed": _deepspeed,
+}
+
+
+# Groups of keys
+
+
+def fill_defaults(draft: Translation, defaults: Mapping[str, Any]) -> None:
+    """Write down the tool's defaults that have an effect.
+
+    As in transformers, weight decay applies to embeddings, but not to biases and norms.
+    """
+    chosen = {key: entry.value for key, entry in draft.entries.items()}
+    unused = {
+        key
+        for key in defaults
+        if any(chosen.get(other, OUR_KEYS[other]["default"]) not in values for other, values in used_if(key).items())
+    }
+    num_steps = chosen.get("training.max_steps")
+    if isinstance(num_steps, int) and num_steps > 0:
+        unused.add("training.num_train_epochs")
+    draft.default({key: value for key, value in defaults.items() if key not in unused})
+    decay = draft.entries.get("optimizer.weight_decay")
+    if decay is not None and decay.value:
+        draft.put("optimizer.weight_decay_exclude", list(DECAY_EXCLUDE), note=f"as in {draft.source.title}")
+
+
+def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str) -> None:
+    """Fill ``[lora]`` from the tool's rows of LoRA.
+
+    Args:
+        draft: The translation to fill.
+        defaults: The tool's defaults, by our key.
+        quantization: Keys that quantize the model under the adapters.
+    """
+    rows = {theirs: row.ours for theirs, row in draft.rows("lora").items()}
+    folder = next((theirs for theirs, ours in rows.items() if ours == "lora.adapter_name_or_path"), "")
+    if paths := folder and draft.get(folder):
+        paths = [part.strip() for part in str(paths).split(",")] if not isinstance(paths, list) else paths
+        draft.put_path("lora.adapter_name_or_path", paths[-1], folder)
+        if len(paths) > 1:
+            draft.lose(folder, "adapters are not stacked: merge the others into the model first", paths[:-1])
+        # The adapter's own file has all other settings.
+        rows, defaults = {"lora_dropout": "lora.lora_dropout"}, {}
+    for theirs, ours in rows.items():
+        value = draft.get(theirs)
+        if ours in _LORA_LISTS and isinstance(value, str) and value != "all-linear":
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if ours == "lora.target_modules" and value in (["all"], True):
+            value = "all-linear"
+        if value is not None and value is not False and value != []:
+            draft.put(ours, value, theirs)
+    for ours, value in defaults.items():
+        if ours not in draft.entries:
+            draft.put(ours, value, note=f"{draft.source.title}'s default")
+    for theirs in quantization:
+        if value := draft.get(theirs):
+            why = "the model under the adapters keeps the precision of its folder, as it is streamed; for QLoRA"
+            draft.lose(theirs, f"{why} {QUANTIZED}", value)
+
+
+def refuse_quantized(draft: Translation, *names: str) -> None:
+    """Refuse a model in few bits without adapters."""
+    for name in names:
+        if draft.get(name):
+            raise draft.refuse(f"{name}: quantized weights cannot be trained in full precision", "Remove it")
+
+
+def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
+    """Fill ``task``, and ``[preference]`` from the tool's rows of preferences; the first row of one key counts.
+
+    Args:
+        draft: The translation to fill.
+        loss: Their name of the loss.
+        theirs: The key that says it.
+    """
+    if loss not in LOSSES:
+        raise draft.refuse(f"the loss `{loss}` of preferences is not supported here", f"There are {', '.join(LOSSES)}")
+    draft.put("task", "dpo", theirs)
+    draft.put("preference.loss_type", loss, theirs)
+    for name, row in draft.rows("preference").items():
+        if (value := draft.get(name)) is None:
+            continue
+        if row.ours in draft.entries:
+            draft.lose(name, f"{draft.entries[row.ours].theirs} sets the same key", value)
+        elif loss in _LOSSES_WITH.get(row.ours, LOSSES):
+            draft.put(row.ours, value, name)
+        else:
+            draft.drop(name, f"the loss {loss} has no such term", value)
+    for ours, why in _SFT_ONLY.items():
+        entry = draft.entries.pop(ours, None)
+        if entry is not None and entry.theirs:
+            draft.lose_if_on(entry.theirs, why, entry.value)
+    draft.default({"preference.beta": 0.1})
+
+
+def put_images(draft: Translation, images: str, theirs: str) -> None:
+    """Say that rows have images. Adapters are those of the language model; others may adapt the vision tower too."""
+    if images == "trained" and any(key.startswith("lora.") for key in draft.entries):
+        draft.lose(theirs, "the vision tower gets no adapters: it is frozen, or, as model.images says, trained whole")
+        images = "frozen"
+    draft.put("model.images", images, theirs if draft.get(theirs) is not None else "", "the data has images")
+
+
+def put_source(draft: Translation, key: str, fields: Section) -> None:
+    """Translate path, subset and split of a data set in the terms of ``load_dataset``.
+
+    Args:
+        draft: The translation to fill.
+        key: Our table, such as ``data.train.0``.
+        fields: Their table.
+    """
+    theirs, where = fields.path, str(fields.get("id") or fields.get("path") or "")
+    files = [str(file) for file in listed(fields.get("data_files"))]
+    if files and where in _BUILDERS:
+        where, theirs = files[0], f"{theirs}.data_files"
+        if len(files) > 1:
+            draft.lose(theirs, "write a glob, or one [[data.train]] each", files[1:])
+    elif files:
+        draft.lose(f"{theirs}.data_files", "give the path of the files", files)
+    if where:
+        draft.put_path(f"{key}.path", where, theirs)
+    else:
+        draft.fill_in(f"{key}.path", "data/train.jsonl", f"{theirs} has no path")
+    for name in ("config", "name"):
+        if (subset := fields.get(name)) and subset != "default":
+            draft.put(f"{key}.subset", subset, fields.path_of(name))
+    if split := fields.get("split"):
+        name, bracket, part = str(split).partition("[")
+        draft.put(f"{key}.split", name, fields.path_of("split"))
+        if bracket:
+            draft.lose(fields.path_of("split"), "a part of a split: see data.train.N.max_samples", f"[{part}")
+
+
+def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, str, str]]) -> None:
+    """Write columns whose names are not the usual ones of a format.
+
+    Args:
+        draft: The translation to fill.
+        key: Our table, such as ``data.train.0``.
+        columns: Our column -> their column, the usual name and the key that names it.
+    """
+    for ours, (column, usual, theirs) in columns.items():
+        if column and column != usual:
+            draft.put(f"{key}.columns.{ours}", column, theirs)

@@ -1,0 +1,263 @@
+"""The state of a translation: our keys set so far, and their keys that are lost or not needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.other_tools import KEYS, Row, Tool
+from megatrain.config.keys import KEYS as OUR_KEYS
+from megatrain.config.keys import leaf_schema, parse_path, plain
+from megatrain.extras.translate.read import Source, TranslationError, exists
+
+NOTHING_LIKE_IT = "nothing like it here"
+#: Values with which an unknown key switches nothing on.
+_OFF: tuple[Any, ...] = (None, False, "", [], {}, "no", "none", "auto")
+
+
+@dataclass(frozen=True, slots=True)
+class TranslatedValue:
+    """The value of one of our keys.
+
+    Attributes:
+        value: The value as TOML has it.
+        theirs: Source key, "" for none.
+        note: A remark for the reader of the config.
+        is_path: Whether it is a path, relative to the folder in which the other tool was started.
+        to_fill_in: Whether it is only an example because their file has no such value.
+    """
+
+    value: Any
+    theirs: str = ""
+    note: str = ""
+    is_path: bool = False
+    to_fill_in: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One of their keys that is left out of the translation, and why."""
+
+    theirs: str
+    value: Any
+    why: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {"key": self.theirs, "value": self.value, "why": self.why}
+
+
+@dataclass
+class Translation:
+    """A config in translation: the rules fill it, and the end of :func:`translate_file` makes it valid.
+
+    Attributes:
+        source: The file to translate.
+        base: Start folder of relative paths in the source.
+        entries: Our dotted key, array tables with an index -> value.
+        lost: Their keys without an equivalent.
+        unneeded: Their keys that are not needed here.
+        answered: Paths of their values that a rule or a table row has read.
+        toml: Text of our config, which loads; "" until the translation ends.
+    """
+
+    source: Source
+    base: Path
+    entries: dict[str, TranslatedValue] = field(default_factory=dict)
+    lost: list[Left] = field(default_factory=list)
+    unneeded: list[Left] = field(default_factory=list)
+    answered: set[str] = field(default_factory=set)
+    toml: str = ""
+
+    @property
+    def tool(self) -> Tool:
+        return self.source.tool
+
+    @property
+    def to_fill_in(self) -> Mapping[str, TranslatedValue]:
+        """Return the keys whose values are only examples."""
+        return {key: entry for key, entry in self.entries.items() if entry.to_fill_in}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "tool": self.tool,
+            "toml": self.toml,
+            "values": {
+                key: {"value": entry.value, "from": entry.theirs, "note": entry.note}
+                for key, entry in self.entries.items()
+            },
+            "no_equivalent": [left.to_json() for left in self.lost],
+            "not_needed": [left.to_json() for left in self.unneeded],
+            "to_fill_in": list(self.to_fill_in),
+        }
+
+    # Their values
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """Return their value at a dotted path, the default for none; record it as answered unless it is a table."""
+        value = self.peek(path)
+        if not _holds_tables(value):
+            self.answered.add(path)
+        return default if value is None else value
+
+    def peek(self, path: str) -> Any:
+        """Return their value at a dotted path, None for none, without recording it as answered."""
+        value: Any = self.source.values
+        for part in path.split("."):
+            value = mapping(value).get(part)
+        return value
+
+    def section(self, path: str) -> Section:
+        """Return their table at a dotted path; a value that is no table is not answered, so it is listed as lost."""
+        return Section(self, path, mapping(self.peek(path)))
+
+    def rows(self, how: str) -> dict[str, Row]:
+        """Return the rows of the tool's table that are read in one way: their key -> row."""
+        return {theirs: row for theirs, row in KEYS[self.tool].items() if row.how == how}
+
+    # Our keys
+
+    def put(self, ours: str, value: Any, theirs: str = "", note: str = "", *, is_path: bool = False) -> None:
+        """Set one of our keys."""
+        self.entries[ours] = TranslatedValue(as_number(value, ours), theirs, note, is_path)
+
+    def put_path(self, ours: str, value: Any, theirs: str = "", note: str = "") -> None:
+        """Set a key that is a path or a name on the hub: a name that exists on this machine is a path."""
+        text = str(value)
+        is_path = text.startswith((".", "/", "~")) or ours == "output_dir" or exists(self.base / text)
+        self.put(ours, text, theirs, note, is_path=is_path)
+
+    def fill_in(self, ours: str, value: Any, note: str) -> None:
+        """Set a key to an example that the user has to replace."""
+        self.entries[ours] = TranslatedValue(value, "", note, False, True)
+
+    def fill_in_model(self) -> None:
+        """Ask the user for the model, if no key has set it."""
+        if "model.model_name_or_path" not in self.entries:
+            self.fill_in("model.model_name_or_path", "path/to/model", "a Hugging Face folder")
+
+    def fill_in_data(self) -> None:
+        """Ask the user for the training data."""
+        self.fill_in("data.train.0.path", "data/train.jsonl", "a file, glob or folder, or the hub name of a data set")
+
+    def default(self, values: Mapping[str, Any]) -> None:
+        """Set the tool's defaults that differ from ours, if nothing else has set the key."""
+        for ours, value in values.items():
+            if ours not in self.entries and leaf_schema(ours).get("default") != value:
+                self.put(ours, value, note=f"{self.source.title}'s default")
+
+    # Keys that are left out
+
+    def lose(self, theirs: str, why: str, value: Any = None) -> None:
+        """List one of their keys as without equivalent."""
+        self.lost.append(Left(theirs, value, why))
+
+    def lose_if_on(self, theirs: str, why: str, value: Any) -> None:
+        """List a key as without equivalent, unless its value switches nothing on."""
+        if value not in _OFF:
+            self.lose(theirs, why, value)
+
+    def lose_unanswered(self) -> None:
+        """List every value that has no answer yet: a table is not translated because one of its keys is."""
+        done = self.answered | {left.theirs for left in (*self.lost, *self.unneeded)}
+        for path, value in list(_leaves(self.source.values, "", done)):
+            if value is not None and value != "auto":
+                self.lose(path, NOTHING_LIKE_IT, value)
+
+    def lose_auto(self, why: str) -> None:
+        """List every value that is "auto", except in tables that are not needed."""
+        for path, value in list(_leaves(self.source.values, "", self.rows("unneeded"))):
+            if value == "auto":
+                self.lose(path, why, value)
+
+    def drop(self, theirs: str, why: str, value: Any = None) -> None:
+        """List one of their keys as not needed here."""
+        self.unneeded.append(Left(theirs, value, why))
+
+    def refuse(self, problem: str, remedy: str = "") -> TranslationError:
+        """Return the error of a file that asks for training that is not supported here."""
+        return TranslationError(self.source.path, problem, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A table in their file; it records the keys that a rule reads.
+
+    Attributes:
+        draft: The translation.
+        path: Path of the table, such as ``datasets[0]``.
+        values: Its content.
+        paths: Paths of values that are not inside ``path``, by name.
+    """
+
+    draft: Translation
+    path: str
+    values: Mapping[str, Any]
+    paths: Mapping[str, str] = field(default_factory=dict)
+
+    def path_of(self, name: str) -> str:
+        """Return the path of a value in their file."""
+        return self.paths.get(name, f"{self.path}.{name}")
+
+    def get(self, name: str) -> Any:
+        """Return a value, and record it as answered unless it is a table."""
+        value = self.values.get(name)
+        if not _holds_tables(value):
+            self.draft.answered.add(self.path_of(name))
+        return value
+
+    def section(self, name: str) -> Section:
+        """Return a table inside; a value that is no table is not answered, so it is listed as lost."""
+        return Section(self.draft, f"{self.path}.{name}", mapping(self.values.get(name)))
+
+
+def _holds_tables(value: Any) -> bool:
+    """Return whether a value has keys of its own, each of which needs an answer."""
+    return isinstance(value, Mapping) or (isinstance(value, list) and any(isinstance(each, Mapping) for each in value))
+
+
+def _leaves(value: Any, path: str, done: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and the value of each leaf that is not done, except in switched-off tables."""
+    if path in done:
+        return
+    if not _holds_tables(value):
+        yield path, value
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _leaves(each, f"{path}[{number}]", done)
+    elif value.get("enabled") is not False:
+        for name, each in value.items():
+            yield from _leaves(each, f"{path}.{name}" if path else name, done)
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value that should be a mapping; empty if it is something else."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def listed(value: Any) -> list[Any]:
+    """Return one value or a list of them as a list."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def plain_key(key: str) -> str:
+    """Return one of our keys without the indices of array tables."""
+    return plain(parse_path(key))
+
+
+def as_number(value: Any, ours: str) -> Any:
+    """Return a value as a number if our key is one: YAML takes 1e-5 for text."""
+    name = plain_key(ours)
+    if isinstance(value, str) and name in OUR_KEYS and leaf_schema(name).get("type") in ("number", "integer"):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        if not math.isfinite(number):
+            return value
+        return int(number) if leaf_schema(name)["type"] == "integer" and number.is_integer() else number
+    return value

@@ -1,0 +1,253 @@
+"""Read another tool's config file, or the shell script or command line that starts a training."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatrain.base.other_tools import TITLES, Tool
+from megatrain.extras.translate.command_lines import TRL_TASKS, CommandLine, count, find_command_line, parse_words
+
+_LLAMA_FACTORY = ("finetuning_type", "cutoff_len", "dataset_dir", "template", "stage", "neat_packing")
+_TRL = ("dataset_name", "dataset_mixture", "dataset_mixer", "dataset_train_split", "datasets", "max_seq_length",
+        "max_length", "use_peft", "assistant_only_loss", "completion_only_loss")  # fmt: skip
+_DEEPSPEED = ("zero_optimization", "train_micro_batch_size_per_gpu", "zero_allow_untested_optimizer")
+_MAX_CONFIG_BYTES = 16 << 20
+_MAX_DEPTH = 100  # of tables and lists inside each other
+_MAX_YAML_VALUES = 1_000_000  # with aliases replaced by their values
+_SCRIPTS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
+_COMMAND_LINE = Path("command line")  # in place of a file's name
+
+
+class TranslationError(Exception):
+    """A file cannot be translated; the message names the obstacle and the remedy."""
+
+    def __init__(self, where: Path | str, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{where}: {problem}" + (f". {remedy}" if remedy else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A config file of another tool, or a command line that starts it.
+
+    Attributes:
+        path: The file.
+        values: Parsed content.
+        tool: The tool it belongs to.
+        line: Command line; one process without a launcher for a config file.
+        others: First words of other trainings that the same script starts.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    tool: Tool
+    line: CommandLine = field(default_factory=lambda: CommandLine([], num_processes=1))
+    others: Sequence[str] = ()
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.tool]
+
+
+def read_source(path: Path, tool: Tool | None = None) -> Source:
+    """Read a config file, or a shell script that starts a training; without ``tool``, detect whose it is.
+
+    Raises:
+        TranslationError: The file cannot be read, is neither YAML, JSON nor such a script, or belongs to no known tool.
+    """
+    if path.suffix.lower() == ".py":
+        raise TranslationError(
+            path,
+            "this is a program, whose options are not in it",
+            f"Give the command line that starts it: megatrain-tier import -- python {path} --OPTION ...",
+        )
+    text = _read_text(path)
+    if path.suffix.lower() in _SCRIPTS or text.startswith("#!"):
+        line, others = find_command_line(text)
+        if line is None:
+            raise TranslationError(
+                path,
+                "no command in this script starts a training that is known",
+                "Known are trl, llamafactory-cli, axolotl, and python, accelerate launch, torchrun or deepspeed with a "
+                "script and its options. Give such a command itself: megatrain-tier import -- COMMAND",
+            )
+        return _source_of(path, line, tool, others)
+    values = read_mapping(path)
+    return Source(path, values, tool or _detect(path, values))
+
+
+def read_command_line(words: Sequence[str], tool: Tool | None = None) -> Source:
+    """Read a command line that starts a training; without ``tool``, detect whose it is.
+
+    Raises:
+        TranslationError: It starts no training, names a config that cannot be read, or belongs to no known tool.
+    """
+    line = parse_words(words)
+    if line is None:
+        raise TranslationError(
+            _COMMAND_LINE,
+            f"`{' '.join(words[:4])}` starts no training with options",
+            "Write for example: megatrain-tier import -- trl sft --model_name_or_path MODEL --dataset_name DATA",
+        )
+    return _source_of(_COMMAND_LINE, line, tool)
+
+
+def _source_of(path: Path, line: CommandLine, tool: Tool | None, others: Sequence[str] = ()) -> Source:
+    if line.task not in ("", *TRL_TASKS):
+        raise TranslationError(path, f"`{line.task}` is not supported here", "sft, pretrain, dpo, kto and orpo are")
+    values = {**(read_mapping(line.config) if line.config is not None else {}), **line.values}
+    tool = tool or line.tool
+    if tool is None:
+        # An unknown script: its options are Hugging Face's TrainingArguments, as those of TRL are.
+        is_hugging_face = "model_name_or_path" in values and not any(name in values for name in _LLAMA_FACTORY)
+        tool = "trl" if is_hugging_face else _detect(path, values)
+    settings = line.launch_options.get("config_file") or line.launch_options.get("accelerate_config")
+    if line.num_processes is None and isinstance(settings, str) and is_file(Path(settings)):
+        found = read_mapping(Path(settings))
+        line.num_processes = count(found.get("num_processes"))
+        line.num_hosts = count(found.get("num_machines")) or line.num_hosts
+    return Source(path, values, tool, line, others)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            found = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(found) > _MAX_CONFIG_BYTES:
+            raise TranslationError(path, f"more than {_MAX_CONFIG_BYTES} bytes, too many for the config of a run")
+        return "\n".join(found.decode("utf-8-sig").replace("\r\n", "\n").split("\r"))
+    except FileNotFoundError:
+        raise TranslationError(path, "there is no such file", "Check the path") from None
+    except UnicodeDecodeError as error:
+        raise TranslationError(path, f"not UTF-8 text (byte {error.start})", "Give a YAML or JSON file") from None
+    except OSError as error:
+        raise TranslationError(path, f"the file cannot be read: {error.strerror or error}") from None
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML whose aliases stand for a limited number of values.
+
+    Raises:
+        YAMLError: the text is no YAML, or its aliases stand for too many values.
+    """
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        _check_aliases(root)
+        return loader.construct_document(root)
+    finally:
+        loader.dispose()
+
+
+def _check_aliases(root: yaml.Node) -> None:
+    """Refuse a document that grows without bound when its aliases are replaced by their values."""
+    sizes: dict[int, int] = {}  # number of values of a node and all nodes below it, by the node's identity
+
+    def size_of(node: yaml.Node) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        sizes[id(node)] = 1  # an alias of a value above it: refused where the values are checked
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        nodes = (part for item in below for part in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = total = 1 + sum(map(size_of, nodes))
+        if total > _MAX_YAML_VALUES:
+            problem = f"its aliases stand for more than {_MAX_YAML_VALUES} values"
+            raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+        return total
+
+    size_of(root)
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Parse a YAML or JSON file.
+
+    Raises:
+        TranslationError: The file cannot be read or parsed, or is not a mapping with text keys.
+    """
+    text = _read_text(path)
+    try:
+        values = json.loads(text) if path.suffix.lower() == ".json" else load_yaml(text)
+    except json.JSONDecodeError as error:
+        raise TranslationError(path, f"line {error.lineno}: this is not JSON: {error.msg}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark is not None else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise TranslationError(path, f"{line}this is not YAML: {reason}") from None
+    except (RecursionError, ValueError) as error:  # deep nesting; dates that do not exist
+        raise TranslationError(path, f"the file cannot be parsed: {error}") from None
+    try:
+        json.dumps(values, ensure_ascii=False, allow_nan=False, default=str).encode()
+    except (UnicodeEncodeError, ValueError, TypeError, RecursionError):
+        problem = "it holds a value that no config can hold: half a character, or a number that is not finite"
+        raise TranslationError(path, problem) from None
+    if _is_too_deep(values):
+        raise TranslationError(path, f"more than {_MAX_DEPTH} tables or lists are nested")
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise TranslationError(path, "this holds no names with values", "Give the config file of a training run")
+    return values
+
+
+def _is_too_deep(values: Any) -> bool:
+    level = [values]
+    for _ in range(_MAX_DEPTH + 1):
+        tables = [each for each in level if isinstance(each, dict | list)]
+        level = [child for table in tables for child in (table.values() if isinstance(table, dict) else table)]
+    return bool(level)
+
+
+def _detect(path: Path, values: dict[str, Any]) -> Tool:
+    if any(name in values for name in _DEEPSPEED):
+        return "deepspeed"
+    if "base_model" in values:
+        return "axolotl"
+    if isinstance(values.get("model"), dict) and isinstance(values.get("dataset"), dict) and "training" in values:
+        return "megatrain"
+    if any(name in values for name in _LLAMA_FACTORY) or isinstance(values.get("dataset"), str):
+        return "llamafactory"
+    if "model_name_or_path" in values and any(name in values for name in _TRL):
+        return "trl"
+    if "compute_environment" in values or "distributed_type" in values:
+        raise TranslationError(
+            path,
+            "this is a launch config of accelerate, which says nothing of the training",
+            "Give the config of the training itself, or the whole command: megatrain-tier import -- accelerate launch "
+            f"--config_file {path} SCRIPT.py --OPTION ...",
+        )
+    if path.suffix.lower() == ".toml":
+        raise TranslationError(path, "this is a TOML file", "megatrain-tier check reads our own configs")
+    raise TranslationError(
+        path, "whose config is this? It has none of the keys of a tool that is known", f"Say --from {'|'.join(TITLES)}"
+    )
+
+
+def can_be_path(base: Path, text: str) -> bool:
+    """Return whether a text can name a file: no zero bytes, no name that is too long, no unknown home folder."""
+    try:
+        (base / Path(text).expanduser()).stat()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    except (ValueError, RuntimeError):
+        return False
+    return True
+
+
+def exists(path: Path) -> bool:
+    """Return whether a path exists; false for text that cannot be a path."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
+
+
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file; false for text that cannot be a path."""
+    return exists(path) and path.is_file()

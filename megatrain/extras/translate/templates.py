@@ -1,0 +1,62 @@
+"""Chat templates by name, as LLaMA-Factory has them, beside the template in a model's folder, which is used here."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+from megatrain.base.other_tools import OWN_TEMPLATE
+from megatrain.extras.translate.read import is_file
+
+#: What names of templates begin with -> what such a template writes before a turn. The longest that fits counts.
+_MARKS = {
+    "alpaca": "### Instruction",
+    "chatml": "<|im_start|>",
+    "deepseek3": "<\uff5cUser\uff5c>",
+    "deepseekr1": "<\uff5cUser\uff5c>",
+    "default": "Human:",
+    "gemma": "<start_of_turn>",
+    "glm4": "<|user|>",
+    "gpt": "<|start|>",
+    "llama2": "[INST]",
+    "llama3": "<|start_header_id|>",
+    "llama4": "<|header_start|>",
+    "mistral": "[INST]",
+    "qwen": "<|im_start|>",
+    "vicuna": "USER:",
+    "zephyr": "<|user|>",
+}
+_WRITE_IT = "write it into a .jinja file and name that in model.chat_template"
+
+
+def compared(name: str, folder: Path) -> tuple[str, bool]:
+    """Return what to say of a template that another tool's config names, and whether the model's own is of that kind.
+
+    Args:
+        name: what the template is called there.
+        folder: the model's; one that is not on this machine is not looked at.
+    """
+    if not is_file(folder / "tokenizer_config.json"):
+        return OWN_TEMPLATE, False
+    own = own_template(folder)
+    if not own:
+        return f"the model's folder has no chat template, which rows of chats need: {_WRITE_IT}", False
+    mark = _MARKS.get(max((known for known in _MARKS if name.lower().startswith(known)), key=len, default=""))
+    if mark is None:
+        return OWN_TEMPLATE, False
+    if mark in own:
+        return f"the chat template in the model's folder is used, which writes {mark} as well", True
+    why = f"the chat template in the model's folder is used, and it is another: there is no {mark} in it"
+    return f"{why}. To keep theirs, {_WRITE_IT}", False
+
+
+def own_template(folder: Path) -> str:
+    """Return the text of the templates in a model's folder, "" for none."""
+    texts = []
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        found = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+        texts += [str(each.get("template")) for each in found] if isinstance(found, list) else [str(found or "")]
+    with suppress(OSError, ValueError):
+        texts.append((folder / "chat_template.jinja").read_text(encoding="utf-8"))
+    return "".join(texts)

@@ -1,0 +1,266 @@
+"""Translate another tool's file or command into the text of a config of ours, and list what was left out."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.other_tools import RANKS, Tool
+from megatrain.base.toml import format_value
+from megatrain.config.keys import ARRAY_TABLES, FREE_TABLES, KEYS, NAMES, schema_key
+from megatrain.config.problems import find_bad_combinations, validated
+from megatrain.extras.translate.command_lines import is_world_size_option
+from megatrain.extras.translate.draft import Left, TranslatedValue, Translation, plain_key
+from megatrain.extras.translate.read import Source, can_be_path, read_command_line, read_source
+from megatrain.extras.translate.tools import DEEPSPEED_VERSION, TOOLS, put_processes
+
+_COMMENT_COLUMN = 42
+_LONGEST_VALUE = 60
+
+
+def translate_file(
+    path: Path, tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
+) -> Translation:
+    """Translate a YAML or JSON config, or a shell script that starts a training. Nothing is written.
+
+    Args:
+        path: The file.
+        tool: The tool it belongs to; detected by default.
+        folder: The folder that the translation will be in, and that its paths are relative to. Default: ``base``.
+        base: The folder that relative paths in the file start from: where the tool is started. Default: the current
+            one.
+
+    Raises:
+        TranslationError: The file cannot be read or parsed, or asks for training that is not supported here.
+    """
+    return _translate(read_source(path, tool), folder, base)
+
+
+def translate_command_line(
+    words: Sequence[str], tool: Tool | None = None, *, folder: Path | None = None, base: Path | None = None
+) -> Translation:
+    """Translate a command line that starts a training, as :func:`translate_file` does a file.
+
+    Args:
+        words: The command and its arguments, as a shell passes them.
+        tool: as for :func:`translate_file`.
+        folder: as for :func:`translate_file`.
+        base: as for :func:`translate_file`.
+
+    Raises:
+        TranslationError: It starts no training, or one that is not supported here.
+    """
+    return _translate(read_command_line(words, tool), folder, base)
+
+
+def _translate(source: Source, folder: Path | None, base: Path | None) -> Translation:
+    draft = Translation(source, (base or Path.cwd()).resolve())
+    TOOLS[source.tool](draft)
+    draft.lose_unanswered()
+    _drop_evaluation_without_rows(draft)
+    _gather_processes(draft)
+    if "output_dir" not in draft.entries:
+        draft.fill_in("output_dir", "outputs/first", "folder of the run")
+    _refuse_impossible_paths(draft)
+    _settle(draft)
+    where = (folder or draft.base).resolve()
+    draft.entries = {
+        key: replace(entry, value=_relative(entry, draft.base, where)) for key, entry in draft.entries.items()
+    }
+    draft.toml = _to_toml(draft)
+    return draft
+
+
+def _drop_evaluation_without_rows(draft: Translation) -> None:
+    """Take out the evaluation schedule of a config without evaluation rows."""
+    if any(key.startswith("data.eval.") or key == "data.val_size" for key in draft.entries):
+        return
+    for key in [key for key in draft.entries if key.startswith("evaluation.")]:
+        entry = draft.entries.pop(key)
+        if entry.theirs and entry.value not in ("no", False):
+            draft.lose(entry.theirs, "there are no rows to evaluate on: name them in [[data.eval]]", entry.value)
+
+
+def _refuse_impossible_paths(draft: Translation) -> None:
+    """Refuse a path with a zero byte, a name that is too long or an unknown home folder."""
+    for key, entry in draft.entries.items():
+        is_path = entry.is_path or key == "output_dir" or key.endswith("path")
+        if is_path and isinstance(entry.value, str) and not can_be_path(draft.base, entry.value):
+            short = entry.value[:_LONGEST_VALUE]
+            raise draft.refuse(f"{entry.theirs or key}: {json.dumps(short)} cannot be a path on this machine")
+
+
+def _gather_processes(draft: Translation) -> None:
+    """Take over the number of processes of a launcher; list its other options.
+
+    The rows of a step are those of all processes here, and theirs are those of each: so they are multiplied.
+    """
+    line, key = draft.source.line, "training.gradient_accumulation_steps"
+    for name in line.unknown:
+        draft.lose(f"${{...}} in --{name}", "only a shell knows its value")
+    for other in draft.source.others:
+        draft.lose(other, "another training of the same script: import it by itself")
+    for name, value in line.launch_options.items():
+        if not is_world_size_option(line, name):
+            draft.drop(f"{line.launcher or 'trl'} --{name}", RANKS, value)
+    if line.num_processes is None:
+        draft.lose(
+            "launcher",
+            f"how many processes it starts is not said: for the same rows per step multiply {key} by their number",
+        )
+    elif line.num_processes > 1:
+        before = draft.entries.get(key)
+        steps = before.value if before is not None and isinstance(before.value, int) else 1
+        note = f"{steps} x {line.num_processes} processes: here the rows of a step are those of all"
+        draft.put(key, steps * line.num_processes, before.theirs if before is not None else "", note)
+        put_processes(draft, line.num_processes, line.num_hosts)
+
+
+def _settle(draft: Translation) -> None:
+    """Take out entries that this release cannot use, until the rest is a valid config.
+
+    Raises:
+        TranslationError: A required key has no usable value.
+    """
+    for key in [key for key in draft.entries if schema_key(key) not in KEYS]:
+        _take_out(draft, key, f"this release has no {plain_key(key)}")
+    model = draft.entries.get("model.model_name_or_path")
+    if "model.revision" in draft.entries and (model is None or model.is_path or str(model.value).count("/") != 1):
+        _take_out(draft, "model.revision", "it is of a model on the hub, OWNER/NAME")
+    while True:
+        problems = _problems(draft)
+        if not problems:
+            return
+        found = False
+        for key, why in problems:
+            for entry in _entries_behind(draft, key):
+                found = True
+                _take_out(draft, entry, why)
+        if not found:
+            raise draft.refuse("no valid config comes of it: " + "; ".join(why for _, why in problems))
+
+
+def _problems(draft: Translation) -> list[tuple[str, str]]:
+    """Return what makes a draft no valid config: our key, and why."""
+    values = _nested({key: entry.value for key, entry in draft.entries.items()})
+    config, found = validated(values)
+    if config is None:
+        return [(problem.key, str(problem)) for problem in found]
+    bad = [problem for problem in find_bad_combinations(config) if problem.key != "output_dir"]
+    return [(problem.key, f"{problem.message}. {problem.remedy}".rstrip(". ")) for problem in bad]
+
+
+def _entries_behind(draft: Translation, key: str) -> list[str]:
+    """Return the entries that a problem with a key comes from: of the key, inside it, or the nearest around it."""
+    if key == "optimizer.lr_scheduler_kwargs" and key not in draft.entries:
+        key = "optimizer.lr_scheduler_type"
+    while key:
+        inside = [name for name in draft.entries if name == key or name.startswith(f"{key}.")]
+        optional = [name for name in inside if not draft.entries[name].to_fill_in]
+        if optional:
+            return optional if len(optional) == 1 or inside == [key] else []
+        key = key.rpartition(".")[0]
+    return []
+
+
+def _take_out(draft: Translation, key: str, why: str) -> None:
+    entry = draft.entries.pop(key)
+    if entry.theirs:
+        draft.lose(entry.theirs, why, entry.value)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as nested tables and lists; the entries of a list must come in order."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        at: Any = tree
+        parts = key.split(".")
+        for index, part in enumerate(parts[:-1]):
+            if part.isdecimal():
+                while len(at) <= int(part):
+                    at.append({})
+                at = at[int(part)]
+            else:
+                at = at.setdefault(part, [] if ".".join(parts[: index + 1]) in ARRAY_TABLES else {})
+        at[parts[-1]] = value
+    return tree
+
+
+def _relative(entry: TranslatedValue, base: Path, folder: Path) -> Any:
+    """Return an entry's value as a config in ``folder`` has it."""
+    if not entry.is_path or Path(entry.value).expanduser().is_absolute():
+        return entry.value
+    return os.path.relpath(base / entry.value, folder)
+
+
+def _to_toml(draft: Translation) -> str:
+    tool = draft.source.title
+    if draft.source.tool == "deepspeed":
+        tool += f", with the defaults of version {DEEPSPEED_VERSION}"
+    lines = [f"# Translated from {draft.source.path.name} ({tool}) by `megatrain-tier import`."]
+    for title, lefts in (("Has no equivalent here", draft.lost), ("Not needed here", draft.unneeded)):
+        if lefts:
+            lines += ["#", f"# {title}:", *(f"#   {one_line(left)}" for left in lefts)]
+    lines += ["", "config_version = 1"]
+    table = ""
+    entries = _collapsed(draft.entries)
+    for key in _in_order(entries):
+        above, _, leaf = key.rpartition(".")
+        if above != table:
+            name = plain_key(above)
+            header = f"[[{name}]]" if name in ARRAY_TABLES else f"[{above}]"
+            lines += ["", header]
+            table = above
+        lines.append(_line(leaf, entries[key]))
+    return "\n".join(lines) + "\n"
+
+
+def _collapsed(entries: Mapping[str, TranslatedValue]) -> dict[str, TranslatedValue]:
+    """Return entries with each free table as a single one, to be written inline."""
+    collapsed: dict[str, TranslatedValue] = {}
+    for key, entry in entries.items():
+        above, _, name = key.rpartition(".")
+        if plain_key(above) not in FREE_TABLES:
+            collapsed[key] = entry
+        else:
+            others = collapsed.get(above, TranslatedValue({}))
+            theirs = "; ".join(dict.fromkeys(part for part in (others.theirs, entry.theirs) if part))
+            collapsed[above] = TranslatedValue({**others.value, name: entry.value}, theirs, entry.note or others.note)
+    return collapsed
+
+
+def _line(leaf: str, entry: TranslatedValue) -> str:
+    text = f"{leaf} = {format_value(entry.value)}"
+    theirs = entry.theirs if entry.theirs.rpartition(".")[2] != leaf else ""
+    comment = ("FILL IN: " if entry.to_fill_in else "") + "; ".join(part for part in (theirs, entry.note) if part)
+    return f"{text:<{_COMMENT_COLUMN}}  # {_ascii(comment)}" if comment else text
+
+
+def _in_order(entries: Mapping[str, TranslatedValue]) -> list[str]:
+    """Return keys in the order of the schema: the values of a table before the tables inside it."""
+    order = {name: number for number, name in enumerate(NAMES)}
+
+    def place(key: str) -> tuple[int, list[int], int]:
+        indices = [int(part) for part in key.split(".") if part.isdecimal()]
+        return order.get(plain_key(key.rpartition(".")[0]), -1), indices, order[plain_key(key)]
+
+    return sorted(entries, key=place)
+
+
+def one_line(left: Left) -> str:
+    """Return a left-out key in one line, with its value where that is short."""
+    value = left.value
+    shown = "" if value is None else json.dumps(value, default=str, ensure_ascii=True)
+    if len(shown) > _LONGEST_VALUE:
+        shown = "..."
+    return _ascii(f"{left.theirs}{f' = {shown}' if shown else ''}: {left.why}")
+
+
+def _ascii(text: str) -> str:
+    """Return a text as one line of printable ASCII."""
+    words = " ".join(text.encode("ascii", "replace").decode().split())
+    return "".join(char if char.isprintable() else "?" for char in words)

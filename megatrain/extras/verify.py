@@ -1,0 +1,440 @@
+"""Compare plain AdamW training with tiered training, on a small copy of the user's model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.api import (
+    DoesNotFitError,
+    ModelFolder,
+    OptimizerConfig,
+    Trainer,
+    existing_parent,
+    no_progress_bars,
+    plan_run,
+    read_config,
+    resolve,
+    resolve_compute_dtype,
+    resolve_device,
+    resolve_model,
+    resolve_tiers,
+    write_small_model,
+)
+from megatrain.base.batch_keys import IGNORED_LABEL
+from megatrain.base.names import CHECKPOINTS_NAME
+from megatrain.base.observer import RunObserver, StepMetrics
+from megatrain.config.schema import RunConfig
+from megatrain.extras.doctor.drives import scratch_folder
+from tiered import read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatrain.api import RunSpec, StepBatch
+
+NUM_STEPS, STOP_AFTER = 4, 2
+ROWS, MICRO_BATCHES, LENGTH = 2, 3, 64
+#: A rate at which a few steps of AdamW change the weights visibly.
+LEARNING_RATE = 1e-3
+#: A power of two: a step of SGD at this rate adds the gradient to the weights without another rounding.
+GRADIENT_RATE = 1024.0
+
+#: Largest relative differences between plain and tiered training. Both use fp32; only the order of sums differs.
+LOSS_TOLERANCE, NORM_TOLERANCE = 5e-6, 1e-4
+#: Largest difference of an element of a gradient, relative to the tensor's largest gradient.
+GRADIENT_TOLERANCE = 1e-4
+#: Root mean square difference of a tensor's weights, relative to the change that training made.
+WEIGHT_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        what: name of the compared values.
+        allowed: largest allowed difference, or "same bits".
+        found: largest difference found, or a count of equal values.
+        problems: one text per difference that is too large.
+    """
+
+    what: str
+    allowed: str
+    found: str
+    problems: tuple[str, ...] = ()
+
+    @property
+    def holds(self) -> bool:
+        """Return whether the check found no problem."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All comparisons, and notes on parts of the config that they leave out."""
+
+    headline: str
+    checks: tuple[Check, ...]
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Return whether every check holds."""
+        return all(check.holds for check in self.checks)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
+        checks = [asdict(check) | {"holds": check.holds} for check in self.checks]
+        return {"holds": self.holds, **asdict(self), "checks": checks}
+
+
+@dataclass
+class _Trained(RunObserver):
+    """Losses and gradient norms of each step, trained weights, and checksums of all saved state by block."""
+
+    losses: list[float] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.losses.append(metrics.loss)
+        self.grad_norms.append(metrics.grad_norm)
+
+
+def verify(
+    config: RunConfig | None,
+    *,
+    tiers: Sequence[str] = ("ram", "nvme"),
+    scratch: Path,
+    on_progress: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Compare plain AdamW with tiered training on this machine, and tiered training in RAM with training on drives.
+
+    Both train a scaled-down copy of the model on random text. All files go to new folders, which are removed at the
+    end.
+
+    Args:
+        config: the user's config; None for a small Llama.
+        tiers: "ram", or "ram" and "nvme".
+        scratch: folder for the model, the runs, and drives if the config names none.
+
+    Raises:
+        UnsupportedModelError: no small copy of the model can be made.
+        ModelFolderError: the model folder cannot be read.
+        UnusablePathError: a drive cannot be written.
+    """
+    start_s = time.perf_counter()
+    with ExitStack() as stack:
+        stack.enter_context(no_progress_bars())
+        folder = stack.enter_context(scratch_folder(scratch))
+        drives: list[Path] = []
+        if "nvme" in tiers:
+            given = () if config is None else resolve_tiers(config).table.nvme
+            parents = [existing_parent(drive.path) for drive in given] or [scratch, scratch]
+            drives = [stack.enter_context(scratch_folder(parent)) for parent in parents]
+        on_progress("making a small model")
+        comparison = _Comparison(config, folder, on_progress)
+        checks = tuple(comparison.run(drives))
+        return Verdict(comparison.headline, checks, comparison.notes, time.perf_counter() - start_s)
+
+
+class _Comparison:
+    """Trains the small model in several ways and compares the results."""
+
+    def __init__(self, config: RunConfig | None, folder: Path, on_progress: Callable[[str], None]) -> None:
+        self._given = given = config or _default_config()
+        self._folder, self._say = folder, on_progress
+        # flash_attention_2 has no fp32 kernel, and the comparison with plain training uses fp32.
+        attention = given.model.attn_implementation
+        self._attention = "sdpa" if attention == "flash_attention_2" else attention
+        original = None if config is None else read_config(resolve_model(given).folder)
+        self._small = write_small_model(original, folder, attn_implementation=self._attention, seed=given.seed)
+        self._device = resolve_device(given.device)
+        dtype = resolve_compute_dtype(given.precision.compute_dtype, self._device)
+        self._precision = (str(dtype).removeprefix("torch."), given.precision.grad_dtype)
+        origin = f" (a scaled-down copy of {Path(given.model.model_name_or_path).name})" if config else ""
+        size = f"{self._small.num_parameters / 1e6:.2f} M parameters, {self._small.num_layers} layers"
+        self.headline = f"{self._small.family}, {size}{origin}   {self._device.type}, adamw, {NUM_STEPS} steps"
+        self.notes = tuple(_notes(given, *self._precision))
+
+    def run(self, drives: Sequence[Path]) -> Iterator[Check]:
+        """Yield the checks one after the other."""
+        adamw = _constant_rate(LEARNING_RATE) | self._given.optimizer.model_dump(
+            include={
+                "weight_decay",
+                "weight_decay_exclude",
+                "adam_beta1",
+                "adam_beta2",
+                "adam_epsilon",
+                "max_grad_norm",
+            }
+        )
+        exact = self._config("exact", adamw)
+        start = _read(self._small.folder)
+        self._say("plain AdamW")
+        batches = list(islice(Trainer(exact).make_loader(), NUM_STEPS))
+        plain = _train_plainly(resolve(exact), batches)
+        self._say("tiered training in RAM")
+        ours = _train(exact)
+        yield _compare_numbers(f"loss of {NUM_STEPS} steps", plain.losses, ours.losses, LOSS_TOLERANCE)
+        yield _compare_numbers(f"gradient norm of {NUM_STEPS} steps", plain.grad_norms, ours.grad_norms, NORM_TOLERANCE)
+        sgd = _constant_rate(GRADIENT_RATE) | {"optim": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
+        gradient = self._config("gradient", sgd | {"max_grad_norm": 0.0}, num_steps=1)
+        theirs, mine = _train_plainly(resolve(gradient), batches[:1]).weights, _train(gradient).weights
+        yield _compare_tensors("gradient of", start, theirs, mine, _largest, 1e-6, GRADIENT_TOLERANCE)
+        what = f"weights after {NUM_STEPS} steps,"
+        yield _compare_tensors(what, start, plain.weights, ours.weights, _root_mean_square, 1e-3, WEIGHT_TOLERANCE)
+        if not drives:
+            return
+        base = ours
+        if self._precision != ("float32", "float32"):
+            self._say(f"tiered training in {self._precision[0]}, in RAM")
+            base = _train(self._config("base", adamw, precision=self._precision))
+        what = f"all on {len(drives)} drive{'s' * (len(drives) > 1)}, stopped after step {STOP_AFTER}, resumed"
+        self._say(what)
+        resumed = _Trained()
+        for num_steps in (STOP_AFTER, NUM_STEPS):
+            config = self._config("drives", adamw, num_steps=num_steps, precision=self._precision, drives=drives)
+            _train(config, resumed)
+        yield _compare_bits(what, resumed, base)
+
+    def _config(
+        self,
+        name: str,
+        optimizer: Mapping[str, Any],
+        *,
+        num_steps: int = NUM_STEPS,
+        precision: tuple[str, str] = ("float32", "float32"),
+        drives: Sequence[Path] = (),
+    ) -> RunConfig:
+        """Return the config of one run: all in RAM, or all on the drives with as little RAM as the plan allows."""
+        given = self._given
+        values: dict[str, Any] = {
+            "task": "pretrain",
+            "output_dir": str(self._folder / name),
+            "seed": given.seed,
+            "data_seed": given.data_seed,
+            "device": self._device.type,
+            "model": {
+                "model_name_or_path": str(self._small.folder),
+                "tokenizer_name_or_path": str(self._small.tokenizer),
+                "attn_implementation": self._attention,
+                "use_liger_kernel": False,  # plain training has none
+            },
+            "precision": {"compute_dtype": precision[0], "grad_dtype": precision[1]},
+            "data": {
+                "max_length": LENGTH,
+                **given.data.model_dump(include={"packing"}, exclude_unset=True),
+                "cache_dir": "none",
+                "train": [{"path": str(self._small.text), "format": "text"}],
+            },
+            "training": {
+                "per_device_train_batch_size": ROWS,
+                "gradient_accumulation_steps": MICRO_BATCHES,
+                "max_steps": num_steps,
+            },
+            "optimizer": dict(optimizer),
+            "checkpoint": {"save_steps": 10**9, "min_free_disk": "0B", "save_on_signal": False},
+            "export": {"dtype": "float32"},
+            "logging": {"report_to": "none", "progress": "none"},
+            "tiers": {
+                "ram": {"size": "auto"},
+                "on_disk_full": "error",
+                "allow_tmpfs": True,  # the folders are removed at the end
+                "engine": given.tiers.engine,
+                "direct": "off" if given.tiers.direct == "off" else "auto",
+                "verify": given.tiers.verify,
+            },
+        }
+        if drives:
+            values["placement"] = dict.fromkeys(type(given.placement).model_fields, ("nvme",))
+            values["tiers"]["nvme"] = [{"path": str(drive / name), "size": "auto"} for drive in drives]
+            values["tiers"]["ram"] = {"size": _least_ram(values)}
+        return RunConfig.model_validate(values)
+
+
+def _least_ram(values: Mapping[str, Any]) -> str:
+    """Return the smallest RAM size that the plan accepts, so that copies must be evicted and read again."""
+    size = "4KiB"
+    for _ in range(8):  # workspace can grow with the tier, so the first answer may be too small
+        config = RunConfig.model_validate({**values, "tiers": {**values["tiers"], "ram": {"size": size}}})
+        try:
+            plan_run(resolve(config), names_ways_out=False)
+        except DoesNotFitError as error:
+            if error.tier != "ram":
+                raise
+            size = f"{error.need_bytes}B"
+        else:
+            return size
+    return "auto"
+
+
+def _default_config() -> RunConfig:
+    """Return the defaults for a command without a config."""
+    values = {"task": "pretrain", "output_dir": "run", "model": {"model_name_or_path": "model"}}
+    return RunConfig.model_validate({**values, "data": {"train": [{"path": "text"}]}})
+
+
+def _constant_rate(rate: float) -> dict[str, Any]:
+    return {"learning_rate": rate, "lr_scheduler_type": "constant", "warmup_steps": 0.0}
+
+
+def _notes(given: RunConfig, compute_dtype: str, grad_dtype: str) -> Iterator[str]:
+    """Yield one note for each part of the config that the comparison leaves out."""
+    if (compute_dtype, grad_dtype) != ("float32", "float32"):
+        yield (
+            f"plain training is compared in float32, placements with compute_dtype = {compute_dtype}, "
+            f"grad_dtype = {grad_dtype}"
+        )
+    if given.optimizer.optim != "adamw" or given.optimizer.groups:
+        yield f"[optimizer]: compared with one group of adamw, not with optim = {given.optimizer.optim} or its groups"
+    if given.model.images != "off":
+        yield f'model.images = "{given.model.images}": only the language model is compared, on text'
+    if given.lora.is_on or given.model.freeze:
+        yield "[lora], model.freeze: all weights of the copy are trained. It has no adapters and no frozen weights"
+
+
+def make_plain_optimizer(trained: Iterable[tuple[str, Tensor]], table: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return torch's AdamW or SGD with the learning rate and the weight decay rule of the table."""
+    groups = [
+        {"params": [parameter], "weight_decay": table.weight_decay if _decays(name, parameter, table) else 0.0}
+        for name, parameter in trained
+    ]
+    if table.optim == "sgd":
+        return torch.optim.SGD(groups, lr=table.learning_rate, momentum=table.sgd_momentum)
+    betas = (table.adam_beta1, table.adam_beta2)
+    return torch.optim.AdamW(groups, lr=table.learning_rate, betas=betas, eps=table.adam_epsilon)
+
+
+def _decays(name: str, parameter: Tensor, table: OptimizerConfig) -> bool:
+    excluded = table.weight_decay_exclude
+    return not excluded or (parameter.dim() >= 2 and not any(fnmatchcase(name, pattern) for pattern in excluded))
+
+
+def _train_plainly(run: RunSpec, steps: Iterable[StepBatch]) -> _Trained:
+    """Train the model with transformers and torch alone, in fp32, on the given batches.
+
+    Micro-batches are weighted by their trained tokens, and gradients are clipped by their global norm.
+    """
+    from transformers import AutoModelForCausalLM
+
+    attention = run.model.table.attn_implementation
+    options = {} if attention == "auto" else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_pretrained(
+        run.model.folder, dtype=torch.float32, local_files_only=True, **options
+    )
+    model.to(run.device).train()
+    optimizer = make_plain_optimizer(model.named_parameters(), run.optimizer)
+    trained = _Trained()
+    for step in steps:
+        batches = [{name: tensor.to(run.device) for name, tensor in batch.items()} for batch in step.micro_batches]
+        counts = [int((batch["labels"][:, 1:] != IGNORED_LABEL).sum()) for batch in batches]
+        total = 0.0
+        for batch, count in zip(batches, counts, strict=True):
+            if count:
+                loss = model(**batch, use_cache=False).loss * (count / sum(counts))
+                loss.backward()
+                total += float(loss.detach())
+        trained.losses.append(total)
+        max_norm = run.optimizer.max_grad_norm or math.inf
+        trained.grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    folder = run.output_dir / "plain"
+    model.cpu().save_pretrained(folder)
+    trained.weights = _read(folder)
+    return trained
+
+
+def _train(config: RunConfig, trained: _Trained | None = None) -> _Trained:
+    """Run the trainer to its end, or resume its checkpoint, and add the results to ``trained``."""
+    trained = trained or _Trained()
+    trainer = Trainer(config)
+    trainer.observer = trained
+    summary = trainer.train()
+    if summary.interrupted:
+        raise KeyboardInterrupt
+    assert summary.export_dir is not None, summary
+    trained.weights = _read(summary.export_dir)
+    blocks = read_manifest(trainer.run.output_dir / CHECKPOINTS_NAME).blocks
+    trained.state = {block.key: block.xxh3_64 for block in blocks}
+    return trained
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    """Return the floating point tensors of a model folder."""
+    model = ModelFolder(folder)
+    tensors = {name: model.read(name) for name in sorted(model.records)}
+    return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _compare_numbers(what: str, plain: Sequence[float], ours: Sequence[float], allowed: float) -> Check:
+    differences = [
+        abs(mine - theirs) / max(abs(theirs), 1e-30) if math.isfinite(mine) else math.inf
+        for mine, theirs in zip(ours, plain, strict=True)
+    ]
+    problems = [
+        f"step {number}: plain {theirs!r}, tiered {mine!r}"
+        for number, (theirs, mine, difference) in enumerate(zip(plain, ours, differences, strict=True), 1)
+        if not difference <= allowed
+    ]
+    return Check(what, f"{allowed:.0e}", f"{max(differences):.1e}", tuple(problems))
+
+
+def _largest(tensor: Tensor) -> float:
+    return float(tensor.abs().max())
+
+
+def _root_mean_square(tensor: Tensor) -> float:
+    return float(tensor.square().mean().sqrt())
+
+
+def _compare_tensors(
+    what: str,
+    start: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    ours: Mapping[str, Tensor],
+    size_of: Callable[[Tensor], float],
+    least_change: float,
+    allowed: float,
+) -> Check:
+    """Compare the trained tensors, relative to the change that plain training made.
+
+    Args:
+        size_of: reduction of a difference to one number.
+        least_change: smallest change that counts, relative to the largest of all tensors. Gradients without effect on
+            the loss, such as those of key biases, are rounding noise.
+    """
+    assert start.keys() == plain.keys() == ours.keys(), plain.keys() ^ ours.keys()
+    changes = {name: size_of(plain[name] - start[name]) for name in start}
+    least = least_change * max(changes.values())
+    apart = {name: size_of(ours[name] - plain[name]) / max(changes[name], least) for name in start}
+    wrong = [f"{name}: {difference:.1e}" for name, difference in apart.items() if not difference <= allowed]
+    more = (f"and {len(wrong) - 8} more",) if len(wrong) > 8 else ()
+    found = max(apart.values(), key=lambda value: math.inf if math.isnan(value) else value)
+    return Check(f"{what} {len(apart)} tensors", f"{allowed:.0e}", f"{found:.1e}", (*wrong[:8], *more))
+
+
+def _compare_bits(what: str, ours: _Trained, theirs: _Trained) -> Check:
+    problems = []
+    pairs = {"loss": (ours.losses, theirs.losses), "gradient norm": (ours.grad_norms, theirs.grad_norms)}
+    for name, (mine, other) in pairs.items():
+        steps = [step for step, pair in enumerate(zip(mine, other, strict=True), 1) if pair[0] != pair[1]]
+        problems += [f"{name} of step {steps[0]}"] if steps else []
+    blocks = [key for key in theirs.state if ours.state.get(key) != theirs.state[key]]
+    if blocks:
+        problems.append(f"{len(blocks)} of {len(theirs.state)} blocks: {', '.join(blocks[:4])}")
+    found = f"{len(ours.losses)} losses and norms, {len(ours.state)} blocks"
+    return Check(what, "same bits", "different" if problems else found, tuple(problems))

@@ -1,0 +1,1087 @@
+"""Traces one forward and backward without computing: which units a model visits, and the memory and work of each.
+
+The engine itself runs, on fake tensors: shapes and dtypes are real, storages are not. Its `BlockAccess` is the tracer,
+which reads the counters at every tick. Where a model reads values (a mixture of experts that loops over the experts
+that were hit), the trace makes them up and says that its byte counts are estimates.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.attention import AttentionCall
+from megatrain.engine.device_kernels import stands_for_gpu
+from megatrain.engine.flash import planned_flash
+from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
+from megatrain.engine.generate import GenerationRunner
+from megatrain.engine.objective import Objective
+from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitTrace
+from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
+from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded, changed_arguments
+from megatrain.engine.visit import METADATA_QUERIES
+from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.engine.work import NO_WORK, Work, moved_nbytes
+from megatrain.models.skeleton import reads_more_than_text, rows_are_documents
+from megatrain.trace.kernel_work import kernels_counted
+from megatrain.trace.repeated_layers import CountedBackward, Recorder, RepeatedLayers, gradients_of
+from tiered.units import round_up
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import PreTrainedModel
+
+    from megatrain.engine.visit import BoundUnit, UnitVisit
+    from megatrain.models.converter import LayerPart
+    from megatrain.models.graph import ModelGraph, Unit
+
+__all__ = [
+    "CountingError",
+    "CountingMode",
+    "StepFlops",
+    "count_flops",
+    "is_counted",
+    "step_flops",
+    "trace_generation",
+    "trace_visits",
+]
+
+_RAISES = 2  # torch's debug mode in which an operation without a deterministic kernel raises
+_ALIGNMENT_BYTES = 512  # allocators round sizes up to it
+_TRACED_PIECES = 2  # of the head: the first begins the gradient, the others add to it
+_IMAGES_UNCOUNTED = "images: how many the rows of a step have is not known before"
+_ANY_NBYTES = 1 << 50  # of a fake tensor
+_LOSS_NBYTES = 4  # what each piece leaves until the end of the step
+_DEVICE_OF = torch.ops.prim.device.default
+
+
+def trace_visits(
+    graph: ModelGraph,
+    batch_size: int,
+    seq_len: int,
+    compute_dtype: torch.dtype,
+    *,
+    device: torch.device | str = "cpu",
+    head_rows: int | None = None,
+    head_columns: int | None = None,
+    objective: Objective | None = None,
+    padded: bool = True,
+    is_compiled: bool = False,
+    example: Mapping[str, Tensor] | None = None,
+    top_k: int | None = None,
+) -> VisitTrace:
+    """Trace a micro-batch of `batch_size` x `seq_len` tokens, all with a label.
+
+    Args:
+        graph: The model; unchanged, and nothing is allocated on `device`.
+        batch_size: Rows of the micro-batch.
+        seq_len: Tokens per row.
+        compute_dtype: Must be the graph's.
+        device: Compute device: kernels and their workspaces differ between devices.
+        head_rows: As for the runner.
+        head_columns: As for the runner.
+        objective: As for the runner.
+        padded: Whether rows may have padding or hold several documents. If not, each row is one document.
+        is_compiled: Whether layers are compiled, as `ModelGraph.computing` is told. If not, the memory of rows of
+            several documents may be that of rows of one.
+        example: A micro-batch of that size with images, on the host: what of it the model reads on the host, numbers
+            and sizes of images, is known to the trace. None: all is text.
+        top_k: Trace a forward alone that scores so many likeliest words of each token. None: forward and backward.
+
+    Raises:
+        UnsupportedModelError: the model cannot be streamed.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = _with_index(torch.device(device))
+    num_tokens, objective = batch_size * seq_len, objective or Objective()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_buffers(graph.model, device, fake):
+        tracer = _Tracer(graph, compute_dtype, device, head_rows, head_columns, objective, is_compiled)
+        with fake, tracer.counts:
+            with tracer.counts.paused():
+                ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+                batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+            # Outside of the pause: pixels are held from the beginning of a step to its end.
+            for name, value in (example or {}).items():
+                batch[name] = torch.empty(value.shape, dtype=value.dtype, device=device)
+                tracer.counts.know(batch[name], value)
+            with tracer.counts.paused():
+                # All pieces of the head are alike: a few are traced, the rest is added below.
+                num_rows = min(num_tokens, _TRACED_PIECES * tracer.runner.head_rows) or num_tokens
+                rows = torch.zeros(num_rows, dtype=torch.long, device=device)
+                loss = objective.loss.of_micro_batch({}, objective.loss.made_up(num_rows, device), None)
+            with (
+                _lists_are_read(),
+                kernels_counted(tracer.counts.book),
+                nullcontext() if padded else rows_are_documents(),
+                _failures_explained(graph.model, "text" if example is None else "images"),
+            ):
+                if top_k is None:
+                    tracer.runner.run_pass({0: batch}, {0: (rows, rows)}, {0: loss}, num_tokens, 0)
+                else:
+                    list(tracer.runner.score_pass({0: batch}, {0: (rows, rows)}, top_k, 1.0))
+            tracer.close()
+    trace = tracer.trace()
+    if top_k is not None:
+        trace = replace(trace, logits_flops=0)  # nothing makes them a second time
+    trace = _with_all_pieces(trace, num_rows, num_tokens, objective.loss.row_nbytes)
+    return trace if example is None else replace(trace, uncounted=(*trace.uncounted, _IMAGES_UNCOUNTED))
+
+
+def trace_generation(
+    graph: ModelGraph,
+    batch_size: int,
+    seq_len: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> tuple[VisitTrace, dict[int, int]]:
+    """Trace a forward that fills the model's cache with `batch_size` x `seq_len` tokens.
+
+    Args:
+        graph: The model; unchanged, and nothing is allocated on `device`.
+        batch_size: Prompts of a micro-batch.
+        seq_len: Tokens of a prompt and its completion together.
+        device: Compute device.
+
+    Returns:
+        The trace, whose visits are none of a head's, and visit -> bytes that the cache holds of it then.
+
+    Raises:
+        UnsupportedModelError: the model cannot generate, or not with streamed weights.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from transformers import DynamicCache
+
+    device = _with_index(torch.device(device))
+    if not graph.model.can_generate():
+        raise UnsupportedModelError(type(graph.model).__name__, "it has no head that makes text")
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_buffers(graph.model, device, fake):
+        tracer = _GenerationTracer(graph, graph.dtype, device, None, None, None, False)
+        runner = GenerationRunner(graph, tracer, device=device, bounds=tracer.runner.bounds)
+        cache = DynamicCache(config=graph.config.get_text_config(decoder=True))
+        with fake, tracer.counts:
+            with tracer.counts.paused():
+                ids = torch.zeros(batch_size, seq_len, dtype=torch.long, device=device)
+                batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+            def forward() -> Any:
+                return graph.model(**batch, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+            with (
+                _lists_are_read(),
+                kernels_counted(tracer.counts.book),
+                _failures_explained(graph.model, "text"),
+            ):
+                try:
+                    runner.run([forward], [cache], [0])
+                except TypeError as error:
+                    name = type(graph.model).__name__
+                    raise UnsupportedModelError(name, f"its forward does not run with a cache ({error})") from error
+            tracer.close()
+    visits = tuple(tracer.visits_of_forward())
+    trace = VisitTrace(
+        visits,
+        0,
+        0,
+        guesses=tracer.counts.guesses,
+        uncounted=tuple(tracer.counts.uncounted),
+        num_tokens=batch_size * seq_len,
+    )
+    return trace, runner.kept_nbytes
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Return the device with its index: without one, operators on fake tensors would ask the driver for it."""
+    if device != torch.device("cuda"):
+        return device
+    return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+@contextmanager
+def _fake_buffers(model: nn.Module, device: torch.device, fake: FakeTensorMode) -> Iterator[None]:
+    """Have fake copies of a model's buffers on the compute device."""
+    before = [(module, dict(module._buffers)) for module in model.modules()]
+    try:
+        with fake:
+            move_buffers(model, device)
+        yield
+    finally:
+        for module, buffers in before:
+            module._buffers.update(buffers)
+
+
+@contextmanager
+def _failures_explained(model: PreTrainedModel, inputs: Literal["text", "images"]) -> Iterator[None]:
+    """Explain it if a model that also reads images does not run on text alone, or on images as they are prepared."""
+    try:
+        yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # every family's code raises other types
+        if not reads_more_than_text(model):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if inputs == "images":
+            raise UnsupportedModelError(
+                type(model).__name__,
+                f"its forward cannot be planned with what the folder's processor makes of images ({reason}). Compare "
+                'the processor\'s files with those of the published model, or write model.images = "off"',
+            ) from error
+        raise UnsupportedModelError(
+            type(model).__name__,
+            f"only text can be trained, and its forward does not run on text alone ({reason}). Take a text model",
+        ) from error
+
+
+def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbytes: int) -> VisitTrace:
+    """Return the trace of a head of ``num_tokens`` rows, given that of its first ``num_rows``.
+
+    All parts of the vocabulary but the last were computed a second time, which is no work of the model.
+    """
+    again = trace.logits_flops * num_tokens * (trace.head_parts - 1) // trace.head_parts
+    num_more = -(-(num_tokens - num_rows) // (trace.head_rows or num_tokens))
+    nbytes = _LOSS_NBYTES * num_more + row_nbytes * num_tokens
+    head = trace.head
+    num_traced = -(-num_rows // (trace.head_rows or num_tokens))
+    head = Work(
+        product_flops=head.product_flops * num_tokens // num_rows - again,
+        attention_flops=head.attention_flops * num_tokens // num_rows,
+        skipped_flops=head.skipped_flops * num_tokens // num_rows,
+        moved_nbytes=head.moved_nbytes * num_tokens // num_rows,
+        launches=head.launches * (num_traced + num_more) // num_traced,
+    )
+    visits = tuple(
+        replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
+        if visit.is_head
+        else visit
+        for visit in trace.visits
+    )
+    return replace(
+        trace,
+        visits=visits,
+        num_tokens=num_tokens,
+        head_nbytes=trace.head_nbytes + nbytes,
+        head=head,
+        logits_flops=trace.logits_flops * num_tokens,
+    )
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Counts of one tick."""
+
+    name: str
+    visit: int
+    held_nbytes: int
+    peak_nbytes: int
+    first_storage: int
+    work: Work = NO_WORK
+
+
+class _Tracer:
+    """Runs the engine on fake tensors, as its `BlockAccess`: hands out fake weights, reads the counts at every tick."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        dtype: torch.dtype,
+        device: torch.device,
+        head_rows: int | None,
+        head_columns: int | None,
+        objective: Objective | None,
+        is_compiled: bool,
+    ) -> None:
+        self.counts = CountingMode()
+        self._dense_masks: dict[str, None] = {}  # in the order in which they are met
+        self._shapes = {entry.name: entry.shape for layout in graph.layouts.values() for entry in layout.entries}
+        self._graph, self._dtype, self._device, self._is_compiled = graph, dtype, device, is_compiled
+        self._phases: list[_Phase] = []
+        self._saved: dict[int, list[Tensor]] = {}
+        self._counted: dict[Any, int] = {}  # kind of part -> the visit that is counted
+        self._alike: dict[int, int] = {}  # visit of a part -> that one
+        self._misses: dict[int, float] = {}  # visit of a part -> chance that a token is not routed to it
+        self._reused: dict[int, dict[int, tuple[int, int]]] = {}
+        self._units: list[int] = []
+        self._with_backward: set[int] = set()
+        self._graph_nbytes: dict[int, int] = {}
+        self._savable: dict[int, tuple[Savable, Savable]] = {}  # visit -> results of attention, and of all products
+        self._unneeded: dict[int, Unneeded] = {}
+        self._filled: dict[int, set[str]] = {}
+        self._only_rows: dict[int, set[str]] = {}  # visit -> parameters whose gradients are rows and nothing else
+        self._looked_up: dict[int, set[str]] = {}  # visit -> parameters that are looked up in and nothing else
+        self._stays: dict[int, int] = {}  # visit -> bytes
+        self._repeated = RepeatedLayers(self.counts)
+        self.runner = LayerRunner(
+            graph,
+            self,
+            device=device,
+            order=PassOrder(head_rows=head_rows, head_columns=head_columns),
+            objective=objective,
+            context=partial(graph.computing, self._dense_masks.setdefault, is_compiled=is_compiled),
+        )
+        for bound in self.runner.bounds:
+            if bound.unit.part is not None:
+                bound.forward = self._once(bound.unit.part, bound.forward)
+            bound.forward = self._measured(bound, self._guessing(bound))
+            bound.backward = self._backward
+
+    def skip_weights(self, unit: Unit, visit: int) -> None:
+        raise AssertionError("where tokens are routed to is not known in a trace")
+
+    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
+        raise AssertionError("where tokens are routed to is not known in a trace")
+
+    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
+        self.close()
+        if phase != "forward" and not any(earlier.name != "forward" for earlier in self._phases):
+            self._note_visits()  # the forward is over, and the backward has not yet freed what visits share
+        self.counts.peak_nbytes, self.counts.work = self.counts.live_nbytes, NO_WORK
+        self.counts.new_nbytes.clear()
+        self._phases.append(_Phase(phase, visit, self.counts.live_nbytes, 0, self.counts.num_storages))
+
+    def close(self) -> None:
+        """Read the peak and the work of the tick that ends."""
+        if self._phases:
+            self._phases[-1].peak_nbytes = self.counts.peak_nbytes - self._phases[-1].held_nbytes
+            self._phases[-1].work = self.counts.work
+
+    def _note_visits(self) -> None:
+        self._units = [visit.bound.unit.index for visit in self.runner.visits] + list(self.runner.head_units)
+        # Made before a visit and alive at the end of the forward: not a stream, which the next visit would give anew.
+        for phase in self._phases:
+            if phase.name == "forward":
+                self._stays[phase.visit] = self.counts.nbytes_made_before(phase.first_storage)
+
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
+        if self._phases[-1].name != "forward":
+            self._with_backward.add(visit)
+        with self.counts.paused():
+            tensors = {
+                owner: torch.empty(self._shapes[owner], dtype=self._dtype, device=self._device)
+                for _, owner, _ in unit.params
+            }
+        yield tensors
+
+    @contextmanager
+    def gradients(self, unit: Unit, visit: int) -> Iterator[GradientAccumulator]:
+        names = {owner for _, owner, _ in unit.params}
+        with self.counts.paused():  # they are blocks, or counted by the planner
+            targets = {name: torch.empty(self._shapes[name], device=self._device) for name in names}
+        accumulator = _TracedAccumulator(targets, self._filled.setdefault(visit, set()))
+        yield accumulator
+        self._only_rows[visit] = accumulator.with_rows - accumulator.with_more
+
+    def put_activation(self, visit: int, micro_batch: int, index: int, tensor: Tensor) -> None:
+        with self.counts.paused():
+            self._saved.setdefault(visit, []).append(tensor.clone())
+        assert index == len(self._saved[visit]) - 1, (visit, index)
+
+    def reuse_activation(self, visit: int, micro_batch: int, index: int, place: tuple[int, int]) -> None:
+        self._saved.setdefault(visit, []).append(self._saved[place[0]][place[1]])
+        self._reused.setdefault(visit, {})[index] = place
+
+    @contextmanager
+    def get_activation(self, visit: int, micro_batch: int, index: int) -> Iterator[Tensor]:
+        yield self._saved[visit][index]
+
+    def results_room(self, visit: int, micro_batch: int) -> NoReturn:
+        raise AssertionError("a trace measures results, and saves none")
+
+    # -- the units' forwards ------------------------------------------------------------------------------------
+
+    def _guessing(self, bound: BoundUnit) -> Callable[..., Any]:
+        """Return the unit's forward; a layer that fails on made-up values is taken to return its input.
+
+        The gradients of its parameters are counted all the same, but nothing of what it computes inside.
+        """
+        forward = bound.forward
+
+        def guess(*args: Any, **kwargs: Any) -> Any:
+            work = self.counts.work
+            with self.counts.inside(bound.unit.name), self._noting_look_ups(bound):
+                try:
+                    return forward(*args, **kwargs)
+                except (UnsupportedModelError, CountingError):
+                    raise
+                except Exception as error:
+                    self.counts.work = work  # not that before it failed, as if it were all
+                    stream = args[0] if args else kwargs.get("hidden_states")
+                    if not bound.unit.is_layer or not isinstance(stream, Tensor):
+                        raise
+                    self.counts.guess(
+                        f"its forward failed on tensors without values ({type(error).__name__}: "
+                        f"{str(error).partition(chr(10))[0]}); planned as if it returned its input, without the memory "
+                        "it uses inside"
+                    )
+                    return stream + sum(parameter.sum() * 0 for parameter in bound.unit.module.parameters())
+
+        return guess
+
+    @contextmanager
+    def _noting_look_ups(self, bound: BoundUnit) -> Iterator[None]:
+        """Note the weights of which a run of a unit takes rows once, by `F.embedding`, and nothing else."""
+        uses = _Uses({id(leaf): owner for owner, leaf in bound.leaves()})
+        with nullcontext() if bound.unit.is_layer or bound.unit.part is not None else uses:
+            yield
+        found = {owner for owner, count in uses.num_look_ups.items() if count == 1} - uses.others
+        visit = self._phases[-1].visit
+        self._looked_up[visit] = self._looked_up.get(visit, found) & found
+
+    def _once(self, part: LayerPart, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward of a part, of which one among all that are alike runs and is counted.
+
+        A large model has a thousand such visits.
+        """
+
+        def once(*args: Tensor) -> Tensor:
+            visit, kind = self._phases[-1].visit, (part.kind, *(tuple(tensor.shape) for tensor in args))
+            self._alike[visit] = self._counted.setdefault(kind, visit)
+            self._misses[visit] = part.chance_of_no_token(args)
+            if self._alike[visit] == visit:
+                return cast("Tensor", forward(*args))
+            return part.uncomputed(args)  # the gradients of its weights are in the counts of the other visit
+
+        return once
+
+    def _measured(self, bound: BoundUnit, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a unit's forward that, in a recompute, measures the graph it builds, and what that does not need."""
+
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if not self._phases or self._phases[-1].name != "backward":
+                if not torch.is_grad_enabled():  # no backward follows
+                    return forward(*args, **kwargs)
+                return self._repeated.forward(bound, self._phases[-1].visit, forward, *args, **kwargs)
+            visit, num_guesses = self._phases[-1].visit, self.counts.num_guesses
+            is_compiled = self._is_compiled and bound.unit.is_layer
+            matrices = {} if is_compiled else bound.matrices()
+            uses = ProductUses(matrices, count_flops)
+            saved: set[int | None] = set()
+
+            def pack(tensor: Tensor) -> Tensor:
+                saved.add(self.counts.number_of(tensor))
+                uses.note_saved(tensor)
+                return tensor
+
+            sizes = ResultSizes(matrices, count_flops)
+            hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            self.counts.on_launch = uses.note_launch
+            try:
+                with hooks, uses.following(), sizes.measuring():
+                    value = forward(*args, **kwargs)
+            finally:
+                self.counts.on_launch = None
+            self._note_graph(value, saved)
+            # A guess: a run may take another way. A part: how many tokens go to it is not known.
+            if self.counts.num_guesses == num_guesses and bound.unit.part is None:
+                self._unneeded[visit] = uses.unneeded(_tensors(value))
+            unneeded = self._unneeded.get(visit, NOTHING_UNNEEDED)
+            self._savable[visit] = (sizes.attention, sizes.results(unneeded.weights))
+            return value
+
+        return measured
+
+    def _backward(self, visit: UnitVisit, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward of a visit, or count it as the one of an earlier visit that did the same."""
+        key = self._repeated.key(visit.number, gradients)
+        if key is not None and (earlier := self._repeated.earlier(key)) is not None:
+            return visit.replaced_backward(partial(self._counted_as, earlier, visit))
+        num_guesses = self.counts.num_guesses
+        found = visit.backward(gradients)
+        phase = self._phases[-1]
+        assert (phase.name, phase.visit) == ("backward", visit.number)
+        returned = gradients_of(found, phase.first_storage, self.counts)
+        if key is not None and returned is not None and self.counts.num_guesses == num_guesses:
+            peak_nbytes = self.counts.peak_nbytes - phase.held_nbytes
+            owners = tuple(owner for _, owner, _ in visit.bound.unit.params)
+            self._repeated.keep(key, CountedBackward(visit.number, owners, self.counts.work, peak_nbytes, returned))
+        return found
+
+    def _counted_as(self, earlier: CountedBackward, visit: UnitVisit) -> list[Tensor | None]:
+        number, counts = visit.number, self.counts
+        counts.work += earlier.work
+        counts.peak_nbytes = max(counts.peak_nbytes, counts.live_nbytes + earlier.peak_nbytes)
+        self._with_backward.add(number)
+        measured: tuple[dict[int, Any], ...] = (self._graph_nbytes, self._savable, self._only_rows)
+        for of_visits in measured:
+            if earlier.visit in of_visits:
+                of_visits[number] = of_visits[earlier.visit]
+        if (unneeded := self._unneeded.get(earlier.visit)) is not None:
+            owners = dict(zip(earlier.owners, (owner for _, owner, _ in visit.bound.unit.params), strict=True))
+            weights = frozenset(owners[owner] for owner in unneeded.weights)
+            self._unneeded[number] = replace(unneeded, weights=weights)
+        return [None if gradient is None else gradient.made() for gradient in earlier.gradients]
+
+    def _note_graph(self, value: Any, saved: Collection[int | None]) -> None:
+        """Note the size of a recompute's graph: what is alive of all that the visit made since its backward began.
+
+        Args:
+            value: Its result, which the rest of the model holds; the graph holds what autograd saved of it.
+            saved: Numbers of the storages that autograd saved; where one was, another may be by now.
+        """
+        alive = dict(self.counts.new_nbytes)
+
+        def forget(leaf: Any) -> None:
+            if isinstance(leaf, Tensor) and self.counts.number_of(leaf) not in saved:
+                alive.pop(leaf.untyped_storage()._cdata, None)
+
+        tree_map(value, forget)
+        visit = self._phases[-1].visit
+        inputs = sum(tensor.untyped_storage().nbytes() for tensor in self._saved.get(visit, ()))
+        self._graph_nbytes[visit] = inputs + sum(round_up(nbytes, _ALIGNMENT_BYTES) for nbytes in alive.values())
+
+    # -- the result --------------------------------------------------------------------------------------------
+
+    def trace(self) -> VisitTrace:
+        """Return the trace."""
+        if not self._units:  # a forward alone of a model that is not cut
+            self._note_visits()
+        phases = {(phase.name, phase.visit): phase for phase in self._phases}
+        num_head = len(self.runner.head_units)
+        first_head = len(self._units) - num_head
+        last_stays = max(self._stays.values(), default=0)
+        visits: list[TracedVisit] = []
+        for number, unit in enumerate(self._units):
+            is_head = number >= first_head
+            counted = self._alike.get(number, number)
+            forward = phases.get(("forward", counted)) or phases["head", first_head]
+            own = (
+                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)
+            )  # a forward alone has none
+            backward = phases.get(("backward", counted)) or own
+            saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
+            has_backward = number in self._with_backward
+            held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
+            peaks = (forward.peak_nbytes, backward.peak_nbytes)
+            # A part was counted with all tokens, which bounds the memory.
+            share = self._graph.units[unit].share
+            unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
+            work = (forward.work.of_share(share), (backward.work - unneeded.work).of_share(share))
+            if is_head:
+                work = (NO_WORK, NO_WORK)
+            graph_nbytes = self._graph_nbytes.get(counted, 0)
+            by_part = self.runner.by_part_in_head
+            if not is_head:  # activations come back for one run, and looking rows up takes one of its own
+                rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
+                by_part = frozenset() if saved else frozenset(rows)
+            counts = (*peaks, *work, graph_nbytes)
+            visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
+            visit = replace(
+                visit,
+                reused=self._reused.get(number, {}),
+                chance_of_no_token=self._misses.get(number, 0.0),
+                unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
+                stays_nbytes=min(held_nbytes, self._stays.get(number, last_stays)),
+            )
+            is_part = self._graph.units[unit].part is not None
+            if saved and not is_head and not is_part and not visit.reused:
+                attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
+                visit = replace(visit, attention=attention, results=results)
+            visits.append(visit)
+        head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0, 0)
+        return VisitTrace(
+            visits=tuple(visits),
+            head_nbytes=head.peak_nbytes,
+            head_rows=self.runner.head_rows,
+            head_columns=self.runner.head_columns,
+            head_parts=self.runner.head_parts,
+            head_part_nbytes=self.runner.head_part_nbytes,
+            guesses=self.counts.guesses,
+            uncounted=tuple(self.counts.uncounted),
+            head=head.work,
+            dense_masks=tuple(self._dense_masks),
+            logits_flops=self.runner.logits_flops,
+        )
+
+
+class _GenerationTracer(_Tracer):
+    """Traces forwards that use a cache; its blocks are as large as one likes.
+
+    Attributes:
+        units: visit -> index of its unit.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.units: dict[int, int] = {}
+
+    @contextmanager
+    def weights(self, unit: Unit, visit: int) -> Iterator[Mapping[str, Tensor]]:
+        self.units[visit] = unit.index
+        with super().weights(unit, visit) as weights:
+            yield weights
+
+    def visits_of_forward(self) -> Iterator[TracedVisit]:
+        """Yield what was counted of each visit."""
+        phases = {phase.visit: phase for phase in self._phases if phase.name == "forward"}
+        for number, phase in phases.items():
+            unit, counted = self.units[number], phases[self._alike.get(number, number)]
+            work = counted.work.of_share(self._graph.units[unit].share)
+            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, work)
+            yield replace(visit, chance_of_no_token=self._misses.get(number, 0.0))
+
+    @contextmanager
+    def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:
+        with self.counts.paused():
+            room = torch.empty(_ANY_NBYTES, dtype=torch.uint8, device=self._device)
+        yield room
+
+
+class _Uses(TorchFunctionMode):
+    """Counts what functions of torch do with weights.
+
+    Args:
+        owners: id of a weight -> its owner's name.
+
+    Attributes:
+        num_look_ups: plain calls of `F.embedding`, by owner's name.
+        others: owners' names of weights that something else was done with.
+    """
+
+    def __init__(self, owners: Mapping[int, str]) -> None:
+        super().__init__()
+        self._owners = owners
+        self.num_look_ups = Counter[str]()
+        self.others: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        owners = [name for leaf in tree_leaves((args, kwargs)) if (name := self._owners.get(id(leaf))) is not None]
+        result = func(*args, **kwargs)
+        if owners and func is torch.nn.functional.embedding and _is_plain_look_up(*args, **kwargs):
+            self.num_look_ups.update(owners)
+        elif getattr(func, "__name__", "") not in METADATA_QUERIES and isinstance(result, Tensor):
+            self.others.update(owners)
+        return result
+
+
+def _is_plain_look_up(
+    indexes: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> bool:
+    return max_norm is None and not scale_grad_by_freq and not sparse
+
+
+@contextmanager
+def _lists_are_read() -> Iterator[None]:
+    """Support ``torch.tensor([scalars])`` under fake tensors, which torch reads outside of dispatch.
+
+    Not by a mode of torch functions: those are switched off while one runs, in which a forward may be suspended.
+    """
+    before = torch.tensor
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(data, list | tuple):
+            data = tree_map(data, lambda item: item.item() if isinstance(item, Tensor) else item)
+        return before(data, *args, **kwargs)
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = before
+
+
+class _TracedAccumulator(GradientAccumulator):
+    """Takes the memory and the FLOPs of the accumulators of a run.
+
+    Attributes:
+        with_rows: parameters that rows were added to.
+        with_more: parameters that something else was added to.
+    """
+
+    def __init__(self, targets: Mapping[str, Tensor], added: set[str]) -> None:
+        super().__init__(targets, added)
+        self.with_rows: set[str] = set()
+        self.with_more: set[str] = set()
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        self.with_more.add(name)
+        super().add(name, gradient)
+
+    def add_product(self, name: str, left: Tensor, right: Tensor, first_row: int = 0) -> None:
+        self.with_more.add(name)
+        super().add_product(name, left, right, first_row)
+
+    def add_rows(self, name: str, indexes: Tensor, rows: Tensor, ignored: int | None = None) -> None:
+        self.with_rows.add(name)
+        super().add_rows(name, indexes, rows, ignored)
+
+    @staticmethod
+    def _multiply_half(target: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+        # For a sum of the product and what is there already, torch has no fake kernel.
+        torch.mm(left, right, out_dtype=target.dtype, out=target)
+
+
+class CountingError(RuntimeError):
+    """The trace failed at counting, not the model at running: its counts are wrong."""
+
+
+class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts work and the bytes of live storages, and makes up the values that fake tensors do not have.
+
+    Attributes:
+        live_nbytes: Bytes of the storages alive now.
+        peak_nbytes: largest ``live_nbytes`` since this was reset.
+        work: What the operators did since this was reset.
+        num_storages: how many were made so far.
+        new_nbytes: by storage, of those alive that were made since this was cleared.
+        uncounted: operators without a FLOP formula, and why.
+        where: name of the unit that runs.
+        num_guesses: how often a value was made up.
+        on_launch: is given the tensors of each launch that is no operator of torch; None: nobody follows them.
+        recorder: is given each operator, and the work of such a launch with its tensors; None: nobody records them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.on_launch: Callable[[Sequence[Tensor]], None] | None = None
+        self.recorder: Recorder | None = None
+        self.live_nbytes = 0
+        self.peak_nbytes = 0
+        self.work = NO_WORK
+        self.uncounted: list[str] = []
+        self.where = "the model"
+        self.num_guesses = 0
+        self._guesses: dict[str, list[str]] = {}
+        self.new_nbytes: dict[int, int] = {}
+        self.num_storages = 0
+        self._known: dict[int, tuple[int, int]] = {}  # storage alive -> its bytes, and how many were made before it
+        self._paused = False
+        self._values = WeakTensorKeyDictionary()  # fake tensor -> the real one that it stands for
+
+    def nbytes_made_before(self, number: int) -> int:
+        """Return the bytes of the storages alive that are among the first ``number`` that were made."""
+        return sum(nbytes for nbytes, made_before in self._known.values() if made_before < number)
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """Return how many storages were made before that of a tensor; None: it was made elsewhere."""
+        known = self._known.get(tensor.untyped_storage()._cdata)
+        return None if known is None else known[1]
+
+    def book(self, work: Work, uncounted: str, tensors: Sequence[Tensor]) -> None:
+        """Count work that no operator of torch does.
+
+        Args:
+            work: What is known of it.
+            uncounted: What is not, in words; "": nothing.
+            tensors: That it reads or writes.
+        """
+        self.work += work
+        if self.on_launch is not None:
+            self.on_launch(tensors)
+        if self.recorder is not None:
+            self.recorder(work, tuple(tensors), {}, None)
+        if uncounted and uncounted not in self.uncounted:
+            self.uncounted.append(uncounted)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not count the memory of what is made inside: those bytes are in blocks."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def know(self, tensor: Tensor, value: Tensor) -> None:
+        """Take it that a fake tensor has the values of a real one on the host; what is computed of it is known, too."""
+        with _disable_current_modes():
+            self._values[tensor] = value.clone()
+
+    @contextmanager
+    def inside(self, name: str) -> Iterator[None]:
+        """Note guesses under the name of a unit."""
+        before, self.where = self.where, name
+        try:
+            yield
+        finally:
+            self.where = before
+
+    def guess(self, what: str) -> None:
+        """Note a made-up value, and why; reported once for all units that have it."""
+        self.num_guesses += 1
+        names = self._guesses.setdefault(what, [])
+        if self.where not in names:
+            names.append(self.where)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """Where values were made up, which and why: a sentence each."""
+        return tuple(
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: {what}"
+            for what, names in self._guesses.items()
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE_OF and not self._values:  # autograd asks hundreds of times for each layer
+            return func(*args)
+        kwargs = kwargs or {}
+        result = self._result_of_known(func, args, kwargs) if self._values else self._result(func, args, kwargs)
+        try:
+            self._book(func, args, kwargs, result)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:
+            raise CountingError(f"{func} cannot be accounted for: {type(error).__name__}: {error}") from error
+        if self.recorder is not None:
+            self.recorder(func, args, kwargs, result)
+        return result
+
+    def _result_of_known(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator of which some tensors may be known, and note the values of its result."""
+        inputs: list[Tensor] = []
+        tree_map((args, dict(kwargs)), lambda item: inputs.append(item) if isinstance(item, Tensor) else None)
+        unknown = [tensor for tensor in inputs if tensor not in self._values and not _is_real(tensor)]
+        if func is torch.ops.aten.index.Tensor and unknown:
+            args = (args[0], self._numbered(args[1]), *args[2:])
+        if unknown or func in _NOT_REPEATED or any(tensor.numel() > _MOST_KNOWN for tensor in inputs):
+            for tensor in changed_arguments(func, args, kwargs):
+                self._values.pop(tensor, None)  # type: ignore[no-untyped-call]
+            return self._result(func, args, kwargs)
+        device = kwargs.get("device") or next((t.device for t in inputs if not _is_real(t)), None)
+        with _disable_current_modes():
+            real_args, real_kwargs = tree_map((args, dict(kwargs)), self._real)
+            value = func(*real_args, **real_kwargs)
+        if not _tensors(value):
+            return value
+        changed = changed_arguments(func, args, kwargs)
+        if changed or not _has_dynamic_shape(func):
+            result = self._result(func, args, kwargs)
+        else:
+            result = tree_map(
+                value,
+                lambda item: (
+                    torch.empty(item.shape, dtype=item.dtype, device=device) if isinstance(item, Tensor) else item
+                ),
+            )
+        for fake, real in zip(_tensors(result), _tensors(value), strict=True):
+            if not any(fake is tensor for tensor in changed) and real.numel() <= _MOST_KNOWN:
+                self._values[fake] = real
+        return result
+
+    def _real(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return self._values.get(item, item)  # type: ignore[no-untyped-call]
+        return torch.device("cpu") if isinstance(item, torch.device) else item
+
+    def _numbered(self, indices: Sequence[Any]) -> list[Any]:
+        """Return indices with known masks as the numbers that they choose: how many is not known of a mask."""
+        found: list[Any] = []
+        for index in indices:
+            if not isinstance(index, Tensor) or index.dtype != torch.bool or index not in self._values:
+                found.append(index)
+                continue
+            with _disable_current_modes():
+                chosen = self._values[index].nonzero().unbind(1)
+            for numbers in chosen:
+                found.append(torch.empty(numbers.shape, dtype=torch.long, device=index.device))
+                self._values[found[-1]] = numbers
+        return found
+
+    def _result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operator: fake tensors, or a made-up number."""
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default:
+            if (known := getattr(args[0], "constant", None)) is not None:
+                return known.item()
+            self.guess("it reads a value that is not known before it runs; taken as 0, or as true")
+            if args[0].dtype == torch.bool:
+                return True  # validity checks pass
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is aten.nonzero.default:
+            self.guess("the number of nonzero elements is not known before it runs; taken as the longest side")
+            found = max(args[0].shape, default=1)
+            return torch.zeros(found, args[0].dim(), dtype=torch.long, device=args[0].device)
+        if func is aten.rand.default and not args[0]:
+            # Layer drop: a layer is left out where this number is below a rate. The plan is for all layers.
+            return torch.tensor(1.0, dtype=kwargs.get("dtype"), device=kwargs.get("device"))
+        if func is aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
+            # torch's fake kernel takes bf16 alone; the real one takes fp32 too.
+            with self.paused():
+                lowered = [arg.to(torch.bfloat16) for arg in args[:2]]
+                shape = func(*lowered, *args[2:], **kwargs).shape
+            return torch.empty(shape, dtype=args[0].dtype, device=args[0].device)
+        return func(*args, **kwargs)
+
+    def _book(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        attention = AttentionCall.of(func, args, kwargs)
+        self.work += attention.work if attention is not None else self._work_of(func, args, kwargs, result)
+        for item in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(item, Tensor):
+                self._count(item)
+        if attention is not None and not self._paused:
+            is_deterministic = torch.get_deterministic_debug_mode() == _RAISES
+            device = torch.device("cuda") if stands_for_gpu(args[0]) else args[0].device
+            hidden = attention.hidden_nbytes(device, is_deterministic=is_deterministic, flash=planned_flash())
+            self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes + hidden)
+
+    def _work_of(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Work:
+        """Return the work of a call. Where torch's formula of its FLOPs fails, only MFU is lost: the plan goes on."""
+        flops = 0
+        try:
+            flops = count_flops(func, args, kwargs, result)
+        except Exception as error:
+            reason = f"{func}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            if reason not in self.uncounted:
+                self.uncounted.append(reason)
+        if flops:
+            return Work(product_flops=flops, launches=1)
+        nbytes = moved_nbytes(func, args, kwargs, result)
+        return NO_WORK if nbytes is None else Work(moved_nbytes=nbytes, launches=1)
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        nbytes = 0 if self._paused else storage.nbytes()
+        self._known[key] = nbytes, self.num_storages
+        self.new_nbytes[key] = nbytes
+        self.num_storages += 1
+        weakref.finalize(storage, self._forget, key)
+        self.live_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.live_nbytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_nbytes -= self._known.pop(key)[0]
+        self.new_nbytes.pop(key, None)
+
+
+#: Elements of a tensor whose values the trace computes.
+_MOST_KNOWN = 1 << 25
+#: Known values of these would be others than those of a run, or are of no use.
+_NOT_REPEATED = frozenset(
+    {torch.ops.aten.rand.default, torch.ops.aten.randn.default, torch.ops.aten.empty.memory_format}
+)
+
+
+def _is_real(tensor: Tensor) -> bool:
+    """Return whether a tensor has values of its own: constants of the model's code, in the trace as well."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    tree_map(value, lambda item: found.append(item) if isinstance(item, Tensor) else None)
+    return found
+
+
+def _has_dynamic_shape(func: Any) -> bool:
+    return bool({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(getattr(func, "tags", ())))
+
+
+_NO_FLOPS = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Floating-point operations of one optimizer step; 0 where the trace has estimates.
+
+    Matrix products, convolutions and attention are counted, two for each multiplication and addition; causal attention
+    in full, as kernels are rated; the optimizer not.
+
+    Attributes:
+        model: Operations of one forward and one backward of the tokens that are not padding.
+        hardware: All operations that ran, recomputed forwards and padding included.
+    """
+
+    model: int = _NO_FLOPS
+    hardware: int = _NO_FLOPS
+
+
+def is_counted(trace: VisitTrace) -> bool:
+    """Return whether a trace knows the FLOPs of everything that it ran."""
+    return trace.exact and not trace.uncounted and bool(trace.num_tokens)
+
+
+def step_flops(
+    trace: VisitTrace,
+    *,
+    num_places: int,
+    num_real_tokens: int,
+    num_trained_tokens: int,
+    recompute: Recompute = KEEP_NOTHING,
+) -> StepFlops:
+    """Return the FLOPs of a step from those of the micro-batch that was traced.
+
+    Layers cost the same for each place of a row, the head for each trained token. Attention is counted as in rows of
+    the traced length, which is too much where rows are shorter.
+
+    Args:
+        trace: The visits of one micro-batch.
+        num_places: tokens of all micro-batches, padding included.
+        num_real_tokens: those without padding.
+        num_trained_tokens: those with a label.
+        recompute: what is kept of the forward; of a loss that compares rows no logits are.
+    """
+    if not is_counted(trace):
+        return StepFlops()
+    trunk = [visit for visit in trace.visits if not visit.is_head]
+    forward = sum(visit.forward.flops for visit in trunk)
+    backward = sum(visit.backward.flops for visit in trunk)
+    recomputed = sum(visit.recompute.flops for visit in trunk)
+    saved = sum(visit.recompute.flops for number, visit in enumerate(trace.visits) if number in recompute.kept_graphs)
+    saved += sum(recompute.savable(number, visit).work.flops for number, visit in enumerate(trace.visits))
+    head = trace.head.flops * num_trained_tokens
+    again = max(0, trace.head_parts - recompute.kept_parts)
+    logits = trace.logits_flops * num_trained_tokens * again // trace.head_parts
+    return StepFlops(
+        model=((forward + backward - recomputed) * num_real_tokens + head) // trace.num_tokens,
+        hardware=((forward + backward - saved) * num_places + head + logits) // trace.num_tokens,
+    )
+
+
+def count_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> int:
+    """Return the FLOPs of one call of a torch operator."""
+    if (attention := AttentionCall.of(func, args, kwargs)) is not None:
+        return attention.num_flops
+    formula = _formulas().get(getattr(func, "_overloadpacket", None))
+    return _NO_FLOPS if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@cache
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return operator -> formula: torch's, and ours where it has none."""
+    from torch.utils import flop_counter
+
+    counter: Any = flop_counter  # its functions carry no types
+
+    return {**counter.flop_registry, torch.ops.aten._grouped_mm: _grouped_mm}
+
+
+def _grouped_mm(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """FLOPs of groups of rows [M, K] times one matrix each [E, K, N], or of their backward."""
+    rows, inner = a.shape[-2:]
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 3 else 1
+    return int(2 * groups * rows * inner * b.shape[-1])

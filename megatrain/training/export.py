@@ -1,0 +1,279 @@
+"""A checkpoint into a Hugging Face folder, piece by piece: no store, no GPU, and beside a living run if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.base.layout import UnitLayout
+from megatrain.base.precision import decode, high_half
+from megatrain.checkpoint.catalog import find_checkpoint
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.reader import CheckpointReader
+from megatrain.checkpoint.scan import is_there
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.config.resolved import config_from_toml
+from megatrain.converters.adapters import adapters_of, export_adapter
+from megatrain.converters.spec import ModelSpec
+from megatrain.engine.program import kind_of_key, state_key, stored_keys, weight_key
+from megatrain.models.carried import CARRIED_CHECKSUM
+from megatrain.models.converter import ReadMaster
+from megatrain.models.export import check_target, export_dtype, export_model
+from megatrain.models.folder import BASE_CHECKSUM
+from megatrain.models.graph import ModelGraph
+from megatrain.models.load import WeightLoader, open_loader
+from megatrain.optim.average import EMA
+from megatrain.training.resolve import resolve_model
+from tiered.errors import TieredError
+from tiered.ext import dtype_from_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+__all__ = ["OnProgress", "export_checkpoint"]
+
+#: Told what is being done, the bytes that are done, and how many there are: all are written, and then read back.
+OnProgress = Callable[[str, int, int], None]
+
+
+def export_checkpoint(
+    run: Path | str,
+    out: Path | str,
+    *,
+    step: int | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | None = None,
+    model_folder: Path | str | None = None,
+    merge: bool | None = None,
+    ema: bool = False,
+    overwrite: bool = False,
+    on_progress: OnProgress | None = None,
+) -> Path:
+    """Write the Hugging Face folder of a checkpoint, as the run itself would at its end. RAM: a few pieces of 16 MiB.
+
+    Args:
+        run: ``output_dir``, its folder of checkpoints, or ``snap/<generation>`` of one.
+        out: the folder to make. It may exist if it is empty.
+        step: Steps of the checkpoint; default: the newest.
+        dtype: Format of the weights; default: as the run's config says. fp32 gives the exact master weights.
+        max_shard_size: weight bytes in one file; default: as the run's config says.
+        model_folder: a copy of the model's folder, where the one of the run is gone.
+        merge: add adapters to the model's weights, or write them alone; default: as the run's config says.
+        ema: write the average of the trained weights (``optimizer.ema_decay``) in their place.
+        overwrite: replace an earlier export of this program in ``out``.
+
+    Returns:
+        The absolute path of the finished folder.
+
+    Raises:
+        CheckpointError: no such checkpoint; or it is damaged, does not belong to the model, or was removed meanwhile.
+        ConfigError: its config has keys that this version does not know.
+        ModelFolderError: the model's folder cannot be used.
+        ExportError: ``out`` cannot be written.
+    """
+    found = find_checkpoint(run, step)
+    check_target(Path(out).absolute(), overwrite=overwrite)
+    config = config_from_toml(found.state.config_toml, f"the config in {found}")
+    model, table = resolve_model(config), config.export
+    source = _CheckpointWeights(found, on_progress, is_ema=ema)
+    record = {"step": found.state.step, **({"ema": True} if ema else {})}
+    folder = _model_folder(found, model, model_folder)
+    graph = replace(model, folder=str(folder)).build(source.dtype)
+    loader = None if model.table.train_from_scratch else open_loader(folder, graph)
+    source.check(graph, folder, loader)
+    # Where the model's folder was given anew, so is that of its tokenizer.
+    companions = folder if model.tokenizer_folder == model.folder else Path(model.tokenizer_folder)
+    copy_from = companions if companions.is_dir() else folder
+    if adapters_of(graph) is not None and not (table.merge if merge is None else merge):
+        return export_adapter(
+            graph,
+            source.weights,
+            out,
+            base_model=model.name if model_folder is None else str(folder),
+            dtype=dtype or export_dtype(table, graph.dtype),
+            copy_from=copy_from,
+            record=record,
+        )
+    return export_model(
+        graph,
+        source.weights,
+        out,
+        dtype=dtype or export_dtype(table, graph.dtype),
+        max_shard_nbytes=max_shard_size or table.max_shard_size,
+        copy_from=copy_from,
+        record=record,
+        origin=None if loader is None else loader.origin,
+        carried_checksum=found.state.model.get(CARRIED_CHECKSUM),
+        on_bytes=source.on_bytes,
+    )
+
+
+def _model_folder(found: Checkpoint, model: ModelSpec, given: Path | str | None) -> Path:
+    folder = Path(given if given is not None else model.folder)
+    if given is None and not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{found} was trained from the model in '{folder}', which is not there. Name a copy of that folder: "
+            "--model FOLDER"
+        )
+    return folder
+
+
+class _CheckpointWeights:
+    """The master weights of a checkpoint, one layout at a time."""
+
+    def __init__(self, found: Checkpoint, on_progress: OnProgress | None, *, is_ema: bool) -> None:
+        self._found, self._on_progress, self._is_ema = found, on_progress, is_ema
+        self._unit = ""
+        self._kept: dict[str, tuple[str, int, Tensor]] = {}  # by kind: block, first byte, piece
+        with self._explained():
+            self._reader = CheckpointReader(found)
+        dtypes = {record.dtype for key, record in self._reader.blocks.items() if kind_of_key(key) == "weight"}
+        if len(dtypes) != 1:
+            raise CheckpointError(f"{found} holds no weights of one dtype: {sorted(dtypes)}. Export another checkpoint")
+        self.dtype = dtype_from_name(dtypes.pop())
+        if is_ema and not any(kind_of_key(key) == EMA.name for key in self._reader.blocks):
+            raise CheckpointError(
+                f"{found} holds no average of the weights: its run has no optimizer.ema_decay. Export it without --ema"
+            )
+
+    def check(self, graph: ModelGraph, folder: Path, loader: WeightLoader | None) -> None:
+        """Raise ``CheckpointError`` unless the blocks are those of this model.
+
+        Args:
+            loader: Reads frozen weights, which are in the folder only.
+        """
+        self._graph, self._loader = graph, loader
+        if loader is not None and BASE_CHECKSUM in self._found.state.model:
+            self._check_base(loader)
+        expected = {weight_key(layout.name): layout.num_elements for layout in graph.layouts.values()}
+        blocks = self._reader.blocks
+        found: dict[str, int] = {}
+        for key, record in blocks.items():
+            if kind_of_key(key) == "weight":
+                whole = weight_key(key.rpartition("/")[0])
+                found[whole] = found.get(whole, 0) + record.shape[0]
+        in_folder = set() if loader is None else {weight_key(x.name) for x in graph.layouts.values() if not x.trainable}
+        expected = {key: size for key, size in expected.items() if key in found or key not in in_folder}
+        different = sorted(key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key))
+        if different:
+            key = different[0]
+            raise CheckpointError(
+                f"{self._found} does not belong to the model in '{folder}': block '{key}' has "
+                f"{found.get(key, 0)} elements, the model's {expected.get(key, 0)}. Name the folder of the model that "
+                "was trained: --model FOLDER"
+            )
+
+    @contextmanager
+    def weights(self, layout: UnitLayout) -> Iterator[ReadMaster]:
+        """Yield what reads a unit's fp32 master weights; a ``WeightSource``."""
+        self._unit = layout.name
+        weights = self._parts(weight_key(layout.name))
+        averages = self._parts(state_key(layout.name, EMA.name)) if self._is_ema else []  # none of what is frozen
+        if averages:
+            yield partial(self._read_parts, averages, EMA.dtype)
+            return
+        if not weights:
+            yield partial(self._read_folder, layout)
+            return
+        lows = self._parts(state_key(layout.name, "low"))
+
+        def read(start: int, stop: int) -> Tensor:
+            high = self._read_parts(weights, self.dtype, start, stop)
+            if self.dtype == torch.float32:
+                return high
+            if not lows:
+                return high.float()  # frozen: there is no more than the bf16 weight
+            master = torch.empty(stop - start)
+            for part, low in lows:
+                first, last = max(start, part.start), min(stop, part.stop)
+                if first < last:
+                    found = self._read(low, torch.int16, first - part.start, last - part.start)
+                    inside = slice(first - start, last - start)
+                    decode(high[inside], found, master[inside])
+            return master
+
+        yield read
+
+    def on_bytes(self, done: int, total: int) -> None:
+        """Report the bytes of an export that are done."""
+        if self._on_progress is not None:
+            self._on_progress(self._unit if 2 * done <= total else "reading it back", done, total)
+
+    def _parts(self, key: str) -> list[tuple[range, str]]:
+        """Return the blocks that state is in, each with its range of elements."""
+        found, start = [], 0
+        for each in stored_keys(key, self._reader.blocks):
+            stop = start + self._reader.blocks[each].shape[0]
+            found.append((range(start, stop), each))
+            start = stop
+        return found
+
+    def _read_parts(self, parts: Sequence[tuple[range, str]], dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return elements of what lies in one block or several."""
+        found: list[Tensor] = []
+        for part, key in parts:
+            first, last = max(start, part.start), min(stop, part.stop)
+            if first < last:
+                found.append(self._read(key, dtype, first - part.start, last - part.start))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _read(self, key: str, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+        """Return elements of a block; whole pieces are read and verified, and the last one of each kind is kept."""
+        first, last, step = start * dtype.itemsize, stop * dtype.itemsize, self._reader.piece_bytes
+        out = torch.empty(stop - start, dtype=dtype)
+        memory = out.view(torch.uint8)
+        for begin in range(first // step * step, last, step):
+            piece = self._piece(key, begin)
+            part = piece[max(0, first - begin) : last - begin]
+            at = max(0, begin - first)
+            memory[at : at + part.numel()] = part
+        return out
+
+    def _piece(self, key: str, start: int) -> Tensor:
+        kind = kind_of_key(key)
+        if kind not in self._kept or self._kept[kind][:2] != (key, start):
+            stop = min(start + self._reader.piece_bytes, self._reader.blocks[key].nbytes)
+            with self._explained():
+                self._kept[kind] = key, start, self._reader.read_range(key, start, stop)
+        return self._kept[kind][2]
+
+    def _check_base(self, loader: WeightLoader) -> None:
+        folder = loader.origin.folder
+        if folder.fingerprint() != self._found.state.model[BASE_CHECKSUM]:
+            raise CheckpointError(
+                f"{folder.path}: its weights are not those that {self._found} began with, which holds what was trained "
+                "only. Bring the original files back, or name a copy of the folder: --model FOLDER"
+            )
+
+    def _read_folder(self, layout: UnitLayout, start: int, stop: int) -> Tensor:
+        """Return a range of frozen weights, rounded to what the run computed with."""
+        assert self._loader is not None
+        master = torch.zeros(stop - start)
+        with self._graph.plain_model():
+            self._loader.read(layout, start, master)
+        if self.dtype != torch.float32:
+            high = torch.empty(stop - start, dtype=self.dtype)
+            high_half(master, high)
+            master.copy_(high)
+        return master
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turn what the store says about a damaged or vanished generation into what to do here."""
+        found = self._found
+        try:
+            yield
+        except (TieredError, OSError) as error:
+            if not is_there(found):
+                raise CheckpointError(
+                    f"{found} was removed while it was being exported: the run keeps checkpoint.save_total_limit of "
+                    "them. Export again, or raise that number"
+                ) from error
+            raise CheckpointError(f"{found} cannot be exported: {error}. Another one: --step") from error

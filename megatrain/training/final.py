@@ -1,0 +1,138 @@
+"""The model folder that a run ends with: what it trained, or what its best evaluation was of."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.base.names import FINAL_NAME
+from megatrain.converters.adapters import adapters_of, export_adapter
+from megatrain.models.carried import CARRIED_CHECKSUM
+from megatrain.models.export import export_dtype, export_model
+from megatrain.training.export import export_checkpoint
+from megatrain.training.weights import ExportStopped, GatheredWeights
+
+if TYPE_CHECKING:
+    from megatrain.base.progress import Activity
+    from megatrain.checkpoint.best import Best, BestSpec
+    from megatrain.models.converter import WeightSource
+    from megatrain.plan.plan import Plan
+    from megatrain.ranks.group import RankGroup
+    from megatrain.run.signals import RunSignals
+    from megatrain.training.weights import Weights
+
+__all__ = ["FinalExport"]
+
+
+@dataclass(frozen=True, slots=True)
+class FinalExport:
+    """Writes ``output_dir/final``, unit by unit. All ranks call it; the first one writes.
+
+    Attributes:
+        plan: The plan of the run.
+        weights: The trained weights, in the store.
+        group: The ranks of the run.
+        signals: A stop that they ask for ends the export.
+        activity: Kept current for a live view.
+        tell: Called with messages for the user.
+    """
+
+    plan: Plan
+    weights: Weights
+    group: RankGroup
+    signals: RunSignals
+    activity: Activity
+    tell: Callable[[str], None]
+
+    def write(self, step: int, best: Best | None, spec: BestSpec) -> Path:
+        """Return the folder, written.
+
+        Args:
+            step: Steps done.
+            best: The best evaluation; None: there was none.
+            spec: Whether that one is the model of the run, and of which weights it was.
+
+        Raises:
+            ExportStopped: a stop was asked for, and all ranks know.
+            KeyboardInterrupt: a stop was asked for.
+            ExportError: the folder cannot be written.
+        """
+        if spec.is_kept and best is not None and (spec.is_average or best.step != step):
+            return self._by_first(partial(self._write_saved, best, is_average=spec.is_average))
+        if self.group.world.is_single:
+            return self._write_trained(self.weights.exported, step)
+        gathered = GatheredWeights(self.weights, self.plan, self.group, lambda: self.signals.stop_requested)
+        if self.group.world.is_first:
+            with gathered.served():
+                return self._write_trained(gathered.exported, step)
+        if not gathered.serve():
+            raise ExportStopped
+        return self._folder
+
+    @property
+    def _folder(self) -> Path:
+        return self.plan.run.output_dir / FINAL_NAME
+
+    def _by_first(self, export: Callable[[], Path]) -> Path:
+        """Have rank 0 export something that it can read alone; the others wait for it."""
+        if self.group.world.is_single:
+            return export()
+        folder: Path | None = None
+        if self.group.world.is_first:
+            with contextlib.suppress(KeyboardInterrupt):
+                if not self.signals.stop_requested:
+                    self.signals.steps_are_over()  # from now on the next stop raises
+                    folder = export()
+        folder = self.group.broadcast(folder)
+        if folder is None:
+            raise ExportStopped
+        return folder
+
+    def _write_saved(self, best: Best, *, is_average: bool) -> Path:
+        """Write the model of the best evaluation, from its checkpoint."""
+        run = self.plan.run
+        what = "the average of the weights" if is_average else "the model"
+        self.tell(f"exporting {what} of step {best.step}, the best one: {best.metric} {best.value:.4f}")
+        return export_checkpoint(
+            run.output_dir,
+            self._folder,
+            step=best.step,
+            dtype=export_dtype(run.export, run.dtype),
+            max_shard_size=run.export.max_shard_size,
+            merge=run.export.merge,
+            ema=is_average,
+            overwrite=True,
+            on_progress=lambda unit, done, total: self.activity.moved_in_all(done, total),
+        )
+
+    def _write_trained(self, weights: WeightSource, step: int) -> Path:
+        """Write the weights of the store: as a model, or as the adapters that alone were trained."""
+        run = self.plan.run
+        dtype = export_dtype(run.export, run.dtype)
+        tokenizer, record = Path(run.model.tokenizer_folder), {"step": step}
+        if adapters_of(self.plan.graph) is not None and not run.export.merge:
+            return export_adapter(
+                self.plan.graph,
+                weights,
+                self._folder,
+                base_model=run.model.name,
+                dtype=dtype,
+                copy_from=tokenizer,
+                record=record,
+            )
+        return export_model(
+            self.plan.graph,
+            weights,
+            self._folder,
+            dtype=dtype,
+            max_shard_nbytes=run.export.max_shard_size,
+            copy_from=tokenizer,
+            record=record,
+            origin=self.weights.source.origin,
+            carried_checksum=self.weights.carried.get(CARRIED_CHECKSUM),
+            on_bytes=self.activity.moved_in_all,
+        )

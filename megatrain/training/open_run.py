@@ -1,0 +1,280 @@
+"""The store of a run, open: filled with weights and state, and worked on by engines.
+
+Training takes its steps here, and so do commands that make forward passes alone (``scoring``, ``generation``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatrain.base.progress import Activity
+from megatrain.base.timeline import Timeline
+from megatrain.converters.adapters import AdapterError, adapters_of
+from megatrain.engine.environment import (
+    cublas_setting_read,
+    deterministic_kernels,
+    device_errors_explained,
+)
+from megatrain.engine.flash import flash_kernels
+from megatrain.engine.freed_memory import freed_memory_kept, give_back_freed_memory
+from megatrain.engine.step import StepEngine
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.hub import fetch_weights, missing_files
+from megatrain.models.load import open_loader
+from megatrain.plan.process import most_resident_bytes
+from megatrain.plan.tiers import (
+    check_drives,
+    claim_folders,
+    open_store,
+    register_blocks,
+    register_transient_blocks,
+    reserve,
+    set_schedule,
+    unregister_transient_blocks,
+)
+from megatrain.ranks.group import RankGroup
+from megatrain.training.weights import AdaptedWeights, RandomWeights, Weights, WeightSource
+from tiered import RamTier
+from tiered.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.document import Checkpoint
+    from megatrain.models.load import WeightLoader
+    from megatrain.plan.plan import Plan
+    from tiered import TieredStore
+
+__all__ = ["OpenRun", "StartWeights", "look_at_weights", "open_run", "open_weights"]
+
+_WORTH_TELLING_S = 1.0
+
+
+@contextmanager
+def open_run(
+    plan: Plan,
+    *,
+    tell: Callable[[str], None] = lambda text: None,
+    activity: Activity | None = None,
+    group: RankGroup | None = None,
+    source: WeightSource | None = None,
+    weights: StartWeights | None = None,
+) -> Iterator[OpenRun]:
+    """Open the store of a plan, without blocks; leaving closes it.
+
+    Args:
+        plan: Of steps, or of passes.
+        tell: Called with messages for the user of the run.
+        activity: Kept current for a live view; None: an own one.
+        group: The ranks of the run; None: this process is alone.
+        source: Where weights come from; None: the model's folder, or its initialization.
+        weights: Weights that ``open_weights`` has checked; None: they are checked here.
+
+    Raises:
+        ModelFolderError: the weights do not fit the model.
+        DoesNotFitError: a drive has too little free space.
+        LockedError: another run uses an NVMe path.
+    """
+    run, group, activity = plan.run, group or RankGroup.single(), activity or Activity()
+    # Everything that can be refused is looked at before anything is allocated.
+    weights = weights or open_weights(plan, tell)
+    if weights.loader is not None and weights.loader.origin.carried.names:
+        tell(str(weights.loader.origin.carried))
+    is_with_all = run.world.size == group.world.size  # else one rank is looked at, alone
+    if is_with_all:
+        group.one_after_the_other(lambda: claim_folders(plan) if group.world.local_rank == 0 else None)
+    check_drives(plan)
+    if is_with_all:
+        group.wait_for_all()  # a store that opens removes files of dead runs, which other ranks count
+    timeline = Timeline()
+    # The drives of a rank are its own, so what is said of them concerns this process alone.
+    notice = tell if group.world.is_first else group.notify
+    # The store closes while errors of the device are still explained.
+    with (
+        device_errors_explained(),
+        deterministic_kernels(plan.device, type(plan.graph.model).__name__, enabled=run.is_deterministic),
+        cublas_setting_read(plan.device),
+        flash_kernels(run.flash, repeatable_on=plan.device if run.is_deterministic else None),
+        open_store(plan, on_notice=notice, on_event=timeline.on_event, loader=weights.loader) as store,
+        _freed_memory(plan, store),
+    ):
+        timeline.read_usage = lambda: {name: tier.used_bytes for name, tier in store.stats().tiers.items()}
+        blocks = Weights(store, plan, source or weights.source, activity, tell, group)
+        yield OpenRun(plan, store, blocks, timeline, activity, tell)
+
+
+@contextmanager
+def _freed_memory(plan: Plan, store: TieredStore) -> Iterator[None]:
+    if plan.device.type != "cpu":
+        give_back_freed_memory()  # the host computes nothing large
+        yield
+        return
+    with freed_memory_kept(store, most_resident_bytes(plan)):
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class StartWeights:
+    """The weights that a run starts from; their headers, sizes and names are right.
+
+    Attributes:
+        loader: Loader of the model's folder; None: the weights are random.
+        source: Source of all weights, adapters included.
+    """
+
+    loader: WeightLoader | None
+    source: WeightSource
+
+
+def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) -> StartWeights:
+    """Check the headers, sizes and names of a run's weights. Fetches a model of the hub; reads no other weight.
+
+    Args:
+        plan: Of steps, or of passes.
+        tell: Called after each file that was fetched.
+
+    Raises:
+        ModelFolderError: the weights do not fit the model.
+        AdapterError: the adapter's folder does not fit the model.
+    """
+    graph, model, seed = plan.graph, plan.run.model, plan.run.seed
+    if model.table.train_from_scratch:
+        return StartWeights(None, RandomWeights(graph.model, seed))
+    if model.hub is not None:
+        fetch_weights(model.hub, lambda file: tell(str(file)))
+    loader = open_loader(model.folder, graph)
+    if adapters_of(graph) is None:
+        return StartWeights(loader, loader)
+    folder = None if model.lora is None else model.lora.adapter_name_or_path
+    return StartWeights(loader, AdaptedWeights(graph, loader, seed, folder))
+
+
+def look_at_weights(plan: Plan) -> tuple[str, Exception | None]:
+    """Return a line about the tensors that an export copies, and the error of a run with these weights.
+
+    A plan needs no weights: a folder that has none yet has no error, and none are fetched.
+    """
+    model = plan.run.model
+    folder = Path(model.folder)
+    if model.hub is None:
+        is_here = any(folder.glob("*.safetensors*"))
+    else:
+        is_here = not missing_files(model.hub)
+    if model.table.train_from_scratch or not is_here:
+        return "", None
+    try:
+        loader = open_weights(plan).loader
+    except (ModelFolderError, AdapterError, OSError) as error:
+        return "", error
+    assert loader is not None
+    carried = loader.origin.carried
+    return (f"{carried}; they take no memory" if carried.names else ""), None
+
+
+class OpenRun:
+    """The open store of a plan. Used by one thread.
+
+    Args:
+        plan: Of steps, or of passes.
+        store: Without blocks.
+        weights: Those of the store.
+        timeline: Of the steps during which it is on.
+        activity: What is being done.
+        tell: Called with messages for the user of the run.
+
+    Attributes:
+        plan: As given.
+        store: All blocks, once ``load`` has filled them.
+        weights: Those of the store.
+        timeline: Of the steps during which it is on.
+        engine: The last one that ``make_engine`` returned, until ``end_steps``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        store: TieredStore,
+        weights: Weights,
+        timeline: Timeline,
+        activity: Activity,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.plan, self.store, self.weights, self.timeline = plan, store, weights, timeline
+        self.engine: StepEngine | None = None
+        self._activity, self._tell = activity, tell
+
+    def load(self, candidates: Sequence[Checkpoint] = ()) -> Checkpoint | None:
+        """Fill weights and optimizer state unit by unit, then reserve what only steps need.
+
+        Args:
+            candidates: Checkpoints to start from, best first; one that is damaged is reported and passed over.
+
+        Returns:
+            The checkpoint that was loaded; None: the run starts from the model's weights.
+
+        Raises:
+            ModelFolderError: the weights cannot be read.
+            InitializationError: the model cannot initialize its weights.
+            CheckpointError: no candidate is whole, or the model's folder no longer keeps the tensors that the run began
+                with.
+        """
+        reserve(self.store, self.plan.placement.generation_bytes)
+        register_blocks(self.store, self.plan, durable=True)
+        checkpoint = self.weights.load(candidates)
+        if isinstance(source := self.weights.source, AdaptedWeights):
+            self._tell(source.describe(checkpoint))
+        # Only now: the fp32 copy of a unit that is loaded takes the room that its gradient has in a step, so that a run
+        # that fits also starts.
+        register_transient_blocks(self.store, self.plan)
+        self._tell_of_memory()
+        return checkpoint
+
+    def _tell_of_memory(self) -> None:
+        """Say what RAM took to be made resident and page-locked, if that is worth knowing."""
+        ram = self.store.tier("ram")
+        if not isinstance(ram, RamTier) or ram.populate_s + ram.pin_s < _WORTH_TELLING_S:
+            return
+        pinned = f", page-locked in {format_duration(ram.pin_s)}" if ram.pin_s >= _WORTH_TELLING_S / 10 else ""
+        self._tell(f"RAM: {format_size(ram.made_bytes)} made resident in {format_duration(ram.populate_s)}{pinned}")
+
+    def make_engine(self, num_steps: int, *, first_step: int = 0, num_updates: int = 0) -> StepEngine:
+        """Return an engine on the loaded store, and give the prefetcher the schedule of ``num_steps`` steps.
+
+        Args:
+            num_steps: Steps that follow without a stop.
+            first_step: Steps done before.
+            num_updates: Those of them whose gradient was used.
+        """
+        plan = self.plan
+        self.schedule_steps(first_step, num_steps)
+        # A rank meets the others in the default group of torch.distributed, which it has joined by now.
+        engine = StepEngine(
+            self.store,
+            plan.for_steps,
+            plan.recipe(),
+            collectives=plan.collectives(),
+            timeline=self.timeline,
+            activity=self._activity,
+        )
+        engine.num_updates = num_updates
+        self.engine = engine
+        return engine
+
+    def schedule_steps(self, first_step: int, num_steps: int) -> None:
+        """Give the prefetcher steps, the first of which finds nothing to update."""
+        schedule = self.plan.program.schedule(self.plan.placement.homes, num_steps, first_step=first_step)
+        set_schedule(self.store, schedule, self.plan.run.advanced.prefetch_bytes)
+
+    def finish_updates(self) -> None:
+        """Make the update that the last step left to the next one."""
+        if self.engine is not None:
+            self.engine.finish_updates()
+
+    def end_steps(self) -> None:
+        """Release what only steps need; weights and optimizer state stay. Makes the pending update."""
+        self.finish_updates()
+        self.engine = None
+        self.store.set_schedule(None)
+        unregister_transient_blocks(self.store, self.plan)

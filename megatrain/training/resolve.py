@@ -1,0 +1,317 @@
+"""From a config to the values that a run works with: ints, paths, dtypes and choices, derived once, here.
+
+What is below the trainer takes these records and knows no config. Each record lives with the idea that it names.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.checkpoint.best import BestSpec
+from megatrain.checkpoint.table import CheckpointSpec
+from megatrain.config.problems import find_unscorable
+from megatrain.config.resolved import resolved_values, to_toml
+from megatrain.converters.heads import HeadSpec
+from megatrain.converters.spec import ModelSpec
+from megatrain.data.dataset import NAME
+from megatrain.data.encoding import load_tokenizer, pad_token_id
+from megatrain.data.rows_report import DataError
+from megatrain.data.scores import ScoresError, read_kind
+from megatrain.engine.cross_entropy import CrossEntropy
+from megatrain.engine.objective import Objective
+from megatrain.engine.program import KINDS, Kind
+from megatrain.engine.table import RecomputeChoice
+from megatrain.machine import machine
+from megatrain.machine.machine import TierSpecs
+from megatrain.machine.table import TiersConfig
+from megatrain.models.hub import locate
+from megatrain.plan.budgets import tier_names
+from megatrain.plan.placement import FOLDER, PlacementSpec
+from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
+from megatrain.run.loggers import LoggingSpec
+from megatrain.tasks.distillation import Distillation
+from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
+from megatrain.tasks.preference import PreferenceLoss
+from megatrain.tasks.table import TASK_FACTS
+from megatrain.training.resolve_rows import resolve_data, resolve_folders
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Literal
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.machine.machine import PlannedMachine
+
+__all__ = [
+    "check_scorable",
+    "default_tiers",
+    "resolve",
+    "resolve_batch",
+    "resolve_checkpoint",
+    "resolve_data",
+    "resolve_evaluation",
+    "resolve_logging",
+    "resolve_model",
+    "resolve_preference",
+    "resolve_tiers",
+]
+
+
+def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec:
+    """Return a run in values.
+
+    Args:
+        config: the run's, checked.
+        planned: the machine that it is planned for; None: this one.
+
+    Raises:
+        ConfigError: the config asks for a GPU and there is none.
+    """
+    device = machine.resolve_device(config.device, planned)
+    tiers = resolve_tiers(config, planned)
+    training = config.training
+    return RunSpec(
+        name=config.run_name,
+        task=config.task,
+        output_dir=config.output_dir,
+        seed=config.seed,
+        device=device,
+        dtype=machine.resolve_compute_dtype(config.precision.compute_dtype, device),
+        grad_dtype=getattr(torch, config.precision.grad_dtype),
+        is_deterministic=config.full_determinism,
+        model=resolve_model(config),
+        data=resolve_data(config),
+        batch=resolve_batch(config, device.type),
+        objective=_objective(config),
+        optimizer=config.optimizer,
+        num_epochs=training.num_train_epochs,
+        max_steps=training.max_steps if training.max_steps > 0 else None,
+        tiers=tiers,
+        placement=_placement(config, tier_names(tiers, device)),
+        recompute=RecomputeChoice.of(config.training.recompute),
+        advanced=config.advanced,
+        trace_steps=config.profile.trace_steps,
+        checkpoint=resolve_checkpoint(config),
+        export=config.export,
+    )
+
+
+def _objective(config: RunConfig) -> Objective:
+    """Return what is minimised; of a teacher's scores only what they hold is read.
+
+    Raises:
+        ConfigError: they are not there, or others than the config says.
+    """
+    training, table = config.training, config.distill
+    noise = training.neftune_noise_alpha
+    preference = resolve_preference(config)
+    if preference is not None:
+        return Objective(preference, noise)
+    if config.task != "distill" or table.scores is None:
+        return Objective(CrossEntropy(training.label_smoothing_factor, training.z_loss), noise)
+    try:
+        found = read_kind(table.scores)
+    except ScoresError as error:
+        raise ConfigError(
+            "[distill]", [Problem("distill.scores", str(error), "Make them with megatrain-tier score TEACHER.toml")]
+        ) from error
+    problems = []
+    if table.top_k is not None and table.top_k > found.top_k:
+        text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
+        problems.append(Problem("distill.top_k", text, f"Write at most {found.top_k}, or score with a larger top_k"))
+    if not found.top_k:
+        text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
+        problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
+    if table.temperature != found.temperature:
+        text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
+        text += f" {found.temperature:g}"
+        problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
+    if problems:
+        raise ConfigError("[distill]", problems)
+    return Objective(Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k), noise)
+
+
+def check_scorable(config: RunConfig) -> None:
+    """Find out whether a config can be scored.
+
+    Raises:
+        ConfigError: something of it cannot.
+    """
+    if problems := list(find_unscorable(config)):
+        raise ConfigError("the config", problems)
+
+
+def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
+    """Return the loss over preferences; None: the run has none."""
+    if config.task != "dpo":
+        return None
+    table = config.preference
+    return PreferenceLoss(
+        loss_type=table.loss_type,
+        beta=table.beta,
+        label_smoothing=table.label_smoothing,
+        simpo_gamma=table.simpo_gamma,
+        rpo_alpha=table.rpo_alpha,
+        desirable_weight=table.desirable_weight,
+        undesirable_weight=table.undesirable_weight,
+    )
+
+
+def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
+    """Return the reward head that replaces the language model's head; None for a language model."""
+    if not TASK_FACTS[config.task].says_no_words:
+        return None
+    return HeadSpec(config.reward.center_rewards_coefficient, _fill_token(tokenizer_folder))
+
+
+@functools.cache
+def _fill_token(folder: str) -> int:
+    """Return what rows are filled with; 0 where the tokenizer cannot be opened, which is told where it is needed."""
+    try:
+        return pad_token_id(load_tokenizer(folder))
+    except DataError:
+        return 0
+
+
+def resolve_model(config: RunConfig) -> ModelSpec:
+    """Return what is trained. Of a model on the hub, all but the weights is fetched unless it is here.
+
+    Raises:
+        HubError: the hub has no such model, or cannot be reached.
+    """
+    table = config.model
+    hub = locate(table.model_name_or_path, table.revision)
+    folder, tokenizer_folder = resolve_folders(config)
+    return ModelSpec(
+        table,
+        folder,
+        tokenizer_folder,
+        hub,
+        lora=config.lora if config.lora.is_on else None,
+        of_task=_head(config, tokenizer_folder),
+    )
+
+
+def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
+    """Return the cut of a step into micro-batches.
+
+    Args:
+        config: the run's, checked.
+        device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
+    """
+    return BatchSpec(
+        num_rows=config.rows_per_step,
+        max_length=config.data.max_length,
+        given_rows=config.micro_batch_size,
+        # Kernels of flash attention keep packed documents apart in batches of one row only.
+        single_rows=bool(config.data.packing) and config.model.attn_implementation == "flash_attention_2",
+        order="micro_batch" if config.advanced.micro_batch_order == "micro_batch" else "layer",
+        rows_per_example=config.rows_per_example,
+        aimed_tokens=MICRO_BATCH_TOKENS[device],
+        num_lanes=None if config.training.gradient_lanes == "auto" else config.training.gradient_lanes,
+    )
+
+
+def resolve_tiers(config: RunConfig, planned: PlannedMachine | None = None) -> TierSpecs:
+    """Return what a run may use of this machine, or of the one that it is planned for."""
+    return _tiers(
+        config.tiers,
+        file_bytes=config.advanced.file_size,
+        emulates_gpu=config.advanced.emulate_gpu,
+        planned=planned,
+    )
+
+
+def default_tiers() -> TierSpecs:
+    """Return what a run may use of this machine whose config names no size."""
+    return _tiers(TiersConfig())
+
+
+def _tiers(
+    table: TiersConfig,
+    *,
+    file_bytes: int | None = None,
+    emulates_gpu: bool = False,
+    planned: PlannedMachine | None = None,
+) -> TierSpecs:
+    paths = [drive.path for drive in table.nvme]
+    given = [drive.rate for drive in table.nvme if drive.rate is not None]
+    rates = machine.stripe_rates(paths, given, planned)
+    return TierSpecs(
+        table,
+        rates=tuple(rates),
+        has_rates=len(given) == len(paths),
+        emulates_gpu=emulates_gpu,
+        file_bytes=file_bytes,
+        machine=planned,
+    )
+
+
+def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
+    """Return where kinds of blocks may live.
+
+    GPU memory is a home where the config names it; what else lives there the planner decides, for the residents.
+    """
+    table = config.placement
+    wanted: Mapping[Kind, Literal["auto"] | tuple[str, ...]] = {
+        "weights": table.weights,
+        "activations": table.activations,
+        "gradients": table.gradients,
+        "optimizer": table.optimizer,
+    }
+    default = [tier for tier in tiers if tier != "gpu"]
+    homes: dict[Kind | Literal["in place"], Sequence[str]] = {}
+    for kind in KINDS:
+        names = wanted[kind]
+        homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
+    # Frozen weights are in the folder already: another drive would hold a second copy of them.
+    names = (*(tier for tier in default if tier != "nvme"), FOLDER) if table.weights == "auto" else table.weights
+    homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
+    return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
+
+
+def resolve_checkpoint(config: RunConfig) -> CheckpointSpec:
+    """Return when the run is saved, and how much of that is kept."""
+    drives = tuple(drive.path for drive in config.tiers.nvme)
+    return CheckpointSpec(config.checkpoint, config.output_dir, drives, config.tiers.on_disk_full)
+
+
+def resolve_evaluation(config: RunConfig) -> EvaluationSpec:
+    """Return when the run evaluates, and on what."""
+    table = config.evaluation
+    sources = (
+        EvaluationSource(
+            each.shown_name,
+            f"data.eval.{number} ({each.path})",
+            resolve_data(config, [each.as_source(table.eval_max_samples)]),
+        )
+        for number, each in enumerate(config.data.eval)
+    )
+    rows = table.per_device_eval_batch_size
+    return EvaluationSpec(table, None if rows is None else rows * config.rows_per_example, tuple(sources))
+
+
+def resolve_best(config: RunConfig) -> BestSpec:
+    """Return which evaluation is the best, and what follows from it."""
+    table, evaluations = config.evaluation, resolve_evaluation(config)
+    metric, greater = table.metric_for_best_model, table.greater_is_better
+    sets = [NAME] if config.data.val_size is not None else [source.name for source in evaluations.sources]
+    averages = [f"{evaluations.name_of(name, 'average')}_" for name in sets]
+    return BestSpec(
+        metric,
+        is_greater_better=not metric.endswith(("loss", "perplexity")) if greater is None else greater,
+        is_kept=config.checkpoint.load_best_model_at_end,
+        patience=table.early_stopping_patience,
+        threshold=table.early_stopping_threshold,
+        is_average=table.weights == "average"
+        or (table.weights == "both" and metric.removeprefix("eval_").startswith(tuple(averages))),
+    )
+
+
+def resolve_logging(config: RunConfig) -> LoggingSpec:
+    """Return where the figures of the run go."""
+    return LoggingSpec(config.logging, config.run_name, config.output_dir, resolved_values(config), to_toml(config))

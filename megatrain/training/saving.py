@@ -1,0 +1,70 @@
+"""What saves a run: the writer of its checkpoints, and the copier of those that are kept whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
+from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.document import read_checkpoints
+from megatrain.checkpoint.resume import is_not_after
+from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
+from megatrain.training.weights import saved_places
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.document import Checkpoint
+    from megatrain.plan.plan import Plan
+    from megatrain.ranks.group import RankGroup
+    from tiered import TieredStore
+
+__all__ = ["make_copier", "make_writer"]
+
+
+def make_copier(plan: Plan, group: RankGroup, tell: Callable[[str], None]) -> CheckpointCopier:
+    """Return what copies checkpoints of all ranks. A collective.
+
+    Args:
+        plan: What this rank trains.
+        group: The ranks of the run.
+        tell: Called with messages for the user.
+    """
+    drive_bytes = sum(group.gather(plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
+    return CheckpointCopier(plan.run.checkpoint, drive_bytes, tell, plan.run.world.rank, group.gather)
+
+
+def make_writer(
+    plan: Plan,
+    store: TieredStore,
+    group: RankGroup,
+    tell: Callable[[str], None],
+    *,
+    loaded: Checkpoint | None,
+    best: Checkpoint | None,
+    remote_save_number: int = 0,
+) -> CheckpointWriter:
+    """Return what writes checkpoints, together with the other ranks.
+
+    Args:
+        plan: What this rank trains.
+        store: With the blocks of the plan.
+        group: The ranks of the run.
+        tell: Called with messages for the user.
+        loaded: The checkpoint that the run goes on from; None: it starts anew.
+        best: That of the best evaluation so far, which is kept; None: there is none.
+        remote_save_number: Largest number of a save whose copy is at a URL.
+    """
+    run = plan.run
+    path = run.output_dir / CHECKPOINTS_NAME
+    folder = CheckpointFolder(path, run.world.rank, group.gather, run.checkpoint.table.save_total_limit, tell)
+    folder.best = best
+    copies = folder.from_first(lambda: read_checkpoints(run.output_dir / COPIES_NAME, on_damage=lambda error: None))
+    return CheckpointWriter(
+        folder,
+        store,
+        lanes=run.num_lanes,
+        elements={key: place.num_elements for key, place in saved_places(plan).items()},
+        is_past=lambda each: loaded is None or not loaded.is_of(run.output_dir) or is_not_after(each, loaded),
+        save_number=max(remote_save_number, *(each.save_number for each in copies), 0),
+        starts_over=loaded is None,
+    )

@@ -1,0 +1,327 @@
+"""What a run starts from: the weights of its model, or a checkpoint; and the state that its first step finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.base.observer import RunSummary
+from megatrain.checkpoint.best import Best
+from megatrain.checkpoint.copier import CheckpointCopier
+from megatrain.checkpoint.remote import bring_back, rules_at_url
+from megatrain.checkpoint.resume import (
+    ConfigChangedError,
+    LostCheckpointsError,
+    already_done,
+    check_changes,
+    continued_position,
+    find_candidates,
+    rules_of_newest,
+)
+from megatrain.checkpoint.state import ARITHMETIC, CheckpointError, RunState, installed_versions
+from megatrain.config.resolved import config_from_toml
+from megatrain.models.hub import missing_weights
+from megatrain.models.load import open_loader
+from megatrain.optim.base import decays
+from megatrain.run.loggers import METRICS_NAME, last_evaluations
+from megatrain.training.resolve import resolve_best
+from megatrain.training.weights import folder_record
+from tiered import checksum
+
+if TYPE_CHECKING:
+    from megatrain.base.changes import ConfigChanges
+    from megatrain.checkpoint.best import BestSpec
+    from megatrain.checkpoint.document import Checkpoint
+    from megatrain.data.loader import BatchLoader
+    from megatrain.plan.plan import Plan, RunSpec
+
+__all__ = ["RunStart", "describe_model", "with_decays", "with_kept_rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunStart:
+    """Finds what a run goes on from, and makes the state of its first step.
+
+    Attributes:
+        plan: The plan of the run.
+        config_toml: The config of the run as ``RunState`` keeps it.
+        changes_from: Returns what differs in it from another one, which is in the same form.
+        loader: The batches of the run; they are sought to where the run goes on.
+        num_steps: Steps of the whole run.
+        best: Which evaluation is the best one, and what follows from it.
+        allows_changes: Whether a checkpoint is continued although the config alters results.
+        tell: Called with messages for the user.
+    """
+
+    plan: Plan
+    config_toml: str
+    changes_from: Callable[[str], ConfigChanges]
+    loader: BatchLoader
+    num_steps: int
+    best: BestSpec
+    allows_changes: bool
+    tell: Callable[[str], None]
+
+    def find(self) -> tuple[Sequence[Checkpoint], RunSummary | None]:
+        """Return the checkpoints to start from, best first, and the summary of a run that has nothing left to do.
+
+        Raises:
+            CheckpointError: there are some that cannot be used.
+            ConfigChangedError: the config alters results.
+        """
+        run, are_lost = self.plan.run, False
+        if run.checkpoint.table.copy_url is not None:
+            bring_back(run.checkpoint, self.tell, self._check_before_fetch)
+        try:
+            candidates = find_candidates(run.checkpoint, self.tell)
+        except LostCheckpointsError as lost:
+            # The user may have deleted them once there was the model.
+            if self._already_done(lost.newest) is None:
+                raise
+            candidates, are_lost = [lost.newest], True
+        else:
+            if candidates:
+                self._check_changes(candidates[0], allow=self.allows_changes)
+        summary = self._already_done(candidates[0]) if candidates else None
+        if summary is None:
+            return candidates, None
+        self._tell_of_end(summary)
+        if not are_lost:
+            self._copy_last(candidates[0])
+        return candidates, replace(
+            summary, evaluations=last_evaluations(run.output_dir / METRICS_NAME, summary.num_steps)
+        )
+
+    def _already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
+        run = self.plan.run
+        return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
+
+    def _tell_of_end(self, summary: RunSummary) -> None:
+        """Say that the run is done, and how to train on."""
+        done = f"all {self.num_steps} steps" if summary.num_steps == self.num_steps else f"{summary.num_steps} steps"
+        if summary.num_steps > self.num_steps:
+            done += f", and the config asks for {self.num_steps}"
+        elif summary.num_steps < self.num_steps:
+            done += f" of {self.num_steps}, and stopped early"
+        optimizer = self.plan.run.optimizer
+        changes = ""
+        if optimizer.depends_on_length:
+            changes = f": its learning rate ({optimizer.lr_scheduler_type}) depends on the length, so it differs "
+            changes += "from one run of N steps"
+        self.tell(
+            f"nothing to do: this run is done, {done}. To train on, start it "
+            f"with --max-steps N --allow-config-change, N above {summary.num_steps}{changes}. To start anew, name "
+            "another output_dir"
+        )
+
+    def _copy_last(self, checkpoint: Checkpoint) -> None:
+        """Copy the checkpoint of a run that is done, if the config wants it and an earlier start did not."""
+        # Into a folder all its ranks are to copy, and this one is alone.
+        if not checkpoint.is_copy and (not checkpoint.is_listed or self.plan.run.checkpoint.table.copy_url is not None):
+            drive_bytes = self.plan.checkpoint_bytes_on_drives
+            with CheckpointCopier(self.plan.run.checkpoint, drive_bytes, self.tell) as copier:
+                copier.offer(checkpoint, is_last=True)
+                copier.finish()
+
+    def _check_before_fetch(self, checkpoint: Checkpoint) -> None:
+        """Refuse a checkpoint at a URL that this run could not continue, before any of it is fetched."""
+        model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
+        try:
+            self._check_changes(checkpoint, allow=self.allows_changes)
+            # Weights that are not yet fetched from a hub are compared once they are here.
+            if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
+                folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
+        except (CheckpointError, ConfigChangedError) as error:
+            raise type(error)(
+                f"{error}\nThat checkpoint is at '{url}', and nothing of it was fetched. For a run of its own, name "
+                "another URL in checkpoint.save_copy"
+            ) from error
+
+    def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
+        check_changes(
+            self.changes_from(checkpoint.state.config_toml),
+            with_decays(checkpoint, self.plan),
+            describe_model(self.plan),
+            self.loader.fingerprint(),
+            allow=allow,
+            on_notice=self.tell,
+        )
+
+    def check_loaded(self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint]) -> None:
+        """Say what is special about the checkpoint that was loaded.
+
+        Args:
+            loaded: One of the candidates; None: the run starts anew.
+            candidates: What ``find`` returned.
+        """
+        if loaded is None:
+            return
+        if loaded is not candidates[0]:
+            # The newest one has this config, or it was allowed; this one may have been saved before it changed.
+            self._check_changes(loaded, allow=True)
+        if loaded.state.arithmetic != ARITHMETIC:
+            self.tell(
+                f"warning: the checkpoint of step {loaded.state.step} is of a version of this program that adds "
+                "numbers in another order. Nothing of it is lost; from here on, losses and weights differ in their "
+                "last bits from what that version would have computed"
+            )
+
+    def state(
+        self, loaded: Checkpoint | None, candidates: Sequence[Checkpoint], record: Mapping[str, Any]
+    ) -> tuple[RunState, Checkpoint | None]:
+        """Return where the run stands before its first step, and the checkpoint of the best evaluation so far, if any.
+
+        The loader is sought to where the run goes on.
+
+        Args:
+            loaded: The checkpoint to go on from; None: the run starts anew.
+            candidates: What ``find`` returned.
+            record: What ``RunState.model`` has beside ``describe_model``.
+        """
+        state = self._first_state(record)
+        if loaded is None:
+            return state, None
+        state = self._continued_state(state, loaded.state)
+        best = Best.of_state(state.best)
+        if best is None or not self.best.is_kept:
+            return state, None
+        for each in candidates:
+            if each.is_of(self.plan.run.output_dir) and not each.is_copy and each.step == best.step:
+                return state, each
+        self.tell(
+            f"warning: the checkpoint of the best evaluation, of step {best.step}, is gone: the next one counts as the "
+            "best"
+        )
+        return replace(state, best=None), None
+
+    def _first_state(self, record: Mapping[str, Any]) -> RunState:
+        run = self.plan.run
+        return RunState(
+            step=0,
+            max_steps=self.num_steps,
+            num_updates=0,
+            epoch=0,
+            epoch_step=0,
+            num_real_tokens=0,
+            num_trained_tokens=0,
+            seconds=0.0,
+            first_loss=None,
+            last_loss=None,
+            seed=run.seed,
+            data_seed=run.data.seed,
+            lr_schedule={
+                "type": run.optimizer.lr_scheduler_type,
+                "learning_rate": run.optimizer.learning_rate,
+                "num_steps": self.num_steps,
+                "warmup_steps": run.optimizer.num_warmup_steps(self.num_steps),
+            },
+            config_toml=self.config_toml,
+            data_fingerprint=self.loader.fingerprint(),
+            sources=self.loader.dataset.source_checksums(),
+            model={**describe_model(self.plan), **record},
+            run_name=run.name,
+            saved_at="",
+            versions=installed_versions(),
+            arithmetic=ARITHMETIC,
+        )
+
+    def _continued_state(self, first: RunState, before: RunState) -> RunState:
+        rows_before = config_from_toml(before.config_toml).rows_per_step
+        rows_per_step = self.plan.run.batch.num_rows
+        position = continued_position(before, rows_before, rows_per_step, self.loader.steps_per_epoch)
+        self.loader.seek(replace(position, cursor=before.cursor))
+        return replace(
+            first,
+            step=before.step,
+            num_updates=before.num_updates,
+            epoch=position.epoch,
+            epoch_step=position.step,
+            cursor=before.cursor,
+            num_real_tokens=before.num_real_tokens,
+            num_trained_tokens=before.num_trained_tokens,
+            seconds=before.seconds,
+            first_loss=before.first_loss,
+            last_loss=before.last_loss,
+            first_losses=before.first_losses,
+            last_losses=before.last_losses,
+            best=before.best if self.best.is_on and self._is_judged_alike(before) else None,
+        )
+
+    def _is_judged_alike(self, before: RunState) -> bool:
+        """Return whether the best evaluation of an earlier start was found by the figure that decides now."""
+        if before.best is None:
+            return True
+        then = resolve_best(config_from_toml(before.config_toml))
+        figures = [(each.metric, each.is_greater_better, each.is_average) for each in (then, self.best)]
+        if figures[0] != figures[1]:
+            self.tell(
+                f"warning: the best evaluation so far was that of step {Best(**before.best).step} by another figure, "
+                f"{then.described}: the next one counts as the best"
+            )
+        return figures[0] == figures[1]
+
+
+def with_kept_rules(run: RunSpec) -> RunSpec:
+    """Return a run with the rules of the checkpoint that it resumes, where its config leaves them open.
+
+    These are the number of lanes, the tokens of a micro-batch and how Muon divides fused parameters. Before the plan,
+    as all of them take memory.
+    """
+    kept = rules_of_newest(run.output_dir, run.checkpoint.table.resume_from_checkpoint)
+    if kept is None and run.checkpoint.table.copy_url is not None:  # on an empty machine
+        kept = rules_at_url(run.checkpoint.table.copy_url)
+    if run.optimizer.optim == "muon" and run.optimizer.muon_fused == "auto":
+        rule = "parts" if kept is None else kept.muon_fused
+        run = replace(run, optimizer=run.optimizer.model_copy(update={"muon_fused": rule}))
+    if kept is None:
+        return run
+    batch = run.batch
+    lanes = kept.num_lanes if batch.num_lanes is None else batch.num_lanes
+    tokens = batch.aimed_tokens if kept.micro_batch_tokens is None else kept.micro_batch_tokens
+    run = replace(run, batch=replace(batch, num_lanes=lanes, aimed_tokens=tokens))
+    is_open = run.model.table.use_liger_kernel == "auto"
+    run = run.with_liger(uses_liger=kept.uses_liger) if is_open else run
+    return run.with_flash(kept.flash) if run.model.table.flash_attention == "auto" else run
+
+
+def describe_model(plan: Plan) -> Mapping[str, Any]:
+    """Return ``RunState.model``: what is trained, and what else decides about its arithmetic."""
+    graph, folder = plan.graph, plan.run.model.folder
+    # A CPU's matrix products and sums have other last bits with another number of threads.
+    threads = {"threads": torch.get_num_threads()} if plan.device.type == "cpu" else {}
+    return {
+        "name": plan.run.model.name,
+        "class": type(graph.model).__name__,
+        "num_parameters": graph.num_parameters,
+        "dtype": str(graph.dtype).removeprefix("torch."),
+        "device": plan.device.type,
+        "attention": graph.model.config._attn_implementation,
+        "micro_batch_tokens": plan.run.batch.aimed_tokens,
+        "config_xxh3_64": checksum(Path(folder, "config.json").read_bytes()),
+        "decays": _decays(plan, plan.run.optimizer.weight_decay_exclude),
+        **threads,
+    }
+
+
+def _decays(plan: Plan, exclude: Sequence[str]) -> str:
+    """Return a checksum of the names of the parameters that weight decay applies to."""
+    entries = [entry for layout in plan.graph.layouts.values() if layout.trainable for entry in layout.entries]
+    names = {entry.parameter for entry in entries if decays(entry, exclude)}
+    return checksum("\n".join(sorted(names)).encode())
+
+
+def with_decays(checkpoint: Checkpoint, plan: Plan) -> Checkpoint:
+    """Return a checkpoint that says which parameters decayed; those of before this was noted are told by their globs.
+
+    Then vectors never decayed, also where nothing was excluded.
+    """
+    model = checkpoint.state.model
+    if "decays" in model:
+        return checkpoint
+    exclude = config_from_toml(checkpoint.state.config_toml).optimizer.weight_decay_exclude
+    decayed = _decays(plan, exclude or ("",))  # names nothing, but is not empty
+    return replace(checkpoint, meta={**checkpoint.meta, "model": {**model, "decays": decayed}})

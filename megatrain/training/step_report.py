@@ -1,0 +1,174 @@
+"""What a step of a run took: seconds, bytes of links and drives, and the metrics that loggers get."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import psutil
+
+from megatrain.base.observer import StepMetrics
+from megatrain.trace.trace import step_flops
+
+if TYPE_CHECKING:
+    from megatrain.checkpoint.state import RunState
+    from megatrain.data.loader import StepBatch
+    from megatrain.engine.step import StepEngine, StepResult
+    from megatrain.plan.plan import Plan
+    from megatrain.ranks.record import StepRecord
+    from tiered import StoreStats, TieredStore
+
+__all__ = ["StepMeter", "StepUsage", "added", "link_bytes"]
+
+#: Steps in the mean time of a step: the newest ones, as the first compile kernels and fill caches.
+_MEAN_OF_STEPS = 20
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class MovedByLink:
+    """What links moved.
+
+    Attributes:
+        num_bytes: ``"ram->nvme"`` -> bytes.
+        busy_s: Seconds with at least one transfer under way.
+    """
+
+    num_bytes: Mapping[str, int] = field(default_factory=dict)
+    busy_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class StepUsage:
+    """What a step took.
+
+    Attributes:
+        step_s: Seconds, from before its batch was read.
+        moved: What the store did meanwhile.
+        links: What each link moved: blocks, and what the engine moves beside them.
+        process: Processor time and page faults of the process; see ``StepMetrics.process_usage``.
+    """
+
+    step_s: float
+    moved: StoreStats
+    links: MovedByLink
+    process: Mapping[str, float] = field(default_factory=dict)
+
+
+class StepMeter:
+    """Measures steps of a run, one after the other, from the first one of this start on.
+
+    Args:
+        plan: The plan of the run.
+        store: The store that the steps use.
+        engine: What runs them.
+        steps_per_epoch: Steps in which all rows pass once.
+        first_step: Steps done before.
+    """
+
+    def __init__(
+        self, plan: Plan, store: TieredStore, engine: StepEngine, *, steps_per_epoch: int, first_step: int
+    ) -> None:
+        self._plan, self._store, self._engine = plan, store, engine
+        self._steps_per_epoch, self._first_step = steps_per_epoch, first_step
+        self._start_s = time.perf_counter()
+        self._seconds = deque[float](maxlen=_MEAN_OF_STEPS)
+        self._moved_beside = MovedByLink()  # beside blocks, up to the last step
+        self._step_start_s, self._before, self._process_before = self._start_s, store.stats(), _process_usage()
+
+    def start(self) -> None:
+        """Begin to measure a step."""
+        self._step_start_s, self._before = time.perf_counter(), self._store.stats()
+        self._process_before = _process_usage()
+
+    def stop(self) -> StepUsage:
+        """Return what the step took that began with ``start``."""
+        step_s, moved = time.perf_counter() - self._step_start_s, self._store.stats() - self._before
+        self._seconds.append(step_s)
+        now = MovedByLink(self._engine.moved_bytes, self._engine.moving_s)
+        before, self._moved_beside = self._moved_beside, now
+        links = MovedByLink(
+            added(moved.due_bytes, added(now.num_bytes, before.num_bytes, -1)),
+            added({name: link.busy_s for name, link in moved.links.items()}, added(now.busy_s, before.busy_s, -1)),
+        )
+        return StepUsage(step_s, moved, links, added(_process_usage(), self._process_before, -1))
+
+    def metrics(
+        self,
+        state: RunState,
+        batch: StepBatch,
+        result: StepResult,
+        lr: float,
+        usage: StepUsage,
+        records: Sequence[StepRecord],
+        warmup_steps: int,
+    ) -> StepMetrics:
+        """Return what is reported of the last step.
+
+        Args:
+            state: Where the run stands after it.
+            batch: The rows of the step.
+            result: What the engine computed.
+            lr: The learning rate of the step.
+            usage: What ``stop`` returned.
+            records: Those of all ranks; none: the run has one process.
+            warmup_steps: Steps of the run in which the learning rate rises.
+        """
+        position, moved = batch.position, usage.moved
+        recompute = self._plan.program.recompute
+        if self._plan.run.objective.loss.compares_rows:
+            recompute = replace(recompute, kept_parts=0)
+        flops = step_flops(
+            self._plan.trace,
+            num_places=sum(micro_batch["input_ids"].numel() for micro_batch in batch.micro_batches),
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            recompute=recompute,
+        )
+        each_s = (time.perf_counter() - self._start_s) / (state.step - self._first_step)
+        return StepMetrics(
+            step=state.step,
+            max_steps=state.max_steps,
+            epoch=position.epoch + position.step / self._steps_per_epoch,
+            loss=result.loss,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            num_real_tokens=batch.num_real_tokens,
+            num_trained_tokens=result.num_trained_tokens,
+            step_s=usage.step_s,
+            eta_s=each_s * (state.max_steps - state.step),
+            mean_step_s=sum(self._seconds) / len(self._seconds),
+            warmup_steps=warmup_steps,
+            tier_used_bytes={name: tier.used_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes={name: tier.capacity_bytes for name, tier in moved.tiers.items()},
+            stall_s=dict(moved.stall_s),
+            written_bytes=dict(moved.written_bytes),
+            link_bytes=records[0].link_bytes if records else usage.links.num_bytes,
+            ranks=[record.figures() for record in records],
+            link_busy_s=usage.links.busy_s,
+            rss_bytes=psutil.Process().memory_info().rss,
+            process_usage=usage.process,
+            model_flops=flops.model,
+            hardware_flops=flops.hardware,
+            preferences=result.figures,
+        )
+
+
+def _process_usage() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"user_s": used.ru_utime, "system_s": used.ru_stime, "page_faults": used.ru_minflt + used.ru_majflt}
+
+
+def link_bytes(moved: StoreStats) -> dict[str, int]:
+    """Return link -> bytes that it moved."""
+    return {name: link.num_bytes for name, link in moved.links.items()}
+
+
+def added(numbers: Mapping[str, Number], others: Mapping[str, Number], factor: int = 1) -> dict[str, Number]:
+    """Return numbers with others added to those of the same name."""
+    return {name: numbers.get(name, 0) + factor * others.get(name, 0) for name in {**numbers, **others}}

@@ -1,0 +1,673 @@
+"""A training run: load, train, evaluate, save, export."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
+from megatrain.base.observer import Observers, RunInfo, RunObserver, RunSummary
+from megatrain.base.progress import Activity
+from megatrain.base.timeline import TIMELINE_NAME
+from megatrain.checkpoint.best import Best
+from megatrain.checkpoint.document import Checkpoint
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.saver import Saver
+from megatrain.checkpoint.state import RunState
+from megatrain.config.resolved import (
+    changes_from,
+    check_writable,
+    config_lines,
+    to_toml,
+    with_commit,
+    with_flash,
+    with_fused,
+    with_lanes,
+    with_liger,
+    with_packing,
+    write_resolved,
+)
+from megatrain.converters.adapters import adapters_of
+from megatrain.data.loader import BatchLoader
+from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.stream import open_dataset
+from megatrain.models.export import RECORD_FILE, check_target
+from megatrain.optim.lr import make_schedule
+from megatrain.plan.limits import refuse
+from megatrain.plan.planner import plan_run
+from megatrain.plan.tiers import check_drives, check_folders
+from megatrain.plan.together import plan_together
+from megatrain.ranks.collectives import check_same
+from megatrain.ranks.group import RankGroup
+from megatrain.run.folder import LockKeeper, RunFolder, open_to_all
+from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
+from megatrain.run.record import write_plan, write_summary
+from megatrain.run.signals import RunSignals
+from megatrain.run.status import StatusWriter
+from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_notice
+from megatrain.tasks.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.known import task_of
+from megatrain.tasks.task import Before
+from megatrain.training.agreement import Agreement, check_alike
+from megatrain.training.final import FinalExport
+from megatrain.training.open_run import OpenRun, StartWeights, open_run, open_weights
+from megatrain.training.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
+from megatrain.training.rows import check_token_ids, make_loader, tokenizer_of
+from megatrain.training.saving import make_copier, make_writer
+from megatrain.training.start import RunStart, with_kept_rules
+from megatrain.training.step_report import StepMeter, added, link_bytes
+from megatrain.training.weights import ExportStopped
+
+if TYPE_CHECKING:
+    from megatrain.config.schema import RunConfig
+    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.tasks.evaluation import EvaluationSet
+    from tiered import StoreStats
+
+__all__ = ["Trainer"]
+
+
+def _planned(run: RunSpec, group: RankGroup) -> Plan:
+    """Plan a run of this rank. A collective."""
+    return plan_run(run) if group.world.is_single else plan_together(replace(run, world=group.world), group.gather)
+
+
+class Trainer:
+    """One run of one config. Nothing is allocated or written before ``train``, or ``open``.
+
+    ``train`` is the run from its start, or from its newest checkpoint, to its end. Its parts serve callers that take
+    steps themselves::
+
+        with trainer.open() as opened:
+            opened.load()
+            engine = opened.make_engine(num_steps=3)
+            engine.step(micro_batches, number=0, lr=1e-3)
+
+    Args:
+        config: What the run does, and with what.
+        observer: is called at every step, evaluation, checkpoint and message; None: nothing is.
+        plan: The plan of this config, if it is made already.
+        activity: kept current for a live view; None: an own one.
+        allow_config_change: continue a checkpoint although the config now says something that alters results.
+        exit_code_of: returns the exit code of the process after an error, or after a summary, for ``status.json``.
+        group: the ranks of the run; None: this process is alone.
+
+    Attributes:
+        config: As given, with ``data.packing`` as the model allows it, and the commit of a model on the hub.
+        plan: Where everything lies, and what each step moves.
+        run: The values that the plan was made of.
+        activity: What the run is doing.
+        opened: While ``train`` runs, its store.
+        state: While ``train`` runs, where the run stands.
+
+    Raises:
+        DoesNotFitError: the run cannot fit its tiers.
+        ConfigError: data.max_length is more than the model's positions.
+        ModelFolderError: the model is unusable.
+        UnsupportedModelError: the model is unusable.
+        TypeError: the config is the name of a file.
+    """
+
+    opened: OpenRun
+    state: RunState
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        observer: RunObserver | None = None,
+        plan: Plan | None = None,
+        activity: Activity | None = None,
+        allow_config_change: bool = False,
+        exit_code_of: Callable[[BaseException | RunSummary], int] | None = None,
+        group: RankGroup | None = None,
+    ) -> None:
+        if isinstance(config, str | os.PathLike):
+            text = f"Trainer takes a config, not the name of its file: Trainer(megatrain.load_config({str(config)!r}))"
+            raise TypeError(text)
+        self.group = group or RankGroup.single()
+        self.plan = plan or _planned(with_kept_rules(resolve(config)), self.group)
+        self.run = self.plan.run
+        fused = self.run.optimizer.muon_fused
+        config = with_fused(with_lanes(config, self.run.num_lanes), "parts" if fused == "auto" else fused)
+        config = with_flash(with_liger(config, uses_liger=self.run.uses_liger), self.run.flash)
+        config = with_packing(config, self.run.data.table.packing)
+        self.config = with_commit(config, self.run.model.hub)
+        self.observer = observer or RunObserver()
+        self.activity = activity or Activity()
+        self._allow_config_change = allow_config_change
+        self._exit_code_of = exit_code_of
+        self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
+        self._best = resolve_best(self.config)
+        self._saver: Saver | None = None
+        self._start_weights: StartWeights | None = None
+        self._told_at_start: list[str] = []
+
+    # -- the run -------------------------------------------------------------------------------------------------
+
+    def train(self) -> RunSummary:
+        """Train from the start, or from the newest checkpoint, to the end; write ``output_dir/final``.
+
+        Everything that can be known to fail is found before the first step; until then ``output_dir`` is untouched.
+
+        Returns:
+            What the run did; ``interrupted`` where a signal ended it early.
+
+        Raises:
+            ScheduleError: the warm-up is longer than the run.
+            DataError: the data cannot be used.
+            BeyondMachineError: this machine has less than the tiers' sizes.
+            ConfigError: ``output_dir`` cannot be written, or a drive's path is no drive.
+            ExportError: other files are where the model goes.
+            CheckpointError: a checkpoint cannot be used or written.
+            ConfigChangedError: the config is another one.
+            LockedError: another run uses ``output_dir``.
+            TieredError: storage failed.
+            OSError: storage failed.
+            NonFiniteGradientError: a gradient is NaN or infinite, and ``optimizer.nonfinite`` is ``stop``. What is
+                saved is the last checkpoint.
+            KeyboardInterrupt: a second signal, or one that the run could not save after.
+        """
+        check_alike(self.plan, dict(config_lines(self.config)), self.group)
+        self._check()
+        # A run that is done needs neither weights nor free space: only the data tells whether steps are left.
+        if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
+            self._check_storage()
+        self._load_data()
+        with self._in_folder():
+            self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
+            # Rank 0 looks, and says whether there is anything to do; a problem that it finds ends all.
+            start = self._make_start()
+            candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
+            if summary is None:
+                self._check_storage()
+                self._tell_of_start(candidates)
+                with self.open() as self.opened, self._resumed(start, candidates):
+                    summary = self._run()
+                    if self.group.world.is_first:
+                        write_summary(summary, self.run.output_dir)
+                    for logger in self._loggers:
+                        logger.on_end(summary)
+            # The status says "done" only after the store is closed without an error.
+            self.observer.on_end(summary)
+        return summary
+
+    def _run(self) -> RunSummary:
+        """Train, evaluate, save, export: the loop."""
+        self._begin()
+        before = self.opened.store.stats()
+        with self.signals:
+            self.evaluate()
+            self._begin_steps()
+            while self._has_steps_left and not self.agreement.stops:
+                self.train_step()
+                self.saver.poll()
+                if self.state.step < self.state.max_steps:
+                    self.evaluate()  # before the checkpoint: a run that continues from it has the evaluation already
+                self.save_if_due()
+            self._end_steps()
+            moved_beside = self._engine.moved_bytes
+            self.evaluate()
+            self.save_last()
+            self.opened.store.wait_idle()
+            moved = self.opened.store.stats() - before
+            moved_beside = added(moved_beside, self.evaluator.moved_bytes)  # of ranks, that of evaluations
+            summary = partial(self._summary, moved, added(link_bytes(moved), moved_beside))
+            if self.agreement.stops:
+                self._finish_copies()
+                return summary(interrupted=True)
+            try:
+                if self.group.world.is_single:
+                    self.signals.steps_are_over()
+                folder = self.export()
+                self.copier.finish()
+            except KeyboardInterrupt as stop:
+                # Of several ranks the others must know of it, too: they wait for what this one asks them next.
+                is_known_to_all = self.group.world.is_single or isinstance(stop, ExportStopped)
+                if self.saver.saved_step != self.state.step or not is_known_to_all:
+                    raise
+                return summary(interrupted=True)  # the next start exports
+            return summary(export_dir=folder)
+
+    @property
+    def _has_steps_left(self) -> bool:
+        return self.state.step < self.state.max_steps and not self._best.is_over(Best.of_state(self.state.best))
+
+    def is_paused(self) -> bool:
+        """Whether the run waits for a person to free space on a drive. Thread-safe."""
+        return self._saver is not None and (self._saver.is_waiting or self.opened.store.is_paused)
+
+    # -- before anything is written ------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        refuse(self.plan.objections)
+        self._evaluation_plans = plans_of_evaluations(self._evaluation, self.plan)
+        if self.group.world.is_first:
+            check_loggers(self._logging)
+            check_writable(self.config)
+            check_target(self.run.output_dir / FINAL_NAME)
+        if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
+            adapters.check_merge(self.plan.graph)
+
+    def _check_storage(self) -> None:
+        """Check the model's weights, the free space of the drives and their folders, before hours of tokenization."""
+        if self._start_weights is None:
+            check_drives(self.plan)
+            check_folders(self.plan)
+            self._start_weights = open_weights(self.plan, self.observer.on_message)
+
+    def _load_data(self) -> None:
+        """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
+        run, plan = self.run, self.plan
+        self.activity.begin("reading the data")
+        # The first rank of a host tokenizes into the cache; the others find it there.
+        told = self._told_at_start
+        self.loader = self.group.one_after_the_other(lambda: self.make_loader(told.append))
+        fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
+        check_same(self.group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
+        self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
+        self._learning_rate = make_schedule(run.optimizer, self._num_steps)
+        self._evaluation_sets: Sequence[EvaluationSet] = self.group.one_after_the_other(
+            lambda: load_evaluation_sets(
+                self._evaluation,
+                plan,
+                tokenizer_of(run.model),
+                told.append,
+                self.loader.dataset,
+                lambda text: told.append(f"warning: {text}"),
+            )
+        )
+        self._samplers = make_samplers(
+            self._evaluation,
+            self._evaluation_plans,
+            self._evaluation_sets,
+            tokenizer_of(run.model),
+            self.group.gather,
+        )
+        self._best.check(self._evaluation.evaluations_of(each.name for each in self._evaluation_sets))
+        if plan.flash_note:
+            told.append(plan.flash_note)
+        warnings = [plan.packing_warning] if plan.packing_warning else []
+        for text in (
+            *warnings,
+            *model_warnings(run.model, run.batch.max_length, run.optimizer, plan.graph),
+            *schedule_warnings(run.optimizer, self._num_steps),
+        ):
+            told.append(f"warning: {text}")
+
+    def make_loader(self, tell: Callable[[str], None] | None = None) -> BatchLoader:
+        """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
+
+        Args:
+            tell: called with what became of the rows; None: the observer is.
+
+        Raises:
+            DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
+        """
+        data, tokenizer = self.run.data, tokenizer_of(self.run.model)
+        dataset = open_dataset(data, tokenizer, self.observer.on_message)
+        check_token_ids(self.run.model, dataset, self.plan.graph)
+        try:
+            losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
+        except DataError:
+            self.observer.on_message(str(dataset.report))  # why rows were dropped
+            raise
+        tell = tell or self.observer.on_message
+        for text in (str(dataset.report), *(f"warning: {text}" for text in losses)):
+            tell(text)
+        return make_loader(self.plan, dataset, tokenizer)
+
+    @contextmanager
+    def _in_folder(self) -> Iterator[None]:
+        """Own ``output_dir``, with its ``status.json`` among the observers: rank 0 does."""
+        if not self.group.world.is_first:
+            yield
+            return
+        given = self.observer
+        folder = RunFolder(self.run.output_dir)
+        keeper = LockKeeper(folder, lambda text: self.observer.on_message(text))
+        with (
+            folder,
+            StatusWriter(
+                folder.path,
+                run_name=self.run.name,
+                activity=self.activity,
+                is_paused=self.is_paused,
+                exit_code_of=self._exit_code_of,
+                on_interval=keeper.look,
+            ) as status,
+        ):
+            self.observer = Observers([keeper, given, status])
+            self.group.listen(
+                on_notice=self.observer.on_message, on_failure=lambda why: status.fail(str(why), why.exit_code)
+            )
+            try:
+                yield
+            finally:
+                self.observer = given
+
+    def _tell_of_start(self, candidates: Sequence[Checkpoint]) -> None:
+        """Say what is trained, and what of the data is seldom meant: a run that goes on has said so at its start."""
+        continued = candidates[0].state if candidates else None
+        if self.group.world.is_first:
+            self.observer.on_ready(None if continued is None else continued.step)
+            spec = self.run.checkpoint
+            folders = (spec.output_dir, spec.output_dir / CHECKPOINTS_NAME, spec.output_dir / COPIES_NAME, *spec.drives)
+            if everyone := open_to_all(folders):
+                self.observer.on_message(f"warning: {everyone}")
+        if continued is None or continued.data_fingerprint != self.loader.fingerprint():
+            for text in self._told_at_start:
+                self.observer.on_message(text)
+
+    def _make_start(self) -> RunStart:
+        """Return what finds the checkpoint to go on from."""
+        return RunStart(
+            self.plan,
+            to_toml(self.config),
+            lambda before: changes_from(before, self.config),
+            self.loader,
+            self._num_steps,
+            self._best,
+            self._allow_config_change,
+            self.observer.on_message,
+        )
+
+    # -- load ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> AbstractContextManager[OpenRun]:
+        """Open the store of the run, without blocks; leaving closes it. Raises as ``open_run``."""
+        return open_run(
+            self.plan,
+            tell=self.observer.on_message,
+            activity=self.activity,
+            group=self.group,
+            weights=self._start_weights,
+        )
+
+    @contextmanager
+    def _resumed(self, start: RunStart, candidates: Sequence[Checkpoint]) -> Iterator[None]:
+        """Load, and put the run at the step of its checkpoint, with all that saves, evaluates and reports its steps."""
+        run, plan, tell = self.run, self.plan, self.observer.on_message
+        opened = self.opened
+        checkpoint = opened.load(candidates)
+        start.check_loaded(checkpoint, candidates)
+        drive_bytes = plan.checkpoint_bytes_on_drives
+        for line in describe_drives(run.checkpoint, drive_bytes * run.world.local_size):
+            tell(line)
+        # Left in the reverse order, and before the store: loggers, then the copier, which reads checkpoints.
+        with ExitStack() as stack:
+            self.copier = stack.enter_context(make_copier(plan, self.group, tell))
+            saved = None
+            if checkpoint is not None and checkpoint.is_in_stores(run.output_dir, run.world.size):
+                saved = checkpoint
+                self.copier.offer(saved)  # a kill may have cut its copy short
+            step = None if checkpoint is None else checkpoint.state.step
+            if self.group.world.is_first:
+                write_resolved(self.config)
+                write_plan(plan, step)
+            # Before the loggers: one of them drops what the file has of later steps.
+            evaluations = {}
+            if step is not None and self.group.world.is_first:
+                evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
+            evaluations = self.group.broadcast(evaluations)
+            self._loggers = make_loggers(self._logging, step, tell) if self.group.world.is_first else []
+            for logger in self._loggers:
+                stack.enter_context(logger)
+            self._observers = Observers([self.observer, *self._loggers])
+            record = {**opened.weights.carried, **self._prepare(checkpoint)}
+            self.state, best = start.state(checkpoint, candidates, record)
+            self._is_continued = checkpoint is not None
+            self.signals = RunSignals(
+                stops_after_step=run.checkpoint.table.save_on_signal,
+                # While it waits for space for a checkpoint, the saver itself looks for a stop, and may still save.
+                is_stuck=lambda: opened.store.is_paused,
+                activity=self.activity,
+            )
+            self.agreement = Agreement(self.group, self.signals)
+            self.evaluator = Evaluator(
+                self._evaluation,
+                plan,
+                opened.store,
+                self._evaluation_sets,
+                self._observers,
+                timeline=opened.timeline,
+                activity=self.activity,
+                steps_per_epoch=self.loader.steps_per_epoch,
+                max_steps=self.state.max_steps,
+                should_stop=self.agreement.agree_to_stop,
+                before=evaluations,
+                plans=self._evaluation_plans,
+                samplers=self._samplers,
+            )
+            self._saver = self.saver = Saver(
+                run.checkpoint,
+                opened.store,
+                make_writer(
+                    plan,
+                    opened.store,
+                    self.group,
+                    self._observers.on_message,
+                    loaded=checkpoint,
+                    best=best,
+                    remote_save_number=self.copier.remote_save_number,
+                ),
+                self._observers,
+                self._begin_checkpoint,
+                self.copier,
+                self.activity,
+                should_stop=lambda: self.signals.stop_requested,
+                written_bytes=plan.checkpoint_bytes_in_output_dir,
+                steps_per_epoch=self.loader.steps_per_epoch,
+                saved=saved,
+            )
+            yield
+
+    def _prepare(self, checkpoint: Checkpoint | None) -> Mapping[str, Any]:
+        """Have the task make what must exist before the first step; return what checkpoints keep of it."""
+        before = Before(
+            self.plan,
+            self.opened.store,
+            [self.loader, *(each.loader for each in self._evaluation_sets)],
+            None if checkpoint is None else checkpoint.state.model,
+            self.opened.timeline,
+            self.activity,
+            self.observer.on_message,
+            self.group,
+        )
+        return task_of(self.run.task, self.run.objective.loss).prepare(before)
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def _schedule_to_next_stop(self) -> None:
+        """Give the prefetcher the steps up to the next evaluation or checkpoint, and no more.
+
+        There the pending update is made without the forward that it stands beside in a step: what was fetched ahead for
+        that one would have to make way for the update, or not, by who is faster.
+        """
+        self.opened.schedule_steps(self.state.step, self._num_steps_to_next_stop)
+
+    @property
+    def _num_steps_to_next_stop(self) -> int:
+        step = self.state.step
+        evaluates, saves = self.evaluator.next_step(step), self.saver.next_step(step)
+        return (evaluates if saves is None else min(evaluates, saves)) - step
+
+    def _begin(self) -> None:
+        """Compile the kernels, and report the start."""
+        run, plan, state = self.run, self.plan, self.state
+        self.activity.begin("compiling kernels of the optimizer")
+        self.group.one_after_the_other(plan.warm_up)  # compiled kernels are kept in a cache
+        self._observers.on_start(
+            RunInfo(run.name, self.config.task, str(plan.device), run.output_dir, state.max_steps, run.batch.num_tokens)
+        )
+        if self._is_continued:
+            self._observers.on_message(f"continuing after step {state.step} of {state.max_steps}")
+        if state.step < self._warmup_steps:
+            rates = self._learning_rate(0), run.optimizer.learning_rate
+            self._observers.on_message(warmup_notice(*rates, self._warmup_steps, is_start=state.step == 0))
+        self.opened.store.wait_idle()  # what loading still writes is not part of any step
+
+    @property
+    def _warmup_steps(self) -> int:
+        return int(self.state.lr_schedule["warmup_steps"]) if self.run.optimizer.has_warmup else 0
+
+    def _begin_steps(self) -> None:
+        step, opened = self.state.step, self.opened
+        self._engine = opened.make_engine(
+            self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates
+        )
+        self._meter = StepMeter(
+            self.plan, opened.store, self._engine, steps_per_epoch=self.loader.steps_per_epoch, first_step=step
+        )
+
+    def train_step(self) -> None:
+        """Run the next step, and report it."""
+        number = self.state.step
+        self._meter.start()
+        num_ticks, num_micro_batches = len(self.plan.program.ticks), self.plan.num_micro_batches
+        self.activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
+        batch = next(self.loader)
+        self.opened.timeline.is_on = number + 1 in self.run.trace_steps
+        lr = self._learning_rate(number)
+        result = self._engine.step(batch.micro_batches, number=number, lr=lr)
+        usage = self._meter.stop()
+        is_due = self.saver.is_due(number + 1)
+        records = self.agreement.agree(usage, is_due=is_due, is_paused=self.is_paused())
+        self.state = replace(
+            self.state.with_loss(result.loss),
+            step=number + 1,
+            num_updates=self._engine.num_updates,
+            epoch=batch.position.epoch,
+            epoch_step=batch.position.step,
+            cursor=batch.position.cursor,
+            num_real_tokens=self.state.num_real_tokens + batch.num_real_tokens,
+            num_trained_tokens=self.state.num_trained_tokens + result.num_trained_tokens,
+            seconds=self.state.seconds + usage.step_s,
+        )
+        if result.left_out:
+            self._observers.on_message(
+                f"step {number + 1}: the gradients of {len(result.left_out)} layers are not finite, these were not "
+                f"updated: {', '.join(result.left_out)}"
+            )
+        self._observers.on_step(self._meter.metrics(self.state, batch, result, lr, usage, records, self._warmup_steps))
+
+    def _end_steps(self) -> None:
+        """Make the last update, and write the timeline."""
+        if self.agreement.is_hung_up:
+            self._observers.on_message("the terminal was closed (SIGHUP): stopping after this step, and saving")
+        self.activity.begin("making the last update")
+        self.opened.finish_updates()
+        timeline = self.opened.timeline
+        if timeline.spans and self.group.world.is_first:
+            path = timeline.write(self.run.output_dir / TIMELINE_NAME)
+            self._observers.on_message(f"timeline written to {path}: open it at https://ui.perfetto.dev")
+
+    # -- evaluate, save, export ----------------------------------------------------------------------------------
+
+    def evaluate(self) -> None:
+        """Evaluate if it is due; the steps that follow start as after a checkpoint."""
+        if self.evaluator.is_due(self.state.step) and not self.agreement.stops:
+            self.opened.finish_updates()
+            self.evaluator.run(self.state.step)
+            self._schedule_to_next_stop()
+            self._compare()
+
+    def _compare(self) -> None:
+        """Note whether the evaluation of this step is the best one. Before the first step there is nothing to keep."""
+        step = self.state.step
+        found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
+        if not self._best.is_on or step == 0 or len(found) < len(self.evaluator.names):
+            return
+        value = self._best.value_of(found)
+        # Rank 0's: a perplexity may differ in its last bit on another kind of processor.
+        best = self.group.broadcast(self._best.after(Best.of_state(self.state.best), step, value))
+        self.state = replace(self.state, best=best.to_state())
+        if self._best.is_over(best):
+            self._observers.on_message(
+                f"stopping early: {best.num_worse} evaluations in a row were not better than that of step {best.step}, "
+                f"{best.metric} {best.value:.4f}"
+            )
+
+    def save_if_due(self) -> None:
+        """Save if the config, or a signal, asks for it after this step; training goes on while it is written."""
+        if self.agreement.stops:
+            return  # ``save_last`` does
+        step, best = self.state.step, Best.of_state(self.state.best)
+        is_best = self._best.is_kept and best is not None and best.step == step
+        is_due = is_best or self.agreement.is_due(self.saver.is_due(step))
+        if (is_due and self._has_steps_left) or self.agreement.saves_at_once:
+            self.signals.save_requested = False
+            self.activity.begin("saving")
+            self.saver.save(self.state.saved_now())
+            # A stop may have come while the ranks waited for room: no step follows, as in a run of one process.
+            self.agreement.agree_to_stop()
+
+    def save_last(self) -> None:
+        """Save after the last step, or before a stop, and wait until all checkpoints are on disk."""
+        table = self.run.checkpoint.table
+        if table.save_strategy != "no" or (self.agreement.stops and table.save_on_signal):
+            self.activity.begin("saving")
+            self.saver.save(self.state.saved_now(), wait=True)
+        self.saver.finish()
+        self.saver.copy_last()
+
+    def _begin_checkpoint(self) -> None:
+        """Make the pending update; the steps that follow start as the first one does, with none."""
+        self.opened.finish_updates()
+        self._schedule_to_next_stop()
+
+    def _finish_copies(self) -> None:
+        """Wait for the copies that are due; another signal gives them up."""
+        try:
+            if self.group.world.is_single:  # of several ranks the others wait for what this one copies
+                self.signals.steps_are_over()
+            self.copier.finish()
+        except KeyboardInterrupt:
+            self._observers.on_message("the copy was given up: the next start of the run makes it")
+
+    def export(self) -> Path:
+        """Write the Hugging Face folder of the trained model, unit by unit. No step can follow."""
+        self.activity.begin("exporting the model")
+        self.opened.end_steps()  # its room serves the fp32 copy of the unit that is written
+        export = FinalExport(
+            self.plan, self.opened.weights, self.group, self.signals, self.activity, self._observers.on_message
+        )
+        return export.write(self.state.step, Best.of_state(self.state.best), self._best)
+
+    def _summary(
+        self,
+        moved: StoreStats,
+        link_bytes: Mapping[str, int],
+        *,
+        export_dir: Path | None = None,
+        interrupted: bool = False,
+    ) -> RunSummary:
+        state = self.state
+        means = state.mean_losses
+        return RunSummary(
+            num_steps=state.step,
+            first_loss=state.first_loss,
+            last_loss=state.last_loss,
+            mean_losses=None if means is None else means[:2],
+            num_averaged=0 if means is None else means[2],
+            seconds=state.seconds,
+            num_real_tokens=state.num_real_tokens,
+            num_trained_tokens=state.num_trained_tokens,
+            tier_peak_bytes={name: tier.high_water_bytes for name, tier in moved.tiers.items()},
+            tier_capacity_bytes=dict(self.plan.budgets),
+            link_bytes=link_bytes,
+            link_paths={name: link.path for name, link in moved.links.items()},
+            written_bytes=dict(moved.written_bytes),
+            peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            export_dir=export_dir,
+            interrupted=interrupted,
+            saved_step=self.saver.saved_step,
+            evaluations=dict(self.evaluator.latest),
+            num_processes=self.run.world.size,
+        )

@@ -1,0 +1,151 @@
+"""Measuring a drive: both sides move what they say, within the room they were given, and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+
+from megatrain.extras.doctor import drives
+from megatrain.extras.doctor.drives import PART_BYTES, BareFile, DriveEffort, TierProbe, is_rotational, measure_drive
+from tiered import MiB
+
+BRIEF = DriveEffort(span_bytes=64 * MiB, turn_s=0.0, mixed_s=0.0)
+
+
+def size_on_disk(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
+def test_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 0
+    mixed = TierProbe.mixed
+
+    def watched(self: TierProbe, seconds: float) -> float:
+        nonlocal most
+        most = max(most, size_on_disk(tmp_path))
+        return mixed(self, seconds)
+
+    monkeypatch.setattr(TierProbe, "mixed", watched)
+    effort = DriveEffort(64 * MiB, 0.0, 0.0, sustained_s=60.0, sustained_bytes=130 * MiB)
+    result = measure_drive(tmp_path, effort)
+    assert os.listdir(tmp_path) == []
+    assert result.span_bytes == 64 * MiB
+    assert 0 < most <= 2 * effort.span_bytes + MiB
+    rates = [getattr(side, what) for side in (result.tier, result.bare) for what in ("read", "write", "mixed")]
+    assert min(rates) > 0
+    assert result.sustained is not None
+    assert result.sustained.nbytes == 192 * MiB  # the first whole round past the limit
+    assert min(result.sustained.first, result.sustained.last) > 0
+    assert result.free_bytes > 0
+
+
+def test_no_long_write_where_none_was_asked_for(tmp_path: Path) -> None:
+    assert measure_drive(tmp_path, BRIEF).sustained is None
+
+
+@pytest.mark.parametrize("method", ["read", "write", "mixed", "sustained_write"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError(5, "Input/output error")], ids=["ctrl-c", "eio"])
+def test_nothing_is_left_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, error: type[BaseException] | BaseException
+) -> None:
+    def fail(self: TierProbe, *arguments: object) -> float:
+        raise error
+
+    monkeypatch.setattr(TierProbe, method, fail)
+    with pytest.raises((KeyboardInterrupt, OSError)):
+        measure_drive(tmp_path, DriveEffort(64 * MiB, 0.0, 0.0, sustained_s=1.0, sustained_bytes=MiB))
+    assert os.listdir(tmp_path) == []
+
+
+def test_little_room_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drives, "check_path", lambda path: 256 * MiB)
+    result = measure_drive(tmp_path, DriveEffort(1024 * MiB, 0.0, 0.0))
+    assert result.span_bytes == 64 * MiB
+
+
+def test_the_bare_file_reads_and_writes_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[tuple[bool, int]] = []
+    move = BareFile._move
+
+    def noted(self: BareFile, view: memoryview, offset: int, is_write: bool) -> None:
+        moved.append((is_write, offset))
+        move(self, view, offset, is_write)
+
+    with BareFile(tmp_path / "bare", 70 * MiB) as bare:
+        assert bare.nbytes == 64 * MiB
+        monkeypatch.setattr(BareFile, "_move", noted)
+        assert bare.mixed(0.0) > 0
+        assert sorted(moved) == [(False, 0), (False, 2 * PART_BYTES), (True, PART_BYTES), (True, 3 * PART_BYTES)]
+    assert (tmp_path / "bare").read_bytes().count(0) < 64 * MiB // 128  # random, not zeros
+
+
+def test_the_bare_file_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_file = os.open
+
+    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return open_file(path, flags, mode)
+
+    monkeypatch.setattr(drives.os, "open", refuse)
+    with BareFile(tmp_path / "bare", 64 * MiB) as bare:
+        assert not bare.is_direct
+        assert bare.run(lambda number: False) > 0
+
+
+def test_the_tier_moves_whole_blocks(tmp_path: Path) -> None:
+    with TierProbe(tmp_path / "tier", 64 * MiB) as tier:
+        before = tier._store.stats()
+        tier.read()
+        tier.write()
+        tier.mixed(0.0)
+        moved = tier._store.stats() - before
+        assert moved.links["ram->nvme"].num_bytes == 2 * tier.nbytes
+        assert 2 * tier.nbytes <= moved.links["nvme->ram"].num_bytes <= 2 * tier.nbytes + 2 * tier.nbytes // 8
+        with tier._store.acquire("block0", "ram") as lease:
+            assert int(lease.tensor.count_nonzero()) > 0.9 * lease.tensor.numel()
+
+
+def test_the_motor_of_a_partition_is_that_of_its_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "devices" / "sda"
+    (disk / "sda1").mkdir(parents=True)
+    (disk / "queue").mkdir()
+    (disk / "queue" / "rotational").write_text("1\n")
+    links = tmp_path / "block"
+    links.mkdir()
+    (links / "8:0").symlink_to(disk)
+    (links / "8:1").symlink_to(disk / "sda1")
+    assert is_rotational("8:0", links) is True
+    assert is_rotational("8:1", links) is True
+    assert is_rotational("0:27", links) is None
+    (disk / "queue" / "rotational").write_text("0\n")
+    assert is_rotational("8:1", links) is False
+
+
+def pages(folder: Path) -> list[bytes]:
+    """Return all pages of the files in a folder that are large enough to hold contents."""
+    found = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file() and path.stat().st_size >= MiB]
+    return [contents[start : start + 4096] for contents in found for start in range(0, len(contents), 4096)]
+
+
+def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
+    """Drives and file systems that compress, or keep equal pages once, would else be measured too fast."""
+    written: list[set[bytes]] = []
+    with BareFile(tmp_path / "bare", 64 * MiB) as bare:
+        for _ in range(2):
+            bare.run(lambda number: True)
+            written.append(set(pages(tmp_path)))
+            assert len(written[-1]) == 64 * MiB // 4096
+    (tmp_path / "bare").unlink()
+    with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
+        written.append(set(pages(tmp_path)))
+        for write in (tier.write, lambda: tier.mixed(0.0), lambda: tier.sustained_write(0.0, 1)):
+            write()
+            written.append(set(pages(tmp_path)))
+            assert len(written[-1]) == 16 * MiB // 4096
+    assert len(set().union(*written)) == sum(map(len, written))
+    sample = b"".join(sorted(written[0] | written[-1])[:256])
+    assert len(zlib.compress(sample)) > 0.98 * len(sample)

@@ -1,0 +1,157 @@
+"""The whole examination, small: figures that make sense, and a profile that holds the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fakes.virtual_cuda import VirtualCuda
+from megatrain.extras.doctor import drives, examine, layers, processors
+from megatrain.extras.doctor.drives import DriveEffort, UnusablePathError
+from megatrain.extras.doctor.processors import measure_gpu, measure_processor, product_flops_per_s
+from megatrain.optim.threads import KernelThreads
+from tiered import MiB
+
+
+@pytest.fixture
+def _brief(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0))
+    monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
+    monkeypatch.setattr(examine, "measure_layers", partial(layers.measure_layers, shapes=layers.SHAPES[:1]))
+
+
+@pytest.mark.usefixtures("_brief")
+def test_an_examination_and_its_profile(tmp_path: Path) -> None:
+    told: list[str] = []
+    seen = examine.examine([tmp_path], quick=True, on_progress=told.append)
+    assert os.listdir(tmp_path) == []
+    assert told[-1] == str(tmp_path)
+    stored = seen.profile
+    drive = stored.drive_of(tmp_path)
+    assert drive is not None
+    assert drive.mixed_bytes_per_s == seen.drives[0].tier.mixed
+    assert drive.bare_read_bytes_per_s == seen.drives[0].bare.read
+    assert stored.is_quick and drive.is_quick
+    assert stored.adamw_params_per_s.keys() == {"float32", "bfloat16"}
+    for rates in (stored.matmul_flops_per_s, stored.attention_flops_per_s, stored.elementwise_bytes_per_s):
+        assert rates.keys() <= {"cpu/float32", "cpu/bfloat16"} and all(rate > 0 for rate in rates.values())
+    assert (stored.launches_per_s or 0.0) == seen.layers.launches_per_s < 1e7
+    assert json.loads(json.dumps(seen.to_json()))["drives"][0]["path"] == str(tmp_path)
+    assert {finding.severity for finding in seen.findings} <= {"ok", "note", "warn"}
+
+
+@pytest.mark.usefixtures("_brief")
+def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(**arguments: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(examine, "measure_processor", never)
+    with pytest.raises(UnusablePathError, match="does not exist"):
+        examine.examine([tmp_path, tmp_path / "none"], quick=True)
+    assert os.listdir(tmp_path) == []
+    assert drives.QUICK.span_bytes * 2 <= 1024 * MiB and drives.FULL.span_bytes * 2 <= 1024 * MiB
+
+
+def test_the_processor() -> None:
+    threads = KernelThreads(1)
+    found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
+    assert found.num_threads == 1
+    assert min(found.ram_read, found.ram_copy, found.ram_update, *found.adamw_params.values()) > 0
+    best = max(found.ram_read, found.ram_copy, found.ram_update)
+    assert found.adamw_share("float32") == pytest.approx(found.adamw_params["float32"] * 28 / best)
+
+
+def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says that every run takes a second, the rate is the FLOPs of six products of a layer."""
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
+    tokens, width, inner = 512, 256, 768
+    flops = 3 * 2 * tokens * (width * width + width * inner)
+    rate = partial(product_flops_per_s, torch.device("cpu"), torch.float32, 1.0)
+    assert rate() == flops
+    sums = 2 * 4 * (width * width + width * inner)  # fp32, read and written, at a rate of its own
+    assert rate(sums_bytes_per_s=4 * sums) == pytest.approx(flops / 0.75)
+    assert rate(sums_bytes_per_s=sums / 4) == pytest.approx(flops / 0.5)  # half of the time at least is products
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_those_of_a_step(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forwards, two gradients of inputs, and two of weights that fp32 sums are read and written for."""
+    seen: Counter[tuple[int, int, int]] = Counter()
+    multiply, add = torch.mm, torch.addmm
+
+    def watched(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen[left.shape[0], left.shape[1], right.shape[1]] += 1
+        return multiply(left, right, **options)
+
+    def watched_sum(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        assert total.dtype == torch.float32
+        seen[left.shape[0], left.shape[1], right.shape[1]] += 1
+        return add(total, left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", watched)
+    monkeypatch.setattr(torch, "addmm", watched_sum)
+    monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: work() or 1.0)
+    product_flops_per_s(torch.device("cpu"), dtype, 1.0)
+    # The MLP's gradient of the weight is as large as its other products: 64 tokens times 32 times 96.
+    wanted = [(64, 32, 32), (64, 32, 32), (64, 32, 96), (64, 96, 32), (32, 64, 32), (96, 64, 32)]
+    assert seen == Counter(wanted)
+
+
+def test_attention_and_the_rest_of_a_layer_count_what_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that says that every run takes a second: two forwards and a backward of half of all pairs."""
+    monkeypatch.setattr(processors, "_best_s", lambda work, seconds: 1.0)
+    attention, moved = processors.layer_rates(torch.device("cpu"), torch.float32, 1.0)
+    assert attention == (2 + 2.5) * 2 * 2 * 8 * 1024 * 1024 * 64 / 2
+    array = 4 * 2048 * 1024
+    # Of whole arrays: squares 2, mean 1, times the root 2; silu 2, times up 3, times the norm 3, plus the stream 3.
+    forward = 16 * array
+    assert 2 * forward < moved < 5 * forward
+
+
+def test_what_is_computed_and_copied_is_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal numbers make a processor faster, and a link may compress them."""
+    seen: list[torch.Tensor] = []
+    multiply = torch.mm
+
+    def watched(left: torch.Tensor, right: torch.Tensor, **options: Any) -> torch.Tensor:
+        seen.extend((left.cpu(), right.cpu()))
+        return multiply(left, right, **options)
+
+    def copied(target: torch.Tensor, source: torch.Tensor) -> float:
+        seen.append(source.cpu())
+        target.copy_(source)  # what comes back is what went there
+        return 1e9
+
+    monkeypatch.setattr(processors, "_PRODUCT_TOKENS", (64,))
+    monkeypatch.setattr(processors, "_ROW_TOKENS", 64)
+    monkeypatch.setattr(processors, "_TOKENS", 64)
+    monkeypatch.setattr(processors, "_COPY_BYTES", MiB)
+    monkeypatch.setattr(processors, "_copy_rate", copied)
+    monkeypatch.setattr(torch, "mm", watched)
+    with VirtualCuda().in_place():
+        found = measure_gpu(seconds=0.0)
+        product_flops_per_s(torch.device("cpu"), torch.float32, 0.0)
+    assert found is not None and found.update is not None and len(seen) >= 2 + 2 * 2 + 2
+    assert all(contents.unique().numel() >= 100 for contents in seen)
+
+
+def test_without_a_gpu_there_is_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert measure_gpu(seconds=0.1) is None
+
+
+@pytest.mark.gpu
+def test_a_gpu() -> None:
+    found = measure_gpu(seconds=0.1)
+    assert found is not None
+    assert found.is_pinned
+    assert min(found.h2d, found.d2h, *found.matmul_flops.values()) > 1e9
+    assert found.memory_bytes > 0

@@ -1,0 +1,56 @@
+"""Rates of layers: those that explain measured seconds, found again from seconds that were made of known ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatrain.extras.doctor.layers import LayerShape, _timed_phases, explain, measure_layers
+
+KNOWN = np.array([4e-12, 7e-12, 5e-11, 3e-5])  # seconds of a FLOP of products and of attention, of a byte, of a launch
+WORK = np.random.default_rng(0).uniform(0.1, 1.0, (12, 4)) * [1e10, 1e9, 1e8, 1e3]
+
+
+def test_known_costs_are_found_again() -> None:
+    assert explain(list(zip(WORK @ KNOWN, WORK, strict=True))) == pytest.approx(KNOWN, rel=1e-9)
+
+
+def test_a_kind_that_there_was_none_of_costs_nothing() -> None:
+    work = WORK * [1, 0, 1, 1]
+    found = explain(list(zip(work @ KNOWN, work, strict=True)))
+    assert found == pytest.approx(KNOWN * [1, 0, 1, 1], rel=1e-9)
+
+
+def test_no_cost_is_negative() -> None:
+    """Attention that makes phases shorter is nonsense: it is left out, and the rest is fitted without it."""
+    taken = WORK @ (KNOWN * [1, -1, 1, 1])
+    found = explain(list(zip(taken, WORK, strict=True)))
+    assert min(found) == found[1] == 0
+    scaled = WORK[:, [0, 2, 3]] / taken[:, None]
+    size = scaled.max(axis=0)
+    expected = np.linalg.lstsq(scaled / size, np.ones(12), rcond=None)[0] / size
+    assert np.array(found)[[0, 2, 3]] == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_short_phase_says_as_much_as_a_long_one() -> None:
+    """Of two phases of one kind that disagree, the cost is between, and not that of the long one."""
+    [cost] = explain([(1.0, [1e9]), (2e-3, [1e6])])
+    assert cost == pytest.approx(1.2e-9)  # least squares of 1e9 c - 1 and 0.5e9 c - 1
+
+
+def test_attention_counts_the_pairs_that_a_causal_kernel_computes() -> None:
+    """As plans count it: one forward; in the backward a second one, and the five products of gradients."""
+    shape = LayerShape(128, 128, 2, 64, num_rows=3, row_tokens=96)
+    _, amounts = zip(*_timed_phases(shape, "float32", 0.0), strict=True)
+    pairs = shape.row_tokens**2 / 2  # of a query and a key, of each row and layer
+    product = 2 * pairs * shape.hidden * shape.num_rows * shape.num_layers
+    by_phase = sorted(attention for _, attention, _, _ in amounts)
+    assert by_phase == pytest.approx([0, 2 * product, (2 + 5) * product], rel=0.02)
+
+
+@pytest.mark.slow
+def test_this_machine() -> None:
+    found = measure_layers(seconds=0.0)
+    assert 1e9 < found.matmul_flops["float32"] < 1e14 and 1e2 < found.launches_per_s < 1e7
+    for rates in (found.matmul_flops, found.attention_flops, found.elementwise):
+        assert rates.keys() <= {"float32", "bfloat16"} and all(rate > 0 for rate in rates.values())

@@ -1,0 +1,147 @@
+"""`verify` finds no difference in correct training, and names a wrong gradient, update or placement."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import CONFIG_MAPPING
+
+from megatrain.config import load_config
+from megatrain.extras import verify as module
+from megatrain.extras.verify import Verdict, verify
+from megatrain.optim.base import Update
+from megatrain.optim.elementwise import SGD, AdamW
+
+PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+
+
+def config_of(tmp_path: Path, family: str, *overrides: str, drives: int = 0) -> Any:
+    """Return the config of a full-size model of a family; the folder has no weights."""
+    CONFIG_MAPPING[family]().save_pretrained(tmp_path / "model")
+    text = 'task = "sft"\noutput_dir = "out"\ndevice = "cpu"\n[model]\nmodel_name_or_path = "MODEL"\n[data]\n'
+    text = text.replace("MODEL", str(tmp_path / "model")) + '[[data.train]]\npath = "d.jsonl"\n'
+    text += "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(drives))
+    (tmp_path / "run.toml").write_text(text)
+    return load_config(tmp_path / "run.toml", (), overrides).config
+
+
+def failed(verdict: Verdict) -> set[str]:
+    """Return the first word of every check that does not hold."""
+    assert not verdict.holds
+    return {check.what.split()[0] for check in verdict.checks if not check.holds}
+
+
+def test_no_difference_on_a_small_llama(tmp_path: Path) -> None:
+    messages: list[str] = []
+    verdict = verify(None, scratch=tmp_path, on_progress=messages.append)
+    assert verdict.holds, verdict
+    assert [check.what.split()[0] for check in verdict.checks] == ["loss", "gradient", "gradient", "weights", "all"]
+    assert verdict.checks[4].what == "all on 2 drives, stopped after step 2, resumed"
+    assert verdict.checks[4].found == "4 losses and norms, 18 blocks"
+    assert not verdict.notes and not list(tmp_path.iterdir()) and len(messages) == 4
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "notes"),
+    [
+        (
+            "qwen2",
+            ["optim=adafactor", "compute_dtype=bfloat16", "grad_dtype=bfloat16", "model.images=frozen"],
+            ["plain", "[optimizer]:", "model.images"],
+        ),
+        pytest.param("gpt2", ["data.packing=false", "max_grad_norm=0"], [], marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3_moe",
+            ["max_grad_norm=0.05", 'model.freeze=["model.layers.40.*"]', "adam_beta1=0.8", "weight_decay=0.1"],
+            ["[lora],"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_no_difference_on_the_users_model(family: str, overrides: list[str], notes: list[str], tmp_path: Path) -> None:
+    config = config_of(tmp_path, family, *overrides, drives=1)
+    before = sorted(tmp_path.rglob("*"))
+    verdict = verify(config, scratch=tmp_path)
+    assert verdict.holds, verdict
+    assert family in verdict.headline and "a scaled-down copy of model" in verdict.headline
+    assert sorted(tmp_path.rglob("*")) == before
+    assert [note.split()[0] for note in verdict.notes] == notes
+
+
+def test_a_wrong_gradient_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = SGD.update
+
+    def wrong(self: SGD, blocks: Any, gradient: torch.Tensor, segments: Any, update: Update) -> None:
+        right(self, blocks, gradient, segments[:-1], update)  # one tensor of each layer is forgotten
+
+    monkeypatch.setattr(SGD, "update", wrong)
+    verdict = verify(None, tiers=["ram"], scratch=tmp_path)
+    assert failed(verdict) == {"gradient"}
+    [check] = [check for check in verdict.checks if not check.holds]
+    assert any("model.layers.0." in problem for problem in check.problems)
+
+
+def test_a_wrong_update_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = AdamW.update
+
+    def wrong(self: AdamW, blocks: Any, gradient: torch.Tensor, segments: Any, update: Update) -> None:
+        right(self, blocks, gradient, segments, replace(update, lr=1.05 * update.lr))
+
+    monkeypatch.setattr(AdamW, "update", wrong)
+    assert failed(verify(None, tiers=["ram"], scratch=tmp_path)) >= {"loss", "weights"}
+
+
+@pytest.mark.slow
+def test_a_result_that_depends_on_the_placement_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = module._train
+
+    def wrong(config: Any, *before: Any) -> Any:
+        return right(config.model_copy(update={"data_seed": 7}) if config.tiers.nvme else config, *before)
+
+    monkeypatch.setattr(module, "_train", wrong)
+    verdict = verify(None, scratch=tmp_path)
+    assert failed(verdict) == {"all"}
+    problems = " ".join(verdict.checks[-1].problems)
+    assert "loss of step 1" in problems and "gradient norm of step 1" in problems and "18 of 18 blocks" in problems
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    monkeypatch.chdir(tmp_path)
+    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    return lambda *words: CliRunner().invoke(group, ["verify", *map(str, words)])
+
+
+@pytest.mark.slow
+def test_the_command(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = call("--tiers", "ram")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("llama, 0.2") and lines[-1].startswith("equal: tiered training is plain training")
+    assert "\x1b" not in result.output and not list(tmp_path.iterdir())
+    monkeypatch.setattr(module, "LOSS_TOLERANCE", -1.0)
+    result = call("--tiers", "ram", "--json")
+    assert result.exit_code == 5
+    values = json.loads(result.stdout)
+    assert not values["holds"] and any(check["problems"] for check in values["checks"])
+    result = call("--tiers", "ram")
+    assert result.exit_code == 5 and "differs: loss of 4 steps: step" in result.stdout
+
+
+def test_wrong_use(call: Callable[..., Any], tmp_path: Path) -> None:
+    assert call("--tiers", "tape").exit_code == 2
+    assert call(tmp_path / "missing.toml").exit_code == 2
+    result = call("--processes", "2")
+    assert result.exit_code == 2 and "no longer has --processes. Run CONFIG twice" in result.stderr
+    config_of(tmp_path, "t5")
+    result = call(tmp_path / "run.toml", "--tiers", "ram")
+    assert result.exit_code == 2 and "uses a small Llama" in result.stderr

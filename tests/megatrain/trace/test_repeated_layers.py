@@ -1,0 +1,208 @@
+"""Layers that do what an earlier one did: the trace is that in which every layer runs, and most of it is not run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fakes.fake_cuda import fake_cuda
+from megatrain.converters.liger import apply_liger_kernels
+from megatrain.converters.spec import build_graph
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.images import ImageProcessor
+from megatrain.data.rows_report import DataError
+from megatrain.engine import attention
+from megatrain.engine.program import VisitTrace
+from megatrain.engine.visit import UnitVisit
+from megatrain.models.table import LoraConfig
+from megatrain.trace.repeated_layers import RepeatedLayers
+from megatrain.trace.trace import trace_visits
+from oracles.families import MODEL_TYPES, shrunk_config, tiny_config
+from oracles.image_models import FAMILIES, make_folder
+
+
+@contextmanager
+def backwards_counted() -> Iterator[list[int]]:
+    """Yield the visits whose backward runs."""
+    found: list[int] = []
+    backward = UnitVisit.backward
+
+    def counted(visit: UnitVisit, gradients: Any) -> Any:
+        found.append(visit.number)
+        return backward(visit, gradients)
+
+    with mock.patch.object(UnitVisit, "backward", counted):
+        yield found
+
+
+def traced(
+    graph: Any, dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (2, 12), **options: Any
+) -> tuple[VisitTrace, VisitTrace, int]:
+    """Return the trace, the one in which every layer runs, and how many backwards the first left out."""
+    with backwards_counted() as some:
+        trace = trace_visits(graph, *shape, dtype, **options)
+    with mock.patch.object(RepeatedLayers, "earlier", return_value=None), backwards_counted() as every:
+        whole = trace_visits(graph, *shape, dtype, **options)
+    assert set(some) <= set(every)
+    return trace, whole, len(every) - len(some)
+
+
+def check(config: Any, left_out: int, **options: Any) -> None:
+    trace, whole, num = traced(build_graph(config, **options))
+    assert trace == whole
+    assert num == left_out
+
+
+# One for each way in which layers of one model differ: none, by attention, by experts, by a state that one hands on.
+@pytest.mark.parametrize(
+    ("family", "dtype", "left_out"),
+    [
+        ("llama", torch.float32, 2),
+        ("gpt2", torch.bfloat16, 2),
+        ("gemma3_text", torch.bfloat16, 1),
+        ("qwen3_moe", torch.bfloat16, 1),
+        ("gemma3n_text", torch.float32, 0),
+    ],
+)
+def test_the_trace_is_that_of_all_layers(family: str, dtype: torch.dtype, left_out: int) -> None:
+    trace, whole, num = traced(build_graph(tiny_config(family), dtype=dtype), dtype)
+    assert trace == whole
+    assert num == left_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_of_any_type(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
+    with fake_cuda() if device == "cuda" else nullcontext():
+        try:
+            graph = build_graph(shrunk_config(family), dtype=torch.bfloat16)
+            with mock.patch.object(RepeatedLayers, "earlier", return_value=None):
+                # A first trace: what torch keeps of fake results makes 8 bytes less of some backwards in the next ones.
+                trace_visits(graph, 2, 12, torch.bfloat16, device=device)
+        except Exception as error:
+            pytest.skip(f"none that is small, or it does not run: {error}")
+        trace, whole, _ = traced(graph, torch.bfloat16, device=device)
+    assert trace == whole
+
+
+OTHER_FAMILIES = [pytest.param(name, 0, marks=pytest.mark.slow) for name in FAMILIES if name != "internvl"]
+
+
+# Numbers and sizes of images are known to the trace, and decide what layers of the tower do.
+@pytest.mark.parametrize("images", ["trained", pytest.param("frozen", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "left_out"), [("internvl", 4), *OTHER_FAMILIES])
+def test_of_images(family: str, left_out: int, images: Literal["trained", "frozen"], tmp_path: Path) -> None:
+    folder = make_folder(family, tmp_path)
+    try:
+        example = ImageProcessor(str(folder), load_tokenizer(str(folder)), 192).example(1)
+    except DataError as error:
+        pytest.skip(str(error))
+    trace, whole, num = traced(build_graph(folder, images=images), example=example, shape=(1, 192))
+    assert trace == whole and trace.exact
+    assert num >= left_out or images == "frozen"
+
+
+def test_one_layer_of_many_is_run() -> None:
+    config = tiny_config("llama", num_hidden_layers=6)
+    check(config, 5)
+    # The first one has no gradient to give to the embedding.
+    check(config, 4, lora=LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+
+
+def test_products_that_nobody_needs_go_by_the_names_of_each_layer() -> None:
+    trace, _, num = traced(build_graph(tiny_config("llama")))
+    assert num == 2
+    layers = [visit for visit in trace.visits if visit.has_backward and visit.unneeded.weights]
+    assert [visit.unneeded.weights for visit in layers] == [
+        {f"model.layers.{number}.mlp.down_proj.weight"} for number in range(3)
+    ]
+
+
+class GivenMLP(nn.Module):
+    """In the place of a layer's MLP: it has its weights, and does what it is given."""
+
+    def __init__(self, mlp: nn.Module, forward: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn = mlp.act_fn
+        self._forward = forward
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self._forward(self, hidden)
+
+
+def mlp(module: Any, hidden: Tensor) -> Tensor:
+    result: Tensor = module.down_proj(module.act_fn(module.gate_proj(hidden)) * module.up_proj(hidden))
+    return result
+
+
+class Wasteful(torch.autograd.Function):
+    """Its forward is an addition as any other, its backward is not."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value + 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient @ torch.eye(gradient.shape[-1], device=gradient.device)
+
+
+def swapped(module: Any, hidden: Tensor) -> Tensor:
+    result: Tensor = module.down_proj(module.act_fn(module.up_proj(hidden)) * module.gate_proj(hidden))
+    return result
+
+
+#: What the MLPs of a model's layers do, all of one class: the class alone says nothing.
+FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the first": mlp,
+    "one more operator": lambda m, x: mlp(m, x) + 0,
+    "the same operator with another backward": lambda m, x: Wasteful.apply(mlp(m, x)),
+    "another number": lambda m, x: mlp(m, x) + 1,
+    "other strides": lambda m, x: mlp(m, x.mT.contiguous().mT),
+    "cut off from the graph": lambda m, x: mlp(m, x.detach()),
+    "other weights": swapped,
+    "a value made up": lambda m, x: mlp(m, x) * (x > 0).any().item(),
+    "a value made up again": lambda m, x: mlp(m, x) * (x > 0).any().item(),
+    "the last": mlp,
+}
+
+
+def test_a_layer_that_differs_is_run() -> None:
+    graph = build_graph(tiny_config("llama", num_hidden_layers=len(FORWARDS)))
+    for layer, forward in zip(graph.model.model.layers, FORWARDS.values(), strict=True):
+        layer.mlp = GivenMLP(layer.mlp, forward)
+    trace, whole, num = traced(graph)
+    assert trace == whole
+    assert num == 1, "the first layer, as the last one"
+
+
+def test_launches_of_kernels_are_compared_as_operators_are() -> None:
+    """Layers with kernels of another package, and one that launches fewer of them."""
+    pytest.importorskip("liger_kernel")
+    graph = build_graph(tiny_config("llama", num_hidden_layers=4), dtype=torch.bfloat16)
+    plain = type(graph.model.model.layers[0].input_layernorm).forward
+    apply_liger_kernels(graph.model, with_mlps=True)
+    trace, whole, num = traced(graph, torch.bfloat16)
+    assert trace == whole and num == 3
+    norm = graph.model.model.layers[1].input_layernorm
+    norm.forward = partial(plain, norm)
+    trace, whole, num = traced(graph, torch.bfloat16)
+    assert trace == whole and num == 2
+
+
+def test_frozen_weights_are_others() -> None:
+    config = tiny_config("llama", num_hidden_layers=4)
+    check(config, 2, freeze=("model.layers.1.mlp.*",))
+    check(config, 1, freeze=("model.layers.0.*", "model.layers.1.mlp.*"))
+    assert not traced(build_graph(config, freeze=("model.*",)))[2], "only the head has a backward"

@@ -1,0 +1,341 @@
+"""The trace of a plan for a GPU, on fake tensors of one: it runs, it is exact, and knows what attention allocates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch.utils import flop_counter
+
+from fakes.fake_cuda import fake_cuda
+from megatrain.converters.spec import build_graph
+from megatrain.engine import attention
+from megatrain.engine.attention import AttentionCall
+from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.program import VisitTrace
+from megatrain.plan import planner
+from megatrain.trace.trace import (
+    CountingError,
+    CountingMode,
+    StepFlops,
+    count_flops,
+    step_flops,
+    trace_generation,
+    trace_visits,
+)
+from megatrain_tier_cli.main import command_group
+from oracles.families import tiny_config
+from oracles.tiered_run import config_text, write_tiny_model
+from tiered import GB, GiB, MiB
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def _on_gpu() -> Iterator[None]:
+    with fake_cuda():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_num_multiprocessors", lambda device: 132)
+
+
+def trace_of(family: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> VisitTrace:
+    config = options.pop("config", None) or tiny_config(family, tied=False)
+    length = options.pop("length", 64)
+    return trace_visits(build_graph(config, dtype=dtype), 1, length, dtype, **{"device": "cuda", **options})
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "padded"),
+    [
+        ("llama", torch.bfloat16, False),
+        ("llama", torch.bfloat16, True),
+        ("gemma2", torch.float32, True),
+        ("qwen3_moe", torch.bfloat16, False),
+    ],
+)
+def test_it_is_exact_and_puts_nothing_on_the_device(family: str, dtype: torch.dtype, padded: bool) -> None:
+    graph = build_graph(tiny_config(family, tied=False), dtype=dtype)
+    buffers = {name: (id(buffer), buffer.clone()) for name, buffer in graph.model.named_buffers()}
+    trace = trace_visits(graph, 1, 64, dtype, device="cuda", padded=padded)
+    assert (trace.exact, trace.guesses, trace.uncounted) == (True, (), ())
+    on_cpu = trace_visits(graph, 1, 64, dtype, padded=padded)
+    assert [visit.saved for visit in trace.visits] == [visit.saved for visit in on_cpu.visits]
+    assert all(visit.forward.flops > 0 for visit in trace.visits if graph.units[visit.unit].is_layer)
+    for name, buffer in graph.model.named_buffers():
+        assert id(buffer) == buffers[name][0] and torch.equal(buffer, buffers[name][1]) and buffer.device.type == "cpu"
+
+
+def test_that_of_a_generation_as_well() -> None:
+    """Whose rooms for the cache, as large as one likes, are fake too."""
+    graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
+    (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
+    assert nbytes == same and min(nbytes.values()) > 0
+    assert trace.exact and [visit.unit for visit in trace.visits] == [visit.unit for visit in on_cpu.visits]
+
+
+def call(name: str, *shapes: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> tuple[Any, tuple[Any, ...]]:
+    """Return a backward of attention, and its arguments up to the output: of queries, keys and values [B, H, S, D]."""
+    query, key, value = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    out = torch.empty_like(query).transpose(1, 2).contiguous().transpose(1, 2)
+    func = getattr(aten, f"_scaled_dot_product_{name}_backward").default
+    bias = [None] if name == "efficient_attention" else []
+    return func, (out, query, key, value, *bias, out)
+
+
+def hidden(name: str, *shapes: tuple[int, ...], is_deterministic: bool, **options: Any) -> int:
+    found = AttentionCall.of(*call(name, *shapes, **options), {})
+    assert found is not None
+    return found.hidden_nbytes(CUDA, is_deterministic=is_deterministic)
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "in_order", "in_any_order", "expanded"),
+    [
+        (16, 1024, 0.23, 0.23, 0.23),
+        (1, 32 * 1024, 2.35, 0.47, 0.47),
+        (1, 128 * 1024, 9.4, 1.9, 1.9),
+        (1, 512 * 1024, 37.6, 7.5, 7.5),
+    ],
+)
+def test_what_the_backward_of_flash_attention_allocates(
+    rows: int, length: int, in_order: float, in_any_order: float, expanded: float
+) -> None:
+    """A 7B shape on 132 multiprocessors: gradients of queries in fp32 per split, those of 28 heads of keys and values.
+
+    In GB, as a desk review of the kernel's source found them.
+    """
+    heads, few = (rows, 28, length, 128), (rows, 4, length, 128)
+    for is_deterministic, expected in ((True, in_order), (False, in_any_order)):
+        alike = hidden("flash_attention", heads, heads, heads, is_deterministic=is_deterministic)
+        grouped = hidden("flash_attention", heads, few, few, is_deterministic=is_deterministic)
+        assert alike / GB == pytest.approx(expected, rel=0.04)
+        assert (grouped - alike) / GB == pytest.approx(expanded, rel=0.04)
+
+
+def test_what_other_backwards_allocate() -> None:
+    heads, few = (1, 28, 32 * 1024, 128), (1, 4, 32 * 1024, 128)
+    sums = 28 * 32 * 1024 * 4
+    in_fp32 = sums * 128
+    for is_deterministic in (True, False):
+        # One product less in 16 bits, whose sums of keys and values stay in registers.
+        assert hidden("efficient_attention", heads, heads, heads, is_deterministic=is_deterministic) == in_fp32 + sums
+        single = hidden(
+            "efficient_attention", heads, heads, heads, is_deterministic=is_deterministic, dtype=torch.float32
+        )
+        assert single == 2 * in_fp32 + sums
+    assert hidden("cudnn_attention", heads, few, few, is_deterministic=False) == pytest.approx(2 * in_fp32, rel=0.01)
+    wide = (1, 4, 4096, 256)
+    ordered, free = (hidden("efficient_attention", *[wide] * 3, is_deterministic=flag) for flag in (True, False))
+    assert ordered < free <= 50 * ordered  # keys are split among up to 50 blocks of 4 heads
+    assert hidden("flash_attention_for_cpu", heads, few, few, is_deterministic=True) == 0
+    func, (_, *others) = call("flash_attention", few, few, few)
+    crossed = torch.empty(few, dtype=torch.bfloat16, device="meta")  # heads before tokens: copied first
+    found = AttentionCall.of(func, (crossed, *others), {})
+    assert found is not None and found.num_copied_bytes == crossed.nbytes
+    assert AttentionCall.of(func, (crossed, *others), {}).hidden_nbytes(torch.device("cpu"), is_deterministic=True) == 0  # type: ignore[union-attr]
+
+
+def test_rows_of_several_lengths_in_one() -> None:
+    query, key = (torch.empty(1000, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 2))
+    starts = torch.tensor([0, 300, 1000])
+    forward = (query, key, key, starts, starts, 700, 700)
+    backward = (query, query, key, key, query, query, starts, starts, 700, 700)
+    one, other = aten._flash_attention_forward.default, aten._flash_attention_backward.default
+    assert count_flops(one, forward, {}, None) == 2 * 8 * 1000 * 700 * 128
+    assert count_flops(other, backward, {}, None) == 2 * 8 * 1000 * 700 * 5 * 64
+    found = AttentionCall.of(other, backward, {})
+    assert found is not None and (found.num_rows, found.num_keys) == (2, 1000)
+    rows = 1000 + 2 * 128
+    expanded = 2 * 1000 * 8 * 64 * 2
+    copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # of gradients, where short sequences take several calls
+    hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
+    assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
+    assert found.hidden_nbytes(CUDA, is_deterministic=False) >= 2 * 1000 * 8 * 64 * 4, "of as many as a call may have"
+
+
+def test_it_is_in_the_plan_of_a_layer() -> None:
+    """The settings of the run decide: in order, queries of 4 heads are split among 33 blocks."""
+    length = 512
+    free = trace_of(length=length, padded=False)
+    with deterministic_kernels(CUDA, "Model"):
+        ordered = trace_of(length=length, padded=False)
+    one_split = length * 4 * 32 * 4  # heads of 8 numbers are rounded up to 32
+    for visit, other in zip(ordered.visits, free.visits, strict=True):
+        if visit.backward.flops and visit.unit in (2, 3, 4):
+            assert (
+                visit.backward_nbytes > 33 * one_split > visit.backward_nbytes - other.backward_nbytes > 20 * one_split
+            )
+            assert other.backward_nbytes > one_split and visit.forward_nbytes == other.forward_nbytes
+
+
+@pytest.fixture
+def _formulas_of_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 refuses other heads of keys than of queries."""
+    forward, backward = flop_counter.sdpa_flop_count, flop_counter.sdpa_backward_flop_count
+
+    def checked_forward(query: Any, key: Any, value: Any) -> Any:
+        assert query[1] == key[1] == value[1], "heads"
+        return forward(query, key, value)
+
+    def checked_backward(grad: Any, query: Any, key: Any, value: Any) -> Any:
+        assert grad[1] == query[1] == key[1] == value[1], "heads"
+        return backward(grad, query, key, value)
+
+    monkeypatch.setattr(flop_counter, "sdpa_flop_count", checked_forward)
+    monkeypatch.setattr(flop_counter, "sdpa_backward_flop_count", checked_backward)
+
+
+@pytest.mark.usefixtures("_formulas_of_2_11")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_grouped_queries_are_counted_whatever_torch_has_formulas_for(device: str) -> None:
+    grouped, alike = (
+        trace_of(config=tiny_config("llama", tied=False, num_key_value_heads=heads), device=device, padded=False)
+        for heads in (2, 4)
+    )
+    assert (grouped.guesses, grouped.uncounted) == ((), ())
+    # Each layer has less to multiply for keys and values, 2 x 16 x 32 weights; its attention has as much.
+    assert alike.visits[2].forward.flops - grouped.visits[2].forward.flops == 2 * 64 * (2 * 16 * 32)
+    assert step_flops(grouped, num_places=64, num_real_tokens=64, num_trained_tokens=64).model > 0
+
+
+@pytest.mark.parametrize(
+    "name", ["flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"]
+)
+def test_flops_are_those_of_keys_repeated_for_every_head(name: str) -> None:
+    heads, few = (3, 8, 40, 16), (3, 2, 50, 16)
+    value = (3, 2, 50, 24)
+    func, (out, query, key, values, *_) = call(name, heads, few, value)
+    wide = (3, 8, 40, 24)
+    repeated = [(3, 8, *shape[2:]) for shape in (few, value)]
+    forward = getattr(aten, f"_scaled_dot_product_{name}").default
+    assert count_flops(forward, (query, key, values), {}, None) == flop_counter.sdpa_flop_count(heads, *repeated)
+    expected = flop_counter.sdpa_backward_flop_count(wide, heads, *repeated)
+    assert count_flops(func, (out, query, key, values), {}, None) == expected
+
+
+def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = trace_of()
+
+    def failing(func: Any, *args: Any) -> int:
+        assert func is not aten.silu.default, "no such shape"
+        return 1
+
+    monkeypatch.setattr("megatrain.trace.trace.count_flops", failing)
+    trace = trace_of()
+    assert trace.exact and trace.uncounted == ("aten.silu.default: AssertionError: no such shape",)
+    assert [visit.backward_nbytes for visit in trace.visits] == [visit.backward_nbytes for visit in whole.visits]
+    assert step_flops(trace, num_places=64, num_real_tokens=64, num_trained_tokens=64) == StepFlops(0, 0)
+
+
+def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = CountingMode._count
+
+    def failing(ledger: CountingMode, tensor: torch.Tensor) -> None:
+        assert not (ledger.where == "model.layers.1" and tensor.dim() == 4), "counted twice"
+        count(ledger, tensor)
+
+    monkeypatch.setattr(CountingMode, "_count", failing)
+    with pytest.raises(CountingError, match=r"aten\..* cannot be accounted for: AssertionError: counted twice"):
+        trace_of()
+
+
+@pytest.fixture
+def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch find a GPU, on which liger's kernels are not installed."""
+    monkeypatch.setattr(planner, "has_liger_kernels", lambda: False)  # they run on a GPU alone
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (GiB, GiB))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: SimpleNamespace(is_integrated=0))
+
+
+@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_command_says_whether_the_plan_is_exact(
+    is_exact: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu="256MiB", nvme=0)
+    (tmp_path / "run.toml").write_text(text)
+    if not is_exact:
+        reads = torch.nn.functional.silu
+
+        def reading(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+            return reads(hidden, *args, **options) * (1 if hidden.sum() >= 0 else 2)
+
+        monkeypatch.setattr(torch.nn.functional, "silu", reading)
+    runner = CliRunner()
+    plain, as_json = (
+        runner.invoke(command_group, ["plan", str(tmp_path / "run.toml"), *more]) for more in ((), ("--json",))
+    )
+    assert plain.exit_code == as_json.exit_code == 0, plain.output
+    found = json.loads(as_json.stdout)
+    said = "the workspace is estimated: model.layers.0 and 3 more: it reads a value that is not known before it runs"
+    assert ("logits; exact" in plain.stdout, said in plain.stdout.replace("\n", " ")) == (is_exact, not is_exact)
+    if not torch.cuda.is_available():
+        room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"
+        assert room in found["messages"] and room in plain.stdout.replace("\n", " ")
+    assert found["workspace_is_exact"] is is_exact and len(found["guesses"]) == (0 if is_exact else 1)
+    assert next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] > MiB
+
+
+@pytest.mark.usefixtures("gpu_of_a_gib")
+@pytest.mark.parametrize(
+    ("num_failing", "size", "refuses"), [(4, "", True), (4, "60%", False), (3, "", False)], ids=["all", "sized", "some"]
+)
+def test_a_size_is_not_chosen_where_no_layer_could_be_traced(
+    num_failing: int, size: str, refuses: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that fail are planned as if they computed nothing: so no room would be left for any of them."""
+    text = config_text(tmp_path, write_tiny_model(tmp_path / "model"), device="cuda", gpu=size, nvme=0)
+    (tmp_path / "run.toml").write_text(text)
+    inside, silu = CountingMode.inside, torch.nn.functional.silu
+    names: list[str] = []
+
+    def noting(counts: CountingMode, name: str) -> Any:
+        names.append(name)
+        return inside(counts, name)
+
+    def failing(hidden: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if names and names[-1] in [f"model.layers.{number}" for number in range(num_failing)]:
+            raise RuntimeError("no such kernel for fake tensors")
+        return silu(hidden, *args, **options)
+
+    monkeypatch.setattr(CountingMode, "inside", noting)
+    monkeypatch.setattr(torch.nn.functional, "silu", failing)
+    done = CliRunner().invoke(command_group, ["plan", str(tmp_path / "run.toml"), "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    objections = [each for each in found["objections"] if each["key"] == "tiers.gpu.size"]
+    assert bool(objections) is refuses and found["fits_this_machine"] is not refuses
+    assert len(found["guesses"]) == 1 and f" and {num_failing - 1} more" in found["guesses"][0]
+    if refuses:
+        assert objections[0]["kind"] == "place" and "none of them could be traced" in objections[0]["text"]
+        assert "no such kernel for fake tensors" in objections[0]["text"] and '"60%"' in objections[0]["advice"]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_attention_would_save(padded: bool) -> None:
+    """Output and sums of flash attention, for whole rows and for documents, and next to nothing else."""
+    config = tiny_config("llama", tied=False)
+    trace = trace_of(config=config, length=512, padded=padded)
+    layers = [visit for visit in trace.visits if visit.saved and visit.attention.nbytes]
+    assert len(layers) == config.num_hidden_layers
+    for visit in layers:
+        results = 512 * (config.hidden_size * 2 + config.num_attention_heads * 4)
+        assert 0 <= visit.attention.nbytes - results <= 4 * 512
+        assert (
+            visit.attention.work.flops == 2 * visit.attention.work.skipped_flops == 4 * 512 * 512 * config.hidden_size
+        )
