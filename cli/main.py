@@ -123,6 +123,8 @@ _SHORT_NAMES = {
 
 #: (Command, removed option) -> the replacement.
 _REMOVED_OPTIONS = {
+    ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "
+    "`megatrain-tier status --follow RUN` shows it from anywhere",
     ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "
     "--set training.gradient_lanes=N: the losses in metrics.jsonl have the same bits",
 }

@@ -1,20 +1,15 @@
-"""``megatrain-tier run``: train, on this terminal or detached from it, in one process or in several ("ranks")."""
+"""``megatrain-tier run``: train, in one process or in several ("ranks")."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import select
 import shlex
-import signal
-import subprocess
 import sys
-import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -39,11 +34,6 @@ if TYPE_CHECKING:
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
     from megatrain.ranks.watch import Failure
-
-#: Environment variable with the file descriptor on which a detached run reports its start.
-_VARIABLE = "MEGATRAIN_TIER_DETACHED"
-_POLL_S = 0.1
-_STOP_S = 10.0
 
 
 @click.command("run")
@@ -73,12 +63,6 @@ _STOP_S = 10.0
     is_flag=True,
     help="Continue a checkpoint although the config or the data now gives other results.",
 )
-@click.option(
-    "--detach",
-    is_flag=True,
-    help="Run without this terminal, in a new session. Returns once training has begun; if it does not begin, with the "
-    "run's exit code. The output goes into output_dir/run.log.",
-)
 @json_option
 def command(
     config: Path,
@@ -89,7 +73,6 @@ def command(
     processes: int | None,
     resume: str | None,
     allow_config_change: bool,
-    detach: bool,
     as_json: bool,
 ) -> int:
     """Train, and write a Hugging Face folder at the end.
@@ -107,10 +90,6 @@ def command(
     words = [str(config), *(word for file in extra_files for word in ("-c", str(file)))]
     words += [word for override in overrides for word in ("--set", override)]
     words += ["--allow-config-change"] * allow_config_change + ["--json"] * as_json
-    if detach:
-        if dry_run:
-            raise click.UsageError("--detach and --dry-run exclude each other: a dry run ends by itself")
-        return _run_detached(words, as_json=as_json)
     # Not at the top: --help imports nothing of megatrain.
     from megatrain.ranks.group import RankGroup
 
@@ -146,6 +125,7 @@ def _run(
         from megatrain.extras.checkup import look_first
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
+        from megatrain.run.folder import LOG_NAME
         from megatrain.training.trainer import Trainer
 
         from .render import PlanObserver, make_observer, print_plan
@@ -164,7 +144,9 @@ def _run(
             """Called first when training starts: from then on output_dir belongs to the run."""
 
             def on_start(self, info: RunInfo) -> None:
-                _report_start(output, info.output_dir, group)
+                log = info.output_dir / LOG_NAME
+                output.goes_to(log)
+                group.tell_launcher(log=str(log))
 
         if is_first:
             with placed(loaded):
@@ -277,6 +259,14 @@ def _describe_interrupted(output_dir: Path) -> str:
     return f"interrupted; saved before, at step {saved}: run the same command again to continue from there"
 
 
+def _describe_schedule(name: str, max_steps: int) -> str:
+    """Return what --max-steps does to the learning rate: a trial of N steps is no beginning of the whole run."""
+    return (
+        f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
+        "the first ones of a longer run"
+    )
+
+
 # -- several processes ---------------------------------------------------------------------------------------------
 
 
@@ -285,18 +275,17 @@ def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> in
     from megatrain.ranks.launch import launch
 
     assert __package__ is not None
-    table, number = loaded.config.distributed, os.environ.get(_VARIABLE)
+    table = loaded.config.distributed
     failures: list[Failure] = []
 
     def take(message: Mapping[str, Any]) -> None:
         if "log" in message:
-            (output.move_to if message["moves"] else output.goes_to)(Path(message["log"]))
+            output.goes_to(Path(message["log"]))
 
     code = launch(
         [sys.executable, "-m", __package__, "run", *words],
         table.processes,
         threads=None if table.threads == "auto" else table.threads,
-        pass_fds=() if number is None else (int(number),),
         on_failure=failures.append,
         on_message=take,
     )
@@ -342,96 +331,3 @@ def _run_as_rank(
         if group.world.is_first:
             click.echo(describe(error), err=True)
     group.end(code)
-
-
-# -- run --detach --------------------------------------------------------------------------------------------------
-
-
-def _report_start(output: RunOutput, output_dir: Path, group: RankGroup) -> None:
-    """Report the start of training to the parent of a detached run; name the log for output that loses its terminal."""
-    from megatrain.run.folder import LOG_NAME
-
-    log = output_dir / LOG_NAME
-    number = os.environ.pop(_VARIABLE, None)
-    group.tell_launcher(log=str(log), moves=number is not None)
-    if number is None:
-        output.goes_to(log)
-        return
-    output.move_to(log)
-    with contextlib.suppress(OSError, ValueError):  # the parent may have ended; the run goes on
-        os.write(int(number), json.dumps({"output_dir": str(output_dir), "log": str(log)}).encode())
-        os.close(int(number))
-
-
-def _describe_schedule(name: str, max_steps: int) -> str:
-    """Return what --max-steps does to the learning rate: a trial of N steps is no beginning of the whole run."""
-    return (
-        f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
-        "the first ones of a longer run"
-    )
-
-
-def _run_detached(words: Sequence[str], *, as_json: bool) -> int:
-    """Start ``run`` with these arguments in a new session, and wait until it trains; show its output meanwhile.
-
-    Returns:
-        0 once it trains; the exit code of the run if it ended before.
-    """
-    assert __package__ is not None
-    command = [sys.executable, "-m", __package__, "run", *words]
-    started, report = os.pipe()
-    # Not a pipe: this process ends before the run does, and its output must not break.
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
-            pass_fds=[report],
-            start_new_session=True,
-            env={**os.environ, _VARIABLE: str(report)},
-        )
-        os.close(report)
-        try:
-            reported = _wait(process, said, started, as_json=as_json)
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-            raise RunFailedError("interrupted before the run began; it was ended", EXIT_FAILED) from None
-        finally:
-            os.close(started)
-    if not reported:
-        code = process.wait()
-        return code if code >= 0 else 128 - code  # as shells do for a process that a signal ended
-    facts = json.loads(reported)
-    if as_json:
-        click.echo(json.dumps({"pid": process.pid, **facts}))
-        return 0
-    folder = os.path.relpath(facts["output_dir"])
-    folder = folder if len(folder) < len(facts["output_dir"]) else facts["output_dir"]
-    click.echo(f"training in the background, process {process.pid}")
-    click.echo(f"log     {facts['log']}")
-    click.echo(f"follow  megatrain-tier status --follow {folder}")
-    click.echo(f"stop    megatrain-tier stop {shlex.quote(str(folder))}")
-    # Python warns of a child that nothing waits for.
-    process.returncode = 0
-    return 0
-
-
-def _wait(process: subprocess.Popen[bytes], said: IO[bytes], started: int, *, as_json: bool) -> bytes:
-    """Show the output of the run until it trains or has ended; return its report, b"" in the latter case."""
-    shown, reported = 0, b""
-    with Spinner("starting", is_shown=not as_json) as spinner:
-        while True:
-            is_ready = bool(select.select([started], [], [], _POLL_S)[0])
-            part = os.read(started, 4096) if is_ready else b""
-            reported += part
-            is_over = is_ready and not part  # closed by the run, or with it
-            text = os.pread(said.fileno(), 1 << 20, shown)
-            if text:
-                shown += len(text)
-                with spinner.hidden():
-                    click.echo(text.decode(errors="replace"), nl=False, err=True)
-            if is_over and not text:
-                return reported

@@ -327,16 +327,6 @@ class RunOutput:
             if self.is_lost:
                 self._turn()
 
-    def move_to(self, log: Path) -> None:
-        """Redirect all output to the log file, beginning with a copy of the output so far where that is a file."""
-        with self._lock:
-            self._log = log
-            for stream in self._streams:
-                stream.flush()
-            with contextlib.suppress(OSError):
-                self._kept.insert(0, os.pread(self._streams[0].fileno(), 1 << 24, 0).decode(errors="replace"))
-            self._turn(only_gone=False)
-
     def lose(self, text: str = "") -> None:
         """Redirect the streams that are gone to the log file.
 
@@ -349,7 +339,7 @@ class RunOutput:
                 self._kept.append(plain if plain.endswith("\n") else f"{plain}\n")
             self._turn()
 
-    def _turn(self, *, only_gone: bool = True) -> None:
+    def _turn(self) -> None:
         """Redirect descriptors to the log file, or to /dev/null where it is not known yet or cannot be opened."""
         try:
             path = os.devnull if self._log is None else self._log
@@ -358,7 +348,7 @@ class RunOutput:
             log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         try:
             for stream in self._streams:
-                if not only_gone or stream.is_gone or stream.is_turned:
+                if stream.is_gone or stream.is_turned:
                     os.dup2(log, stream.fileno())
                     stream.is_turned = True
             if self._log is not None:

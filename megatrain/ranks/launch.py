@@ -67,7 +67,6 @@ def launch(
     size: int,
     *,
     threads: int | None = None,
-    pass_fds: Sequence[int] = (),
     on_failure: Callable[[Failure], None],
     on_message: Callable[[Mapping[str, Any]], None] = lambda message: None,
 ) -> int:
@@ -81,7 +80,6 @@ def launch(
         command: Command line of each rank.
         size: number of ranks.
         threads: Threads of each rank's libraries; None: its part of the cores, as many for each.
-        pass_fds: descriptors that rank 0 inherits.
         on_failure: called once, with what a user is told of a run that failed.
         on_message: called with what ranks say that is no failure.
 
@@ -91,7 +89,7 @@ def launch(
     launcher = _Launcher(size, on_failure, on_message)
     with launcher.signals():
         try:
-            launcher.start(command, threads, pass_fds)
+            launcher.start(command, threads)
             return launcher.wait()
         finally:
             launcher.kill()
@@ -121,7 +119,7 @@ class _Launcher:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def start(self, command: Sequence[str], threads: int | None, pass_fds: Sequence[int]) -> None:
+    def start(self, command: Sequence[str], threads: int | None) -> None:
         """Start the ranks; rank 0 says at which port they meet."""
         # The same number on all: on a CPU it decides about last bits.
         threads = threads or min(len(cores_of_rank(number, self._size)) for number in range(self._size))
@@ -143,7 +141,6 @@ class _Launcher:
                     stdout=None if number == 0 else subprocess.DEVNULL,
                     start_new_session=True,
                     env=environment,
-                    pass_fds=pass_fds if number == 0 else (),
                 )
             self._ranks.append(_Rank(number, process, LauncherLine(ours)))
 
