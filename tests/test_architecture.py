@@ -143,6 +143,22 @@ def test_imports_go_downward_only() -> None:
     assert not upward, "\n".join(upward)
 
 
+#: The one module outside the command that may import it, under the name it is installed as.
+RUNS_THE_COMMAND = "megatrain.__main__"
+
+
+def test_only_one_module_imports_the_command() -> None:
+    """`torchrun -m megatrain run CONFIG` needs a module in this package; everything else stays below the command."""
+    importers = {
+        source.module
+        for source in SOURCES
+        if not source.module.startswith("cli.")
+        for _, imported in imports(source)
+        if imported.split(".")[0] in ("cli", "megatrain_tier_cli")
+    }
+    assert importers == {RUNS_THE_COMMAND}
+
+
 def test_no_circle_of_imports() -> None:
     """Imports for types count: a type lives with the idea that it names, not with the module that makes it."""
     edges = {

@@ -377,6 +377,21 @@ def test_every_expected_error_exists(cli_module: CliModule) -> None:
         assert code in (1, 2, 3, 4)
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "no-such-file.toml"]])
+def test_python_can_run_the_package_as_the_command(cli_package: str, arguments: list[str]) -> None:
+    """`python -m megatrain` prints the same and ends with the same exit code as the installed command."""
+    pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
+    here = Path(__file__).parents[2]
+    ours, theirs = (
+        subprocess.run(
+            [sys.executable, "-m", name, *arguments], cwd=here, capture_output=True, text=True, timeout=120, check=False
+        )
+        for name in ("megatrain", cli_package)
+    )
+    assert (ours.returncode, ours.stdout, ours.stderr) == (theirs.returncode, theirs.stdout, theirs.stderr)
+    assert ours.returncode == (0 if arguments == ["--help"] else 2)
+
+
 def test_an_interrupt_during_imports_has_no_traceback(cli_package: str) -> None:
     script = (
         "import runpy, sys\n"

@@ -635,9 +635,10 @@ def test_a_full_drive_of_one_rank(on_full: str, made: SavedRun, tmp_path: Path) 
 @pytest.mark.slow
 def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
     """torchrun passes SIGTERM on to its processes, which save; it turns their exit code 75 into 1. Nothing is lost."""
+    pytest.importorskip("megatrain_tier_cli", reason="the project is not installed")
     run = made.copy(tmp_path / "run")
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *command_words()[1:]]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "megatrain"]
     words += ["run", str(run.write_config(steps=400)), *options(*SAVED)]
     pipe, environment = subprocess.PIPE, {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
     given: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": ROOT, "env": environment}
@@ -652,5 +653,15 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
     assert it.returncode == 1 and step is not None and f"interrupted at step {step}, saved" in out + err, err
     status = json.loads((run.out / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("stopped", 75)
+    assert subprocess.run(["sh", "-c", requeue_condition(run.out)]).returncode == 0
     go_on(run, 2, step + 1)
+    assert subprocess.run(["sh", "-c", requeue_condition(run.out)]).returncode != 0, "the run is done"
     assert_as_unbroken(run, made.copy(tmp_path / "fresh"), step + 1)
+
+
+def requeue_condition(out: Path) -> str:
+    """Return the command of docs/distributed.md that decides whether a job is queued again, for another folder."""
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    (condition,) = re.findall(r"^(grep .*) && scontrol requeue", page, flags=re.MULTILINE)
+    assert "outputs/first/" in condition
+    return str(condition).replace("outputs/first/", f"{out}/")

@@ -614,7 +614,7 @@ def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
         why = (
             f"each machine starts its own: torchrun --nnodes {num_hosts} --nproc-per-node {max(1, number // num_hosts)}"
         )
-        draft.lose(key, f"{why} ... -m megatrain_tier_cli run CONFIG", number)
+        draft.lose(key, f"{why} ... -m megatrain run CONFIG", number)
     else:
         draft.put(key, number, note="one for each GPU of this machine; 1: the same rows on one")
 
