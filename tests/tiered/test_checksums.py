@@ -18,8 +18,17 @@ def test_checksum_is_xxh3_of_the_concatenation() -> None:
     assert len(checksum(b"")) == 16
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 4097, 512 * MiB, 1024 * MiB + 1, 5000 * MiB + 3])
-def test_no_piece_of_a_block_lies_in_two_of_its_files(nbytes: int) -> None:
-    size = array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram"))
-    assert size >= nbytes and size % PAGE_BYTES == 0
-    assert size % PIECE_BYTES == 0 or nbytes < 512 * MiB, "equal files of whole pieces"
+@pytest.mark.parametrize(
+    ("nbytes", "expected"),
+    [
+        (0, 0),
+        (1, PAGE_BYTES),
+        (4097, 2 * PAGE_BYTES),
+        (512 * MiB, 32 * PIECE_BYTES),
+        (1024 * MiB + 1, 3 * 22 * PIECE_BYTES),
+        (5000 * MiB + 3, 10 * 32 * PIECE_BYTES),
+    ],
+)
+def test_no_piece_of_a_block_lies_in_two_of_its_files(nbytes: int, expected: int) -> None:
+    """Files of 512 MiB at most are equally long; those of several are of whole pieces of 16 MiB."""
+    assert array_bytes(BlockSpec("block", (nbytes,), torch.uint8, "ram")) == expected

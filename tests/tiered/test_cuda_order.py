@@ -377,4 +377,4 @@ def test_prefetches_change_nothing(device: LazyDevice) -> None:
         store.wait_idle()
         assert trainer.wrong == []
         assert [read_in_ram(store, key) for key in trainer.keys[:4]] == [[8.0]] * 4
-        assert store.stats().prefetch_on_time + store.stats().prefetch_late > 0
+        assert 0 < store.stats().prefetch_on_time + store.stats().prefetch_late <= len(order)

@@ -59,7 +59,7 @@ def test_kernel_without_populate_falls_back_to_touching(monkeypatch: pytest.Monk
     before = resident_bytes()
     slab = HostSlab(16 * MiB)
     assert not slab.has_huge_pages
-    assert resident_bytes() - before >= 15 * MiB
+    assert 15 * MiB <= resident_bytes() - before <= 20 * MiB
     slab.close()
 
 
@@ -82,7 +82,7 @@ def test_several_threads_make_a_large_slab_resident(has_populate: bool, monkeypa
     monkeypatch.setattr(slab_module.os, "sched_getaffinity", lambda process: {0, 1})
     before = resident_bytes()
     slab = HostSlab(17 * MiB + 4096)
-    assert resident_bytes() - before >= 16 * MiB and len(threads) == 2
+    assert 16 * MiB <= resident_bytes() - before <= 22 * MiB and len(threads) == 2
     ends = [slab.address, *(address + nbytes for address, nbytes in sorted(asked))]
     assert [address for address, _ in sorted(asked)] == ends[:-1] and ends[-1] == slab.address + slab.nbytes
     slab.close()
@@ -235,7 +235,7 @@ def test_pool_never_exceeds_capacity_under_threads() -> None:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
-    assert recorder.most_bytes <= 1000
+    assert 667 < recorder.most_bytes <= 1000, "333 are refused only where fewer are free"
     assert ledger.used_bytes == 0
     assert sum(recorder.alive.values()) == pool.pooled_bytes
 

@@ -57,7 +57,7 @@ def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path)
     (file,) = files_of(slot).files
     assert file.path == tmp_path / "live/layer.0/weight/c/0"
     assert file.path.stat().st_size == 12288
-    assert file.path.stat().st_blocks * 512 >= 12288
+    assert 12288 <= file.path.stat().st_blocks * 512 <= 2 * 12288
     tier.free(slot)
     assert tier.usage().used_bytes == 0 and tier.usage().high_water_bytes == 12288
     assert not (tmp_path / "live/layer.0").exists(), "groups without blocks go"

@@ -164,7 +164,7 @@ def open_and_check(root: Path) -> list[str]:
 def test_every_damaged_and_every_missing_file_is_named(root: Path) -> None:
     assert open_and_check(root) == []
     files = files_of_generation(root)
-    assert len(files) > 25
+    assert len(files) == 27
     for path in files:
         good = path.read_bytes()
         is_contents = path.name.isdigit()

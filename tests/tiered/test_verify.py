@@ -109,7 +109,7 @@ def test_every_flipped_bit_is_named_at_the_read(store: TieredStore) -> None:
         else:
             assert torch.equal(read(store, key), expected[key]), "padding is nobody's contents"
             num_padding += 1
-    assert num_damaged >= 90 and num_padding >= 20
+    assert (num_damaged, num_padding) == (103, 27)
     assert all(torch.equal(read(store, key), tensor) for key, tensor in expected.items())
 
 
