@@ -37,7 +37,7 @@ from processes.rank_runs import (
     wait_until,
 )
 from processes.ranked_command import INSTANTS
-from processes.saved_run import QUICKSTART, ROOT, SavedRun, command_group, command_words, make_run
+from processes.saved_run import QUICKSTART, ROOT, SavedRun, command_group, make_run
 
 HOST = socket.gethostname()
 
