@@ -95,7 +95,6 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
         "report": Entry("outputs/first --html report.html"),
         "trace": Entry("outputs/first -o step.json"),
         "export": Entry("outputs/first model-400 --step 400 --dtype bfloat16"),
-        "chat": Entry('model-400 --prompt "Call me" --max-new-tokens 16', (EXIT_DOES_NOT_FIT,)),
         "generate": Entry(
             'model-400 --prompt "Call me" --prompt "The sea" --max-new-tokens 8 -o said.jsonl',
             (EXIT_DOES_NOT_FIT, EXIT_DATA),

@@ -146,7 +146,7 @@ def next_lines(folder: Path) -> list[str]:
             f"lm_eval --model hf --model_args pretrained={path} --tasks hellaswag",
             f"python llama.cpp/convert_hf_to_gguf.py {path}",
         ]
-    first, *rest = [f"megatrain-tier chat {path}", *others]
+    first, *rest = [f"megatrain-tier generate {path} --interactive", *others]
     return [f"next   {first}", *(f"   or  {line}" for line in rest)]
 
 

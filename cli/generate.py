@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.config import LoadedConfig
-    from megatrain.extras.generation import Completion
+    from megatrain.config.schema import RunConfig
+    from megatrain.extras.generation import Completion, Generator
+    from megatrain.tasks.prompts import GenerationSettings
 
 
 _BATCH = tuple(
@@ -39,6 +41,13 @@ _BATCH = tuple(
     help='.jsonl with a "prompt" in each row, or text with one prompt in each line.',
 )
 @click.option("-p", "--prompt", "given", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
+@click.option(
+    "-i",
+    "--interactive",
+    "is_interactive",
+    is_flag=True,
+    help="Read a prompt from each line of stdin and print the reply. With a chat template it is a conversation.",
+)
 @click.option(
     "-o",
     "--out",
@@ -65,6 +74,7 @@ def command(
     model: Path,
     file: Path | None,
     given: tuple[str, ...],
+    is_interactive: bool,
     out: Path | None,
     system: str,
     max_new_tokens: int,
@@ -84,10 +94,15 @@ def command(
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
+    if is_interactive and (given or file or out or rows or together or dry_run):
+        raise click.UsageError(
+            "--interactive reads prompts from stdin and prints replies: leave out --prompt, --prompts, --out, --rows, "
+            "--together and --dry-run"
+        )
     prompts = [*given, *(_read(file) if file is not None else ())]
-    if not prompts:
+    if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
-    rows = rows or min(8, len(prompts))
+    rows = rows or min(8, max(1, len(prompts)))
     together = max(rows, together or min(len(prompts), 4 * rows))
     with Spinner("reading the config") as spinner:
         loaded = _config(model, overrides, spinner)
@@ -95,9 +110,7 @@ def command(
         with without_collector():
             from megatrain.base.observer import RunObserver
             from megatrain.extras.generation import Generator, config_for_prompts
-            from megatrain.models.hub import fetch_weights
-            from megatrain.plan.limits import refuse
-            from megatrain.tasks.chat import ChatSettings
+            from megatrain.tasks.prompts import GenerationSettings
 
             from .render import print_plan
 
@@ -107,25 +120,57 @@ def command(
                 def on_message(self, text: str) -> None:
                     click.echo(text, err=True)
 
-            spinner.say("reading the model and planning")
-            settings = ChatSettings(max_new_tokens, temperature, seed, system)
+            settings = GenerationSettings(max_new_tokens, temperature, seed, system)
             config = config_for_prompts(loaded.config, rows, together)
-            generator = Generator(config, prompts, settings, observer=Lines())
-    plan = generator.plan.plan
+            if prompts:
+                spinner.say("reading the model and planning")
+                generator = Generator(config, prompts, settings, observer=Lines())
+    if is_interactive:
+        return _converse(config, settings)
     if dry_run:
-        print_plan(plan)
+        print_plan(generator.plan.plan)
         return EXIT_DONE
+    _write(_run(generator), out)
+    return EXIT_DONE
+
+
+def _run(generator: Generator) -> list[Completion]:
+    """Return the completions of a generator whose plan fits this machine."""
+    from megatrain.models.hub import fetch_weights
+    from megatrain.plan.limits import refuse
+
+    plan = generator.plan.plan
     if not plan.fits:
-        return EXIT_DOES_NOT_FIT
+        raise RunFailedError("the plan does not fit the tiers: --dry-run prints it", EXIT_DOES_NOT_FIT)
     refuse(plan.objections)
     if plan.run.model.hub is not None and not plan.run.model.table.train_from_scratch:
         fetch_weights(plan.run.model.hub, lambda each: click.echo(str(each), err=True), shows_bar=True)
     try:
-        found = generator.run()
+        return generator.run()
     except KeyboardInterrupt:
         raise RunFailedError("interrupted; nothing written", EXIT_FAILED) from None
-    _write(found, out)
+
+
+def _converse(config: RunConfig, settings: GenerationSettings) -> int:
+    """Print a reply to each line of stdin; each turn plans and loads the model for a longer conversation."""
+    from megatrain.extras.generation import Generator
+
+    history: list[dict[str, str]] = []
+    while (prompt := _next_line()) is not None:
+        if prompt.strip():
+            with Spinner("replying"):
+                reply = _run(Generator(config, [prompt], settings, history=history))[0].completion
+            click.echo(reply)
+            history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
     return EXIT_DONE
+
+
+def _next_line() -> str | None:
+    """Return the next line of stdin; None at its end or after Ctrl-C."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except (EOFError, KeyboardInterrupt):
+        return None
 
 
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:

@@ -38,8 +38,7 @@ DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 #: Errors that users can fix: (module, class, exit code). Looked up among the imported modules only.
 EXPECTED_ERRORS: tuple[tuple[str, str, int], ...] = (
     ("megatrain.base.errors", "ConfigError", EXIT_CONFIG),
-    ("megatrain.tasks.chat", "ChatError", EXIT_CONFIG),
-    ("megatrain.tasks.chat", "TooLargeError", EXIT_DOES_NOT_FIT),
+    ("megatrain.tasks.prompts", "PromptError", EXIT_CONFIG),
     ("megatrain.ranks.world", "WorldError", EXIT_CONFIG),
     ("megatrain.base.errors", "ModelFolderError", EXIT_CONFIG),
     ("megatrain.base.errors", "UnsupportedModelError", EXIT_CONFIG),
@@ -78,7 +77,6 @@ _COMMANDS = {
     **{
         name: (f".{name}", "command")
         for name in (
-            "chat",
             "check",
             "ckpt",
             "clean",
@@ -105,7 +103,7 @@ _COMMANDS = {
 GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
-    "Result": ("report", "chat", "generate", "export", "score"),
+    "Result": ("report", "generate", "export", "score"),
     "Look closer": ("config", "data", "doctor", "verify", "trace"),
     "Keep house": ("ckpt", "clean", "completion"),
 }
@@ -121,6 +119,10 @@ _SHORT_NAMES = {
     "rank": "lora.r",
 }
 
+#: Removed command -> the replacement.
+_REMOVED_COMMANDS = {
+    "chat": "`megatrain-tier generate FOLDER --interactive` talks to a model",
+}
 #: (Command, removed option) -> the replacement.
 _REMOVED_OPTIONS = {
     ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "
@@ -247,6 +249,8 @@ class CommandGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = str(args[0])
+        if name in _REMOVED_COMMANDS:
+            ctx.fail(f"There is no command '{name}' any more. {_REMOVED_COMMANDS[name]}")
         near = difflib.get_close_matches(name, _COMMANDS, n=1, cutoff=0.5)
         if name not in _COMMANDS and near and not name.startswith("-"):
             ctx.fail(f"No such command '{name}'. Did you mean '{near[0]}'?")

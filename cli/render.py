@@ -643,7 +643,7 @@ def summary_lines(summary: RunSummary) -> list[str]:
     if summary.export_dir is not None:
         lines.append(f"model  {summary.export_dir}")
         if not _judges_texts(summary.export_dir):
-            lines.append(f"next   megatrain-tier chat {shlex.quote(str(summary.export_dir))}")
+            lines.append(f"next   megatrain-tier generate {shlex.quote(str(summary.export_dir))} --interactive")
     return lines
 
 

@@ -78,7 +78,7 @@ RESTRICTED = {
     ),
     "safetensors": (),  # headers are read and shards written by models/folder and models/export, part by part
     "transformers": (
-        "megatrain/tasks/chat.py",
+        "megatrain/tasks/prompts.py",
         "megatrain/data/",
         "megatrain/tasks/continuation.py",
         "megatrain/converters/",

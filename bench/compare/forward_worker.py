@@ -197,11 +197,11 @@ def scoring_config(job: ForwardJob, out: Path) -> Any:
 def generator(job: ForwardJob) -> Any:
     """Return what continues the prompts of a job: all of them in one micro-batch, as the other side has them."""
     from megatrain.extras.generation import Generator, config_for_prompts
-    from megatrain.tasks.chat import ChatSettings
+    from megatrain.tasks.prompts import GenerationSettings
 
     config = scoring_config(job, Path(job.folder) / "generate")
     config = config_for_prompts(config, len(job.prompts), len(job.prompts))
-    return Generator(config, job.prompts, ChatSettings(job.max_new_tokens, 0.0, 0, ""))
+    return Generator(config, job.prompts, GenerationSettings(job.max_new_tokens, 0.0, 0, ""))
 
 
 class AccelerateSide:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.base.errors import ConfigError
-from megatrain.base.names import RESOLVED_NAME, run_of_final, trained_model
+from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, run_of_final, trained_model
 from megatrain.base.observer import RunObserver
 from megatrain.config.problems import find_ungenerable
 from megatrain.config.resolved import load_run, with_packing
@@ -24,8 +24,8 @@ from megatrain.models.folder import ADAPTER_CONFIG
 from megatrain.models.graph import num_learned_positions
 from megatrain.plan.forward import check_weights, forward_run, plan_generation, with_prompts
 from megatrain.plan.limits import refuse
-from megatrain.tasks.chat import ChatError, ChatSettings, prompt_tokens
 from megatrain.tasks.continuation import Continuation
+from megatrain.tasks.prompts import GenerationSettings, PromptError, prompt_tokens
 from megatrain.training.open_run import open_run
 from megatrain.training.resolve import resolve
 from megatrain.training.rows import tokenizer_of
@@ -85,8 +85,15 @@ def tables_of_folder(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         AdapterError: the folder is of an adapter that names no base model.
         ConfigError: the config of the run cannot be read.
+        PromptError: the folder holds no model.
     """
     folder = trained_model(folder).absolute()
+    if not any((folder / name).is_file() for name in (ADAPTER_CONFIG, "config.json")):
+        if (folder / CHECKPOINTS_NAME).is_dir():
+            raise PromptError(
+                f"{folder}: this run has no model yet. Write one with megatrain-tier export {folder} OUT, and give OUT"
+            )
+        raise PromptError(f"{folder}: there is no model in it (no config.json). Give a folder that an export wrote")
     if not (folder / ADAPTER_CONFIG).is_file() or (folder / "config.json").is_file():
         return {"model": {"model_name_or_path": str(folder)}}
     model: dict[str, Any] = {}
@@ -143,14 +150,14 @@ def generate(
         A completion for each prompt, in order.
 
     Raises:
-        ChatError: a prompt has no token, or more than the model has positions.
+        PromptError: a prompt has no token, or more than the model has positions.
         ConfigError: the config asks for what cannot generate, or for random weights.
         DoesNotFitError: a tier is too small.
         ModelFolderError: the model is unusable.
         UnsupportedModelError: the model is unusable.
     """
     config = config if isinstance(config, RunConfig) else config_of_folder(Path(config))
-    settings = ChatSettings(max_new_tokens, temperature, seed, system)
+    settings = GenerationSettings(max_new_tokens, temperature, seed, system)
     return Generator(config, prompts, settings, observer=observer).run()
 
 
@@ -162,6 +169,7 @@ class Generator:
         prompts: texts, at least one.
         settings: How prompts are continued.
         observer: is called with messages.
+        history: Messages of the conversation before each prompt; a model without a chat template ignores them.
 
     Attributes:
         plan: How a batch of prompts passes.
@@ -174,14 +182,15 @@ class Generator:
         self,
         config: RunConfig,
         prompts: Sequence[str],
-        settings: ChatSettings,
+        settings: GenerationSettings,
         *,
         observer: RunObserver | None = None,
+        history: Sequence[dict[str, str]] = (),
     ) -> None:
         if problems := list(find_ungenerable(config)):
             raise ConfigError("the config", problems)
         run = forward_run(resolve(config))
-        self._settings, self._prompts = settings, list(prompts)
+        self._settings, self._prompts, self._history = settings, list(prompts), list(history)
         self._observer = observer or RunObserver()
         self._tokenizer = tokenizer_of(run.model)
         self._tokens = [self._encoded(number, prompt) for number, prompt in enumerate(self._prompts)]
@@ -197,14 +206,14 @@ class Generator:
 
     def _encoded(self, number: int, prompt: str) -> Tensor:
         try:
-            return prompt_tokens(self._tokenizer, prompt, self._settings.system)[0]
-        except ChatError as error:
-            raise ChatError(f"prompt {number + 1}: {error}") from error
+            return prompt_tokens(self._tokenizer, prompt, self._settings.system, self._history)[0]
+        except PromptError as error:
+            raise PromptError(f"prompt {number + 1}: {error}") from error
 
     def _check_positions(self, longest: int) -> None:
         most = num_learned_positions(self.plan.plan.graph)
         if most is not None and longest + self._settings.max_new_tokens > most:
-            raise ChatError(
+            raise PromptError(
                 f"the longest prompt has {longest:,} tokens; with {self._settings.max_new_tokens:,} new ones that is "
                 f"more than the {most:,} positions of the model. Lower max_new_tokens, or shorten the prompt"
             )

@@ -18,7 +18,7 @@ from megatrain.engine.generate import GenerationRunner
 from megatrain.optim.threads import KernelThreads
 from megatrain.plan.tiers import set_schedule
 from megatrain.ranks.collectives import Alone
-from megatrain.tasks.chat import ChatSettings, generation_options
+from megatrain.tasks.prompts import GenerationSettings, generation_options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,7 +59,7 @@ class Continuation:
         plan: GenerationPlan,
         store: TieredStore,
         tokenizer: Any,
-        settings: ChatSettings,
+        settings: GenerationSettings,
         *,
         activity: Activity | None = None,
         is_exact: bool = False,

@@ -24,10 +24,10 @@ from megatrain.plan.forward import plan_averages, plan_samples
 from megatrain.plan.placement import Traffic
 from megatrain.plan.tiers import room_lent
 from megatrain.ranks.collectives import Alone
-from megatrain.tasks.chat import ChatSettings
 from megatrain.tasks.continuation import Continuation, StoppedError
 from megatrain.tasks.known import task_of
 from megatrain.tasks.passes import Passes
+from megatrain.tasks.prompts import GenerationSettings
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -445,7 +445,7 @@ class Sampler:
         max_new_tokens: int,
     ) -> None:
         self._plan, self._generation, self._rows = plan, generation, rows
-        self._tokenizer, self._settings = tokenizer, ChatSettings(max_new_tokens, temperature=0.0, seed=0)
+        self._tokenizer, self._settings = tokenizer, GenerationSettings(max_new_tokens, temperature=0.0, seed=0)
         self.planned_bytes: dict[str, int] = {}
 
     @classmethod

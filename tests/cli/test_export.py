@@ -30,8 +30,9 @@ def test_the_newest(run: SavedRun, tmp_path: Path) -> None:
     result = run.call("export", run.out, tmp_path / "out")
     assert result.exit_code == 0, result.output
     first, *others = result.output.splitlines()
-    before, folder = others[0].rsplit(maxsplit=1)
-    assert first == f"model  {tmp_path / 'out'}" and before.endswith("megatrain-tier chat")
+    before, folder, option = others[0].rsplit(maxsplit=2)
+    assert first == f"model  {tmp_path / 'out'}" and before.endswith("megatrain-tier generate")
+    assert option == "--interactive"
     assert Path(folder).resolve() == (tmp_path / "out").resolve()  # as seen from here, if that is shorter
     said = "\n".join(others)
     for tool in ("vllm serve", "lm_eval --model hf --model_args pretrained=", "convert_hf_to_gguf.py"):
@@ -92,7 +93,7 @@ def test_progress_on_a_terminal_only(run: SavedRun, tmp_path: Path) -> None:
         assert process.stdout is not None
         os.close(end)
         shown = b"".join(iter(lambda: read_terminal(main), b"")).decode()
-        assert process.stdout.read().startswith(f"model  {tmp_path / 'out'}\nnext   megatrain-tier chat ")
+        assert process.stdout.read().startswith(f"model  {tmp_path / 'out'}\nnext   megatrain-tier generate ")
     os.close(main)
     assert process.returncode == 0
     assert " of 497.25 KiB  model.embed_tokens" in shown and "497.25 KiB of 497.25 KiB  reading it back" in shown

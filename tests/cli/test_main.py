@@ -291,6 +291,10 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
         (["rum"], "No such command 'rum'. Did you mean 'run'?"),
         (["rnu", "x.toml"], "No such command 'rnu'. Did you mean 'run'?"),
         (["xyzzy"], "No such command 'xyzzy'"),
+        (
+            ["chat", "out"],
+            "There is no command 'chat' any more. `megatrain-tier generate FOLDER --interactive` talks to",
+        ),
         (["run", "x.toml", "--lr", "3"], "No such option: --lr. It is a key of the config: --set learning_rate=VALUE"),
         (["run", "x.toml", "--procesess", "3"], "Did you mean '--processes'?"),
         (["run"], "Missing argument 'CONFIG'"),

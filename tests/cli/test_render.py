@@ -65,7 +65,7 @@ def test_auto_is_plain_without_a_terminal(cli_module: CliModule) -> None:
         "peak   ram 1.0/2.0 GiB   process 1.00 GiB",
         "moved  ram->nvme 1.00 GiB (posix-direct)",
         "model  out/final",
-        "next   megatrain-tier chat out/final",
+        "next   megatrain-tier generate out/final --interactive",
     ]
     assert "\x1b" not in stream.getvalue()
 

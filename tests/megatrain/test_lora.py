@@ -24,7 +24,7 @@ from megatrain.config import load_config
 from megatrain.converters.adapters import AdapterError, adapters_of
 from megatrain.extras.generation import Generator, config_of_folder
 from megatrain.models.export import ExportTargetError
-from megatrain.tasks.chat import ChatSettings
+from megatrain.tasks.prompts import GenerationSettings
 from megatrain.training.export import export_checkpoint
 from megatrain.training.trainer import Trainer
 from oracles.peft_model import opened
@@ -199,7 +199,7 @@ def test_prompts_are_continued_by_the_base_model_with_its_adapters_as_by_peft(
         (copy, {"tiers": {"ram": {"size": "64MiB"}}}),
     ):
         config = config_of_folder(folder, **tables, **more)
-        generator = Generator(config, prompts, ChatSettings(num_new, 0.0))
+        generator = Generator(config, prompts, GenerationSettings(num_new, 0.0))
         found = [list(each.token_ids) for each in generator.run()]
         assert all(ids and ids == row[: len(ids)] for ids, row in zip(found, expected, strict=True)), folder
         assert any(len(ids) < num_new for ids in found) or generator.moved_bytes == generator.planned_bytes

@@ -37,7 +37,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import parts_without_room, plan_run
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
-from megatrain.tasks.chat import ChatSettings
+from megatrain.tasks.prompts import GenerationSettings
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
@@ -456,7 +456,7 @@ def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
         "tiers": {"ram": {"size": "16MiB"}},
         "placement": {"weights": ["folder"]},
     }
-    generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], ChatSettings(5, 0.0, 7))
+    generator = Generator(config_of_folder(mixture, **values), ["Call me", "The sea"], GenerationSettings(5, 0.0, 7))
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
     # Two tokens do not go to all experts: what was planned is the most that moves.

@@ -18,7 +18,7 @@ from megatrain.base.errors import ConfigError, UnsupportedModelError
 from megatrain.converters.spec import build_graph
 from megatrain.engine.generate import GenerationRunner
 from megatrain.extras.generation import Generator, config_of_folder, generate
-from megatrain.tasks.chat import ChatError, ChatSettings
+from megatrain.tasks.prompts import GenerationSettings, PromptError
 from megatrain.trace.trace import trace_generation
 from oracles.families import FAMILIES, tiny_config
 from oracles.huggingface import build_model
@@ -79,7 +79,7 @@ def test_tokens_are_those_of_transformers_wherever_the_cache_lives(
     }
     for name, values in places.items():
         config = config_of_folder(tiny_model, **values)
-        generator = Generator(config, PROMPTS, ChatSettings(NUM_NEW, temperature, 7))
+        generator = Generator(config, PROMPTS, GenerationSettings(NUM_NEW, temperature, 7))
         found = [list(each.token_ids) for each in generator.run()]
         assert all(ids == row[: len(ids)] and ids for ids, row in zip(found, expected, strict=True)), name
         homes = generator.plan.plan.placement.homes
@@ -150,10 +150,10 @@ class InMemory:
 
 
 def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
-    with pytest.raises(ChatError, match="prompt 2: there is no token in this prompt"):
+    with pytest.raises(PromptError, match="prompt 2: there is no token in this prompt"):
         generate(tiny_model, ["a", ""])
     with pytest.raises(ConfigError, match="generate RUN"):
-        Generator(config_of_folder(tiny_model, lora={"r": 4}), ["a"], ChatSettings())
+        Generator(config_of_folder(tiny_model, lora={"r": 4}), ["a"], GenerationSettings())
 
 
 def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:

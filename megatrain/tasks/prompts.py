@@ -1,0 +1,104 @@
+"""Prompts as tokens, with the turns of a conversation before them, and the settings of their continuation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.limited import LimitError, run_limited
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["GenerationSettings", "PromptError", "generation_options", "prompt_tokens"]
+
+
+class PromptError(Exception):
+    """A prompt cannot be continued; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """Sampling and length of completions.
+
+    Attributes:
+        max_new_tokens: Most new tokens of a completion.
+        temperature: 0: the likeliest token each time. None: the model's generation_config.json decides.
+        seed: Seed of sampling. None: 0.
+        system: System message before each prompt, "" for none.
+    """
+
+    max_new_tokens: int = 512
+    temperature: float | None = None
+    seed: int | None = None
+    system: str = ""
+
+
+def _check_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> None:
+    """Render a conversation within limits: the template is a program, and may be of a stranger."""
+
+    def render() -> None:
+        try:
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except (MemoryError, OverflowError):
+            raise
+        except Exception:  # a template raises what it likes; the caller reports that
+            return
+
+    try:
+        run_limited(render)
+    except LimitError as error:
+        raise PromptError(f"the chat template of {tokenizer.name_or_path} cannot be used: {error}") from None
+
+
+def prompt_tokens(
+    tokenizer: Any, prompt: str, system: str = "", earlier: Sequence[dict[str, str]] = ()
+) -> torch.Tensor:
+    """Return the tokens of a prompt, of shape [1, tokens]: a turn of a chat, or without a template a text to continue.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: what the user says.
+        system: the message in front, "" for none.
+        earlier: messages of the conversation.
+
+    Raises:
+        PromptError: there is no token, the template refuses it, or there is a system message and no template.
+    """
+    if not tokenizer.chat_template:
+        if system:
+            raise PromptError("this model has no chat template, so it takes no system message")
+        tokens = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        if tokens.shape[1] == 0:
+            raise PromptError("there is no token in this prompt: write the beginning of a text")
+    else:
+        first = [{"role": "system", "content": system}] if system else []
+        messages = [*first, *earlier, {"role": "user", "content": prompt}]
+        if not earlier:
+            _check_template(tokenizer, messages)
+        try:
+            tokens = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        except Exception as error:  # whatever a template raises
+            raise PromptError(f"the chat template refuses it: {' '.join(str(error).split())}") from error
+    return tokens  # type: ignore[no-any-return]
+
+
+def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) -> dict[str, Any]:
+    """Return the arguments of transformers' ``generate`` besides the prompt.
+
+    Args:
+        settings: Sampling and length.
+        tokenizer: The model's tokenizer.
+        room: most tokens that there are positions for.
+    """
+    options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}
+    if settings.temperature == 0:
+        options |= {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+    elif settings.temperature is not None:
+        options |= {"do_sample": True, "temperature": settings.temperature}
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
+        options["pad_token_id"] = tokenizer.eos_token_id
+    return options

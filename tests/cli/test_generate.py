@@ -1,0 +1,101 @@
+"""``megatrain-tier generate --interactive``: a conversation, and messages about folders without a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megatrain.tasks.prompts import prompt_tokens
+from processes.saved_run import SavedRun, command_group, make_run
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A run that is done; tests only read it."""
+    made = make_run(tmp_path_factory.mktemp("trained") / "w")
+    result = made.run(steps=2)
+    assert result.exit_code == 0, result.output
+    assert f"next   megatrain-tier generate {made.out / 'final'} --interactive" in result.output
+    return made
+
+
+@pytest.fixture
+def with_template(run: SavedRun, tmp_path: Path) -> Path:
+    folder = shutil.copytree(run.out / "final", tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def converse(folder: Path, lines: str, *words: object) -> Result:
+    options = ["generate", folder, "-i", "--max-new-tokens", 5, "--temperature", 0, "--set", "device=cpu", *words]
+    return CliRunner().invoke(command_group(), list(map(str, options)), input=lines)
+
+
+def generated(folder: Path, text: str, count: int = 5) -> str:
+    """What transformers alone answers, the likeliest token each time."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokens = tokenizer(text, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)["input_ids"]
+    made = model.generate(input_ids=tokens, max_new_tokens=count, do_sample=False)
+    return str(tokenizer.decode(made[0, tokens.shape[1] :], skip_special_tokens=True))
+
+
+def test_each_line_is_continued(run: SavedRun) -> None:
+    result = converse(run.out, "Call me\n\nThe sea\n")
+    assert result.exit_code == 0, result.output
+    final = run.out / "final"
+    assert result.stdout == f"{generated(final, 'Call me')}\n{generated(final, 'The sea')}\n"
+    made = run.call("generate", run.out, "-p", "Call me", "--max-new-tokens", 2, "--temperature", 0)
+    assert made.exit_code == 0 and result.stdout.startswith(json.loads(made.stdout)["completion"])
+
+
+def test_the_chat_template_sees_the_turns_before(with_template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def record(tokenizer: Any, *arguments: Any) -> torch.Tensor:
+        tokens = prompt_tokens(tokenizer, *arguments)
+        seen.append(tokenizer.decode(tokens[0]))
+        return tokens
+
+    monkeypatch.setattr("megatrain.extras.generation.prompt_tokens", record)
+    result = converse(with_template, "Hi\nWhy?\n", "--system", "Be brief")
+    assert result.exit_code == 0, result.output
+    asked = "<system>Be brief\n<user>Hi\n<assistant>"
+    first = generated(with_template, asked)
+    assert seen == [asked, f"{asked}{first}\n<user>Why?\n<assistant>"]
+    assert result.stdout == f"{first}\n{generated(with_template, seen[1])}\n"
+
+
+def test_wrong_use(run: SavedRun) -> None:
+    refused = converse(run.out, "Hi\n", "--prompt", "Hi")
+    assert refused.exit_code == 2 and "--interactive reads prompts from stdin" in refused.stderr
+    refused = converse(run.out, "Hi\n", "--system", "Be brief")
+    assert refused.exit_code == 2 and "has no chat template, so it takes no system message" in refused.stderr
+
+
+def test_other_folders_are_named(run: SavedRun, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "base_model_name_or_path": str(tmp_path / "gone")}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(settings))
+    shutil.copy(run.out / "final/model.safetensors", tmp_path / "adapter/adapter_model.safetensors")
+    unfinished = shutil.copytree(run.out, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
+    for path, message in {
+        unfinished: f"has no model yet. Write one with megatrain-tier export {unfinished} OUT",
+        tmp_path / "nowhere": "there is no such file",
+        tmp_path / "empty": "there is no model in it",
+        tmp_path / "adapter": f"its base model is gone: {tmp_path / 'gone'}",
+    }.items():
+        result = converse(path, "Hi\n")
+        assert result.exit_code == 2 and message in result.stderr, (path, result.output)
