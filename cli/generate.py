@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatrain.config import LoadedConfig
-    from megatrain.config.schema import RunConfig
     from megatrain.extras.generation import Completion, Generator
     from megatrain.tasks.prompts import GenerationSettings
 
@@ -102,7 +101,7 @@ def command(
     prompts = [*given, *(_read(file) if file is not None else ())]
     if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
-    rows = rows or min(8, max(1, len(prompts)))
+    rows = rows or min(8, len(prompts))
     together = max(rows, together or min(len(prompts), 4 * rows))
     with Spinner("reading the config") as spinner:
         loaded = _config(model, overrides, spinner)
@@ -121,12 +120,12 @@ def command(
                     click.echo(text, err=True)
 
             settings = GenerationSettings(max_new_tokens, temperature, seed, system)
-            config = config_for_prompts(loaded.config, rows, together)
             if prompts:
                 spinner.say("reading the model and planning")
+                config = config_for_prompts(loaded.config, rows, together)
                 generator = Generator(config, prompts, settings, observer=Lines())
     if is_interactive:
-        return _converse(config, settings)
+        return _converse(loaded, settings)
     if dry_run:
         print_plan(generator.plan.plan)
         return EXIT_DONE
@@ -151,10 +150,11 @@ def _run(generator: Generator) -> list[Completion]:
         raise RunFailedError("interrupted; nothing written", EXIT_FAILED) from None
 
 
-def _converse(config: RunConfig, settings: GenerationSettings) -> int:
+def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
     """Print a reply to each line of stdin; each turn plans and loads the model for a longer conversation."""
-    from megatrain.extras.generation import Generator
+    from megatrain.extras.generation import Generator, config_for_prompts
 
+    config = config_for_prompts(loaded.config, 1, 1)
     history: list[dict[str, str]] = []
     while (prompt := _next_line()) is not None:
         if prompt.strip():
