@@ -110,14 +110,17 @@ def _ask_for_repeatable_products() -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def _let_idle_threads_sleep() -> None:
-    """Have OpenMP's threads sleep instead of spin while they wait for work, unless the user chose a wait policy.
+def _shorten_openmp_spinning() -> None:
+    """Let OpenMP's threads spin for about 0.1 ms and then sleep, unless the user chose how they wait.
 
-    A spinning thread takes a core from the threads that transfer and update blocks. The library reads the variable
-    when it is loaded, so this changes nothing in a process that has imported torch already.
+    A spinning thread takes a core from the threads that transfer and update blocks. A thread that sleeps at once makes
+    steps of small models slow: waking it takes longer than their operators (decision 0111). The libraries read the
+    variables when they are loaded, so this changes nothing in a process that has imported torch already.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # GNU, in torch's packages for Linux
+        os.environ.setdefault("KMP_BLOCKTIME", "1")  # LLVM and Intel, in milliseconds
 
 
 _ask_for_repeatable_products()
-_let_idle_threads_sleep()
+_shorten_openmp_spinning()

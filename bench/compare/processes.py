@@ -42,7 +42,7 @@ class SideProcess:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", os.defpath)]),
-            "OMP_WAIT_POLICY": "passive",  # else idle threads of one side burn processor time of the other
+            "GOMP_SPINCOUNT": "20000",  # else idle threads of one side burn processor time of the other
         }
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
