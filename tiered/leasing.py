@@ -268,7 +268,7 @@ class Leasing:
     def _written(self, block: Block, copy: Copy) -> None:
         """The copy now holds the newest bytes: every other copy is superseded."""
         block.version += 1
-        self.movement.occupancy.num_changes += not copy.is_home
+        self.movement.occupancy.note_valid()
         for other in block.copies.values():
             if other is copy:
                 continue

@@ -174,7 +174,7 @@ class Movement:
             source.readers -= 1
             block.num_transfers -= 1
             self.inflight_bytes -= block.spec.nbytes
-            self.occupancy.num_changes += 1
+            self.occupancy.note_valid()
             if transfer.error is None:
                 target.move(CopyState.CLEAN)
             else:
@@ -227,7 +227,7 @@ class Movement:
     ) -> None:
         with self.changed:
             block.num_transfers -= 1
-            self.occupancy.num_changes += 1
+            self.occupancy.note_valid()
             if transfer.error is None:
                 copy.move(CopyState.CLEAN)
                 block.home.move(CopyState.CLEAN)

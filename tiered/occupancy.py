@@ -19,8 +19,8 @@ class Occupancy:
         reserved_bytes: bytes that are set apart, by tier.
         pinned_bytes: by tier, what pinned copies take once they are there.
         copy_bytes: bytes of slots that are no homes, by tier.
-        num_changes: counts what may change what is to be fetched, beside the tick and the sums of bytes: copies that
-            came, went, or were filled, and pins.
+        num_changes: counts what may add to what is to be fetched, beside the tick and the sums of bytes: copies that
+            went, and pins. With tiers between, also copies that became valid: they need no room there any more.
         copy_buffers: tier -> bytes of a slot -> how many buffers of it are kept for copies. No copy takes the room of
             buffers of another size in such a tier, as long as there is another way.
         pinned_buffers: by (tier, bytes of a slot), the pinned copies.
@@ -49,7 +49,10 @@ class Occupancy:
         """Give a copy that is no home a slot."""
         copy.slot = slot
         self.copy_bytes[copy.tier] += slot.slot_bytes
-        self.num_changes += 1
+
+    def note_valid(self) -> None:
+        """Count a copy that became valid, where that may leave more room to others."""
+        self.num_changes += len(self._tiers) > 2
 
     def release_slot(self, copy: Copy) -> None:
         """Give the slot of a copy back to its tier; a home keeps its own."""

@@ -120,8 +120,14 @@ class _FreeBytes:
     def take(self, access: Access, nbytes: int) -> bool:
         """Take the room of an access, once for each copy; False if some tier does not have it."""
         others = self._passing(access) if self._passing is not None else None
-        if not others:
-            return self._take(access.key, access.tier, nbytes)
+        if not others:  # in line: a step has some 10,000 of these calls
+            tier, place = access.tier, (access.key, access.tier)
+            if place not in self.counted:
+                self.counted.add(place)
+                self._left[tier] -= nbytes
+                if (tier, nbytes) in self._buffers:
+                    self._buffers[tier, nbytes] -= 1
+            return self._left[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0
         needs = {access.tier: nbytes, **others}
         for tier, need_bytes in needs.items():
             if (access.key, tier) not in self.counted:
@@ -130,15 +136,6 @@ class _FreeBytes:
                 if (tier, need_bytes) in self._buffers:
                     self._buffers[tier, need_bytes] -= 1
         return all(self._left[tier] >= 0 and self._buffers.get((tier, n), 0) >= 0 for tier, n in needs.items())
-
-    def _take(self, key: str, tier: str, nbytes: int) -> bool:
-        """Take the room of a copy in one tier."""
-        if (key, tier) not in self.counted:
-            self.counted.add((key, tier))
-            self._left[tier] -= nbytes
-            if (tier, nbytes) in self._buffers:
-                self._buffers[tier, nbytes] -= 1
-        return self._left[tier] >= 0 and self._buffers.get((tier, nbytes), 0) >= 0
 
 
 class Mover(Protocol):
@@ -227,13 +224,16 @@ class Prefetcher:
             state = self.state_of_fetches()
             if state == self.settled:
                 return
-            self.settled = state
+            self.settled, has_begun_all = None, True
             for access in self.wanted():
-                self.settled = None
                 if self._mover.inflight_bytes >= self._max_inflight_bytes:
                     return
-                if not self._prefetch(access):
+                waits_for = self._prefetch(access)
+                if waits_for == "space":  # nothing later overtakes it
                     return
+                has_begun_all &= waits_for == ""
+            if has_begun_all:
+                self.settled = state  # as it was before: a copy that left meanwhile makes it another one
         finally:
             self._is_pumping = False
 
@@ -269,9 +269,10 @@ class Prefetcher:
         if block is None or block.spec.home == access.tier:
             return True, 0
         copy = block.copies.get(access.tier)
-        is_present = copy is not None and (copy.state.is_valid or copy.state is CopyState.FILLING)
-        is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
-        return is_present, 0 if is_pinned else self._mover.occupancy.slot_bytes(block, access.tier)
+        if copy is None or copy.slot is None:
+            is_pinned = copy is not None and copy.pins > 0  # its room is set apart already
+            return False, 0 if is_pinned else self._mover.occupancy.slot_bytes(block, access.tier)
+        return True, 0 if copy.pins else copy.slot.slot_bytes  # filled, or on its way
 
     def _passing(self, access: Access) -> dict[str, int]:
         block = self._mover.blocks.get(access.key)
@@ -280,14 +281,14 @@ class Prefetcher:
         names = stops(self._mover.order, block, access, self._mover.links)
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
-    def _prefetch(self, access: Access) -> bool:
-        """Start one fetch; False when room ran out, so that nothing later overtakes it."""
+    def _prefetch(self, access: Access) -> str:
+        """Start one fetch; return what it waits for, empty if the copy is under way."""
         block = self._mover.blocks[access.key]
         if not block.has_contents or block.writer is not None:
-            return True
+            return "contents"
         waiting = self._mover.bring(block, access.tier, for_use=access.tick, demand=False)
         if waiting is not None and waiting.cause == "space":
-            return False
+            return "space"
         copy = block.copy_in(access.tier)
         copy.prefetched = copy.state is CopyState.FILLING  # not yet where it only got as far as a middle tier
-        return True
+        return "" if copy.slot is not None else "another hop"

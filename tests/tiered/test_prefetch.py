@@ -134,10 +134,16 @@ def test_leases_that_end_together_are_followed_by_one_walk() -> None:
         for key in "abcd":
             store.register(key, (8,), torch.float32, home="ram")
         store.set_schedule(Schedule([Access(0, "a", "gpu", "w")], 1))  # a walk that fetches nothing
-        leases = store.acquire_many([(key, "gpu", "w") for key in "abcd"])
-        with mock.patch.object(prefetch, "next_fetches", wraps=next_fetches) as walk, leases:
-            assert not walk.called
-        assert walk.call_count == 1 and all(lease.is_released for lease in leases)
+        requests: list[tuple[str, str, Mode]] = [(key, "gpu", "w") for key in "abcd"]
+        with mock.patch.object(prefetch, "next_fetches", wraps=next_fetches) as walk:
+            leases = store.acquire_many(requests)
+            with suppress(InterruptedError), leases:
+                assert not walk.called
+                raise InterruptedError  # what was written is dropped: four copies leave
+            assert walk.call_count == 1 and all(lease.is_released for lease in leases)
+            with store.acquire_many(requests):
+                pass
+            assert walk.call_count == 1, "copies that came leave no room to others"
         store.acquire_many([]).release()
 
 
