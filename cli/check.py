@@ -17,7 +17,7 @@ from .options import config_options, json_option
 from .terminal import Spinner, without_collector, wrap_words
 
 if TYPE_CHECKING:
-    from megatrain.extras.checkup import CheckResult
+    from megatrain.training.prepare import CheckResult
 
 _EXIT_CODES = {"config": EXIT_CONFIG, "fit": EXIT_DOES_NOT_FIT, "data": EXIT_DATA, "failed": EXIT_FAILED}
 _ORDER = (EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DATA, EXIT_FAILED)
@@ -46,7 +46,7 @@ def command(
     findings = []
     with Spinner("importing torch", is_shown=not as_json) as spinner:
         with without_collector():
-            from megatrain.extras.checkup import check_run
+            from megatrain.training.prepare import check_run
 
         def say(what: str) -> None:
             spinner.say(f"looking at the {what}")

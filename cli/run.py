@@ -122,10 +122,10 @@ def _run(
     with without_collector():
         from megatrain.base.observer import Observers, RunObserver
         from megatrain.base.progress import Activity
-        from megatrain.extras.checkup import look_first
         from megatrain.models.hub import fetch_weights
         from megatrain.plan.limits import refuse
         from megatrain.run.folder import LOG_NAME
+        from megatrain.training.prepare import refuse_early
         from megatrain.training.trainer import Trainer
 
         from .render import PlanObserver, make_observer, print_plan
@@ -150,7 +150,7 @@ def _run(
 
         if is_first:
             with placed(loaded):
-                look_first(loaded.config, allow_config_change=allow_config_change)
+                refuse_early(loaded.config, allow_config_change=allow_config_change)
         if not group.world.is_single:
             group.join(loaded.config.device, loaded.config.distributed)
         spinner.say("reading the model and planning")
@@ -211,7 +211,7 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
 
     _, error = look_at_weights(plan)
     try:
-        check_folders(plan)
+        check_folders(plan.run.checkpoint)
         check_drives(plan)
     except (DoesNotFitError, UnusableDirectoryError) as found:
         error = error or found
@@ -226,14 +226,11 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
     """Return the plan of one of several processes, none of which is started; None: the config asks for one."""
-    size = loaded.config.distributed.processes
-    if size == 1:
+    if loaded.config.distributed.processes == 1:
         return None
-    from megatrain.plan.planner import plan_run
-    from megatrain.training.resolve import resolve
-    from megatrain.training.start import with_kept_rules
+    from megatrain.training.prepare import plan_one_rank
 
-    return plan_run(with_kept_rules(resolve(loaded.config)).as_fullest_rank(size))
+    return plan_one_rank(loaded.config)
 
 
 def _print_fetched(file: FetchedFile) -> None:

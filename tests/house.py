@@ -60,7 +60,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "trainer": ("megatrain.training",),
     "forward passes": ("megatrain.extras.generation", "megatrain.extras.scoring"),
     "api": ("megatrain.api",),
-    "tools": ("megatrain.embed", "megatrain.extras", "megatrain.extras.checkup"),
+    "tools": ("megatrain.embed", "megatrain.extras"),
     "package": ("megatrain.__init__", "megatrain.__main__"),
     "cli": ("cli",),
 }

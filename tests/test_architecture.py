@@ -193,14 +193,7 @@ def test_rooms_import_those_below_them() -> None:
 #: Pairs (importer, imported) in which a tool knows a part of the core from the inside, beside `megatrain.api`, by the
 #: reason. A pair that is gone must go from here, and none may come: what several tools need is public.
 BESIDE_THE_API = {
-    "a dry run takes the steps of a run before it trains, one by one": {
-        "megatrain.extras.checkup -> megatrain.config.resolved",
-        "megatrain.extras.checkup -> megatrain.data.rows_report",
-        "megatrain.extras.checkup -> megatrain.models.export",
-        "megatrain.extras.checkup -> megatrain.models.folder",
-    },
     "its subject is a config: keys, what is wrong with them, whole tables": {
-        "megatrain.extras.checkup -> megatrain.config.schema",
         "megatrain.extras.report.figures -> megatrain.config.keys",
         "megatrain.extras.report.history -> megatrain.config.schema",
         "megatrain.extras.translate.conversions -> megatrain.config.keys",
@@ -339,7 +332,7 @@ def test_the_words_of_the_code_are_in_the_glossary() -> None:
 KNOW_THE_CONFIG = {
     "megatrain.training.resolve",
     "megatrain.training.resolve_rows",
-    "megatrain.extras.checkup",
+    "megatrain.training.prepare",
     "megatrain.extras.generation",
     "megatrain.extras.report.history",
     "megatrain.extras.scoring",
@@ -348,7 +341,7 @@ KNOW_THE_CONFIG = {
 }
 READ_TABLES = (
     *("megatrain.config.", "megatrain.training.resolve", "megatrain.extras.verify"),
-    *("megatrain.extras.checkup", "megatrain.extras.report.", "cli."),
+    *("megatrain.training.prepare", "megatrain.extras.report.", "cli."),
 )
 
 

@@ -25,6 +25,7 @@ from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, def
 from tiered.units import format_size
 
 if TYPE_CHECKING:
+    from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.models.load import WeightLoader
     from megatrain.plan.plan import Plan
     from tiered import Event, Schedule, Tier
@@ -252,13 +253,13 @@ def set_schedule(store: TieredStore, schedule: Schedule, lookahead_bytes: int | 
     store.set_schedule(schedule, lookahead_bytes=lookahead_bytes)
 
 
-def check_folders(plan: Plan) -> None:
+def check_folders(spec: CheckpointSpec) -> None:
     """Refuse folders of drives and checkpoints that hold other files. Writes nothing.
 
     Raises:
         UnusableDirectoryError: one holds other files.
     """
-    for path in (*plan.run.checkpoint.drives, plan.run.output_dir / CHECKPOINTS_NAME):
+    for path in (*spec.drives, spec.output_dir / CHECKPOINTS_NAME):
         if path.is_dir():
             check_ours(path)
 

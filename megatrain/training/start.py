@@ -80,13 +80,13 @@ class RunStart:
             candidates = find_candidates(run.checkpoint, self.tell)
         except LostCheckpointsError as lost:
             # The user may have deleted them once there was the model.
-            if self._already_done(lost.newest) is None:
+            if self.already_done(lost.newest) is None:
                 raise
             candidates, are_lost = [lost.newest], True
         else:
             if candidates:
-                self._check_changes(candidates[0], allow=self.allows_changes)
-        summary = self._already_done(candidates[0]) if candidates else None
+                self.check_changes(candidates[0], allow=self.allows_changes)
+        summary = self.already_done(candidates[0]) if candidates else None
         if summary is None:
             return candidates, None
         self._tell_of_end(summary)
@@ -96,7 +96,8 @@ class RunStart:
             summary, evaluations=last_evaluations(run.output_dir / METRICS_NAME, summary.num_steps)
         )
 
-    def _already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
+    def already_done(self, checkpoint: Checkpoint) -> RunSummary | None:
+        """Return the summary of a run that has nothing left to do; None if steps or the export are missing."""
         run = self.plan.run
         return already_done(checkpoint, self.num_steps, run.output_dir, run.export.dtype, self.best)
 
@@ -131,7 +132,7 @@ class RunStart:
         """Refuse a checkpoint at a URL that this run could not continue, before any of it is fetched."""
         model, url = self.plan.run.model, self.plan.run.checkpoint.table.copy_url
         try:
-            self._check_changes(checkpoint, allow=self.allows_changes)
+            self.check_changes(checkpoint, allow=self.allows_changes)
             # Weights that are not yet fetched from a hub are compared once they are here.
             if not model.table.train_from_scratch and (model.hub is None or not missing_weights(model.hub)):
                 folder_record(self.plan, open_loader(model.folder, self.plan.graph).origin, checkpoint)
@@ -141,7 +142,12 @@ class RunStart:
                 "another URL in checkpoint.save_copy"
             ) from error
 
-    def _check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
+    def check_changes(self, checkpoint: Checkpoint, *, allow: bool) -> None:
+        """Compare the config, the model and the rows with those of a checkpoint.
+
+        Raises:
+            ConfigChangedError: one alters results, and ``allow`` is not set.
+        """
         check_changes(
             self.changes_from(checkpoint.state.config_toml),
             with_decays(checkpoint, self.plan),
@@ -162,7 +168,7 @@ class RunStart:
             return
         if loaded is not candidates[0]:
             # The newest one has this config, or it was allowed; this one may have been saved before it changed.
-            self._check_changes(loaded, allow=True)
+            self.check_changes(loaded, allow=True)
         if loaded.state.arithmetic != ARITHMETIC:
             self.tell(
                 f"warning: the checkpoint of step {loaded.state.step} is of a version of this program that adds "

@@ -21,44 +21,30 @@ from megatrain.checkpoint.drive_folders import describe_drives
 from megatrain.checkpoint.saver import Saver
 from megatrain.checkpoint.state import RunState
 from megatrain.config.resolved import (
-    changes_from,
-    check_writable,
     config_lines,
-    to_toml,
     with_commit,
-    with_flash,
-    with_fused,
-    with_lanes,
-    with_liger,
-    with_packing,
     write_resolved,
 )
-from megatrain.converters.adapters import adapters_of
 from megatrain.data.loader import BatchLoader
-from megatrain.data.rows_report import DataError, check_losses
-from megatrain.data.stream import open_dataset
-from megatrain.models.export import RECORD_FILE, check_target
-from megatrain.optim.lr import make_schedule
-from megatrain.plan.limits import refuse
+from megatrain.models.export import RECORD_FILE
 from megatrain.plan.planner import plan_run
-from megatrain.plan.tiers import check_drives, check_folders
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import check_same
 from megatrain.ranks.group import RankGroup
 from megatrain.run.folder import LockKeeper, RunFolder, open_to_all
-from megatrain.run.loggers import METRICS_NAME, check_loggers, last_evaluations, make_loggers
+from megatrain.run.loggers import METRICS_NAME, last_evaluations, make_loggers
 from megatrain.run.record import write_plan, write_summary
 from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
-from megatrain.tasks.advice import model_warnings, schedule_warnings, warmup_notice
-from megatrain.tasks.evaluation import Evaluator, load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.advice import warmup_notice
+from megatrain.tasks.evaluation import Evaluator
 from megatrain.tasks.known import task_of
 from megatrain.tasks.task import Before
 from megatrain.training.agreement import Agreement, check_alike
 from megatrain.training.final import FinalExport
-from megatrain.training.open_run import OpenRun, StartWeights, open_run, open_weights
-from megatrain.training.resolve import resolve, resolve_best, resolve_evaluation, resolve_logging
-from megatrain.training.rows import check_token_ids, make_loader, tokenizer_of
+from megatrain.training.open_run import OpenRun, open_run
+from megatrain.training.prepare import Preparation, with_choices
+from megatrain.training.resolve import resolve
 from megatrain.training.saving import make_copier, make_writer
 from megatrain.training.start import RunStart, with_kept_rules
 from megatrain.training.step_report import StepMeter, added, link_bytes
@@ -67,7 +53,7 @@ from megatrain.training.weights import ExportStopped
 if TYPE_CHECKING:
     from megatrain.config.schema import RunConfig
     from megatrain.plan.plan import Plan, RunSpec
-    from megatrain.tasks.evaluation import EvaluationSet
+    from megatrain.training.prepare import CheckResult
     from tiered import StoreStats
 
 __all__ = ["Trainer"]
@@ -103,6 +89,7 @@ class Trainer:
         plan: Where everything lies, and what each step moves.
         run: The values that the plan was made of.
         activity: What the run is doing.
+        prepared: Rows, evaluation sets and learning rates, once ``prepare`` has made them.
         opened: While ``train`` runs, its store.
         state: While ``train`` runs, where the run stands.
 
@@ -134,20 +121,13 @@ class Trainer:
         self.group = group or RankGroup.single()
         self.plan = plan or _planned(with_kept_rules(resolve(config)), self.group)
         self.run = self.plan.run
-        fused = self.run.optimizer.muon_fused
-        config = with_fused(with_lanes(config, self.run.num_lanes), "parts" if fused == "auto" else fused)
-        config = with_flash(with_liger(config, uses_liger=self.run.uses_liger), self.run.flash)
-        config = with_packing(config, self.run.data.table.packing)
-        self.config = with_commit(config, self.run.model.hub)
+        self.config = with_commit(with_choices(config, self.run), self.run.model.hub)
         self.observer = observer or RunObserver()
         self.activity = activity or Activity()
+        self.prepared = Preparation(self.plan, self.config)
         self._allow_config_change = allow_config_change
         self._exit_code_of = exit_code_of
-        self._evaluation, self._logging = resolve_evaluation(self.config), resolve_logging(self.config)
-        self._best = resolve_best(self.config)
         self._saver: Saver | None = None
-        self._start_weights: StartWeights | None = None
-        self._told_at_start: list[str] = []
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -175,19 +155,15 @@ class Trainer:
             KeyboardInterrupt: a second signal, or one that the run could not save after.
         """
         check_alike(self.plan, dict(config_lines(self.config)), self.group)
-        self._check()
-        # A run that is done needs neither weights nor free space: only the data tells whether steps are left.
-        if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
-            self._check_storage()
-        self._load_data()
+        lines = [each.line for each in self.prepare()]
         with self._in_folder():
             self.group.wait_for_all()  # nothing is written before rank 0 owns the folder
             # Rank 0 looks, and says whether there is anything to do; a problem that it finds ends all.
-            start = self._make_start()
+            start = self.prepared.start(self.config, self.observer.on_message, allows_changes=self._allow_config_change)
             candidates, summary = self.group.broadcast(start.find() if self.group.world.is_first else ((), None))
             if summary is None:
-                self._check_storage()
-                self._tell_of_start(candidates)
+                self.prepared.storage(self.observer.on_message)
+                self._tell_of_start(candidates, lines)
                 with self.open() as self.opened, self._resumed(start, candidates):
                     summary = self._run()
                     if self.group.world.is_first:
@@ -237,7 +213,7 @@ class Trainer:
 
     @property
     def _has_steps_left(self) -> bool:
-        return self.state.step < self.state.max_steps and not self._best.is_over(Best.of_state(self.state.best))
+        return self.state.step < self.state.max_steps and not self.prepared.best.is_over(Best.of_state(self.state.best))
 
     def is_paused(self) -> bool:
         """Whether the run waits for a person to free space on a drive. Thread-safe."""
@@ -245,61 +221,30 @@ class Trainer:
 
     # -- before anything is written ------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        refuse(self.plan.objections)
-        self._evaluation_plans = plans_of_evaluations(self._evaluation, self.plan)
-        if self.group.world.is_first:
-            check_loggers(self._logging)
-            check_writable(self.config)
-            check_target(self.run.output_dir / FINAL_NAME)
-        if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
-            adapters.check_merge(self.plan.graph)
+    def prepare(self) -> Iterator[CheckResult]:
+        """Prepare all that the first step needs, and yield what is found. A collective.
 
-    def _check_storage(self) -> None:
-        """Check the model's weights, the free space of the drives and their folders, before hours of tokenization."""
-        if self._start_weights is None:
-            check_drives(self.plan)
-            check_folders(self.plan)
-            self._start_weights = open_weights(self.plan, self.observer.on_message)
-
-    def _load_data(self) -> None:
-        """Read the rows to train and to evaluate on; make the learning-rate schedule; warn of what is seldom meant."""
-        run, plan = self.run, self.plan
+        Raises:
+            Exception: the first error, as in ``train``.
+        """
+        prepared, group, tell = self.prepared, self.group, self.observer.on_message
+        prepared.limits()
+        if group.world.is_first:
+            prepared.folders()
+        # A run that is done needs neither weights nor free space: only the data tells whether steps are left.
+        if not (self.run.output_dir / FINAL_NAME / RECORD_FILE).is_file():
+            prepared.storage(tell)
         self.activity.begin("reading the data")
         # The first rank of a host tokenizes into the cache; the others find it there.
-        told = self._told_at_start
-        self.loader = self.group.one_after_the_other(lambda: self.make_loader(told.append))
-        fingerprint = {"the fingerprint of the rows": self.loader.dataset.fingerprint()}
-        check_same(self.group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
-        self._num_steps = self.loader.num_steps(run.num_epochs, run.max_steps)
-        self._learning_rate = make_schedule(run.optimizer, self._num_steps)
-        self._evaluation_sets: Sequence[EvaluationSet] = self.group.one_after_the_other(
-            lambda: load_evaluation_sets(
-                self._evaluation,
-                plan,
-                tokenizer_of(run.model),
-                told.append,
-                self.loader.dataset,
-                lambda text: told.append(f"warning: {text}"),
-            )
-        )
-        self._samplers = make_samplers(
-            self._evaluation,
-            self._evaluation_plans,
-            self._evaluation_sets,
-            tokenizer_of(run.model),
-            self.group.gather,
-        )
-        self._best.check(self._evaluation.evaluations_of(each.name for each in self._evaluation_sets))
-        if plan.flash_note:
-            told.append(plan.flash_note)
-        warnings = [plan.packing_warning] if plan.packing_warning else []
-        for text in (
-            *warnings,
-            *model_warnings(run.model, run.batch.max_length, run.optimizer, plan.graph),
-            *schedule_warnings(run.optimizer, self._num_steps),
-        ):
-            told.append(f"warning: {text}")
+        yield from group.one_after_the_other(lambda: list(prepared.rows(tell)))
+        prepared.steps()
+        fingerprint = {"the fingerprint of the rows": prepared.loader.dataset.fingerprint()}
+        check_same(group.gather, "data", fingerprint, "Give all ranks the same files in [[data.train]]")
+        prepared.schedule()
+        yield from group.one_after_the_other(lambda: list(prepared.evaluated_rows()))
+        prepared.samples(group.gather)
+        yield from prepared.remarks()
+        yield from prepared.warnings()
 
     def make_loader(self, tell: Callable[[str], None] | None = None) -> BatchLoader:
         """Return the batches of the run, from the beginning. Reads and tokenizes the data, or finds it in the cache.
@@ -310,18 +255,9 @@ class Trainer:
         Raises:
             DataError: as ``load_dataset``, or more than ``data.max_dropped`` of a source is dropped or cut.
         """
-        data, tokenizer = self.run.data, tokenizer_of(self.run.model)
-        dataset = open_dataset(data, tokenizer, self.observer.on_message)
-        check_token_ids(self.run.model, dataset, self.plan.graph)
-        try:
-            losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
-        except DataError:
-            self.observer.on_message(str(dataset.report))  # why rows were dropped
-            raise
-        tell = tell or self.observer.on_message
-        for text in (str(dataset.report), *(f"warning: {text}" for text in losses)):
-            tell(text)
-        return make_loader(self.plan, dataset, tokenizer)
+        for each in self.prepared.rows(self.observer.on_message):
+            (tell or self.observer.on_message)(each.line)
+        return self.prepared.make_loader()
 
     @contextmanager
     def _in_folder(self) -> Iterator[None]:
@@ -352,7 +288,7 @@ class Trainer:
             finally:
                 self.observer = given
 
-    def _tell_of_start(self, candidates: Sequence[Checkpoint]) -> None:
+    def _tell_of_start(self, candidates: Sequence[Checkpoint], lines: Sequence[str]) -> None:
         """Say what is trained, and what of the data is seldom meant: a run that goes on has said so at its start."""
         continued = candidates[0].state if candidates else None
         if self.group.world.is_first:
@@ -361,22 +297,9 @@ class Trainer:
             folders = (spec.output_dir, spec.output_dir / CHECKPOINTS_NAME, spec.output_dir / COPIES_NAME, *spec.drives)
             if everyone := open_to_all(folders):
                 self.observer.on_message(f"warning: {everyone}")
-        if continued is None or continued.data_fingerprint != self.loader.fingerprint():
-            for text in self._told_at_start:
+        if continued is None or continued.data_fingerprint != self.prepared.loader.fingerprint():
+            for text in lines:
                 self.observer.on_message(text)
-
-    def _make_start(self) -> RunStart:
-        """Return what finds the checkpoint to go on from."""
-        return RunStart(
-            self.plan,
-            to_toml(self.config),
-            lambda before: changes_from(before, self.config),
-            self.loader,
-            self._num_steps,
-            self._best,
-            self._allow_config_change,
-            self.observer.on_message,
-        )
 
     # -- load ----------------------------------------------------------------------------------------------------
 
@@ -387,7 +310,7 @@ class Trainer:
             tell=self.observer.on_message,
             activity=self.activity,
             group=self.group,
-            weights=self._start_weights,
+            weights=self.prepared.weights,
         )
 
     @contextmanager
@@ -416,7 +339,7 @@ class Trainer:
             if step is not None and self.group.world.is_first:
                 evaluations = last_evaluations(run.output_dir / METRICS_NAME, step)
             evaluations = self.group.broadcast(evaluations)
-            self._loggers = make_loggers(self._logging, step, tell) if self.group.world.is_first else []
+            self._loggers = make_loggers(self.prepared.logging, step, tell) if self.group.world.is_first else []
             for logger in self._loggers:
                 stack.enter_context(logger)
             self._observers = Observers([self.observer, *self._loggers])
@@ -431,19 +354,19 @@ class Trainer:
             )
             self.agreement = Agreement(self.group, self.signals)
             self.evaluator = Evaluator(
-                self._evaluation,
+                self.prepared.evaluation,
                 plan,
                 opened.store,
-                self._evaluation_sets,
+                self.prepared.evaluation_sets,
                 self._observers,
                 timeline=opened.timeline,
                 activity=self.activity,
-                steps_per_epoch=self.loader.steps_per_epoch,
+                steps_per_epoch=self.prepared.loader.steps_per_epoch,
                 max_steps=self.state.max_steps,
                 should_stop=self.agreement.agree_to_stop,
                 before=evaluations,
-                plans=self._evaluation_plans,
-                samplers=self._samplers,
+                plans=self.prepared.evaluation_plans,
+                samplers=self.prepared.samplers,
             )
             self._saver = self.saver = Saver(
                 run.checkpoint,
@@ -463,7 +386,7 @@ class Trainer:
                 self.activity,
                 should_stop=lambda: self.signals.stop_requested,
                 written_bytes=plan.checkpoint_bytes_in_output_dir,
-                steps_per_epoch=self.loader.steps_per_epoch,
+                steps_per_epoch=self.prepared.loader.steps_per_epoch,
                 saved=saved,
             )
             yield
@@ -473,7 +396,7 @@ class Trainer:
         before = Before(
             self.plan,
             self.opened.store,
-            [self.loader, *(each.loader for each in self._evaluation_sets)],
+            [self.prepared.loader, *(each.loader for each in self.prepared.evaluation_sets)],
             None if checkpoint is None else checkpoint.state.model,
             self.opened.timeline,
             self.activity,
@@ -509,7 +432,7 @@ class Trainer:
         if self._is_continued:
             self._observers.on_message(f"continuing after step {state.step} of {state.max_steps}")
         if state.step < self._warmup_steps:
-            rates = self._learning_rate(0), run.optimizer.learning_rate
+            rates = self.prepared.learning_rate(0), run.optimizer.learning_rate
             self._observers.on_message(warmup_notice(*rates, self._warmup_steps, is_start=state.step == 0))
         self.opened.store.wait_idle()  # what loading still writes is not part of any step
 
@@ -523,7 +446,7 @@ class Trainer:
             self._num_steps_to_next_stop, first_step=step, num_updates=self.state.num_updates
         )
         self._meter = StepMeter(
-            self.plan, opened.store, self._engine, steps_per_epoch=self.loader.steps_per_epoch, first_step=step
+            self.plan, opened.store, self._engine, steps_per_epoch=self.prepared.loader.steps_per_epoch, first_step=step
         )
 
     def train_step(self) -> None:
@@ -532,9 +455,9 @@ class Trainer:
         self._meter.start()
         num_ticks, num_micro_batches = len(self.plan.program.ticks), self.plan.num_micro_batches
         self.activity.begin("step", num_parts=num_ticks, num_micro_batches=num_micro_batches)
-        batch = next(self.loader)
+        batch = next(self.prepared.loader)
         self.opened.timeline.is_on = number + 1 in self.run.trace_steps
-        lr = self._learning_rate(number)
+        lr = self.prepared.learning_rate(number)
         result = self._engine.step(batch.micro_batches, number=number, lr=lr)
         usage = self._meter.stop()
         is_due = self.saver.is_due(number + 1)
@@ -582,13 +505,13 @@ class Trainer:
         """Note whether the evaluation of this step is the best one. Before the first step there is nothing to keep."""
         step = self.state.step
         found = {name: each for name, each in self.evaluator.latest.items() if each.step == step}
-        if not self._best.is_on or step == 0 or len(found) < len(self.evaluator.names):
+        if not self.prepared.best.is_on or step == 0 or len(found) < len(self.evaluator.names):
             return
-        value = self._best.value_of(found)
+        value = self.prepared.best.value_of(found)
         # Rank 0's: a perplexity may differ in its last bit on another kind of processor.
-        best = self.group.broadcast(self._best.after(Best.of_state(self.state.best), step, value))
+        best = self.group.broadcast(self.prepared.best.after(Best.of_state(self.state.best), step, value))
         self.state = replace(self.state, best=best.to_state())
-        if self._best.is_over(best):
+        if self.prepared.best.is_over(best):
             self._observers.on_message(
                 f"stopping early: {best.num_worse} evaluations in a row were not better than that of step {best.step}, "
                 f"{best.metric} {best.value:.4f}"
@@ -599,7 +522,7 @@ class Trainer:
         if self.agreement.stops:
             return  # ``save_last`` does
         step, best = self.state.step, Best.of_state(self.state.best)
-        is_best = self._best.is_kept and best is not None and best.step == step
+        is_best = self.prepared.best.is_kept and best is not None and best.step == step
         is_due = is_best or self.agreement.is_due(self.saver.is_due(step))
         if (is_due and self._has_steps_left) or self.agreement.saves_at_once:
             self.signals.save_requested = False
@@ -638,7 +561,7 @@ class Trainer:
         export = FinalExport(
             self.plan, self.opened.weights, self.group, self.signals, self.activity, self._observers.on_message
         )
-        return export.write(self.state.step, Best.of_state(self.state.best), self._best)
+        return export.write(self.state.step, Best.of_state(self.state.best), self.prepared.best)
 
     def _summary(
         self,

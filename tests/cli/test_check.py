@@ -147,6 +147,19 @@ CASES: dict[str, tuple[Spoil, dict[str, Any], int, str, str]] = {
         lambda run: ((run.folder / "out/final").mkdir(parents=True), (run.folder / "out/final/x").touch()),
         {}, 2, "disk", "no export of this program",
     ),
+    "somebody else's checkpoints": (
+        lambda run: ((run.folder / "out/checkpoints").mkdir(parents=True), (run.folder / "out/checkpoints/x").touch()),
+        {}, 2, "disk", "was not made by tiered",
+    ),
+    "no such figure": (
+        lambda run: None,
+        {
+            "checkpoint": "load_best_model_at_end = true",
+            "more": '[[data.eval]]\npath = "data.txt"\n[evaluation]\neval_strategy = "steps"\neval_steps = 2\n'
+            'metric_for_best_model = "other_loss"\n',
+        },
+        2, "eval data", "no evaluation has this figure",
+    ),
 }  # fmt: skip
 
 

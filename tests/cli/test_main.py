@@ -60,6 +60,7 @@ class SomePlan:
             optimizer=SimpleNamespace(lr_scheduler_type="constant", depends_on_length=False),
             model=SimpleNamespace(hub=None, table=SimpleNamespace(train_from_scratch=False)),
             tiers=SimpleNamespace(machine=None),
+            checkpoint=None,
         )
     )
     packing_warning: str = ""
@@ -115,14 +116,12 @@ def trainer(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             self.observer.on_end(asked["summary"])
             return asked["summary"]  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(
-        "megatrain.extras.checkup.look_first", lambda config, **options: None
-    )  # imports the real trainer
+    monkeypatch.setattr("megatrain.training.prepare.refuse_early", lambda config, **options: None)
     module = ModuleType("megatrain.training.trainer")
     module.Trainer = ReplacedTrainer  # type: ignore[attr-defined]
     monkeypatch.setattr("megatrain.plan.tiers.check_drives", lambda plan: None)
     monkeypatch.setitem(sys.modules, "megatrain.training.trainer", module)
-    monkeypatch.setattr("megatrain.plan.tiers.check_folders", lambda plan: None)
+    monkeypatch.setattr("megatrain.plan.tiers.check_folders", lambda spec: None)
     monkeypatch.setattr("megatrain.training.open_run.look_at_weights", lambda plan: ("", None))
     memory = ProcessMemory(3 * MiB, 400 * MiB, 0, MiB, MiB)
     monkeypatch.setattr("megatrain.plan.process.process_memory", lambda plan: memory)

@@ -168,12 +168,12 @@ class WatchedTrainer(Trainer):
         for num_steps, times in self._stretches.items():
             for link, nbytes in self.plan.placement.run_traffic_bytes(num_steps).items() if num_steps else ():
                 planned[link] += times * nbytes
-        num_passes = sum(each.num_passes for each in self._evaluation_sets)
-        for weights, plan in self._evaluation_plans.items():
-            names = [self._evaluation.name_of(each.name, weights) for each in self._evaluation_sets]
+        num_passes = sum(each.num_passes for each in self.prepared.evaluation_sets)
+        for weights, plan in self.prepared.evaluation_plans.items():
+            names = [self.prepared.evaluation.name_of(each.name, weights) for each in self.prepared.evaluation_sets]
             times = len({(each.step, each.name) for each in end.evaluations if each.name in names})
             planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
-        for sampler in self._samplers.values():
+        for sampler in self.prepared.samplers.values():
             planned.update(sampler.planned_bytes)
         end.planned = dict(planned)
         end.moved = dict(link_bytes)

@@ -46,7 +46,7 @@ PRELOADED = (
     "rich.progress",
     "rich.table",
     "megatrain.api",
-    "megatrain.extras.checkup",
+    "megatrain.training.prepare",
     "megatrain.training.trainer",
     "megatrain.optim.kernels",
     "megatrain.extras.report",

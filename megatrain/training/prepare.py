@@ -1,0 +1,735 @@
+"""All that must be right before the first step of a run, part by part, and what is found of each part.
+
+``Preparation`` makes the parts that a planned run needs: storage, rows, evaluation sets and learning rates. A run ends
+at the first error. ``check_run`` takes every part, whatever the others found, so that one look names every mistake.
+Nothing is trained or written.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megatrain.base.errors import ConfigError, ModelFolderError, UnsupportedModelError
+from megatrain.base.names import FINAL_NAME
+from megatrain.base.owner import living_owner
+from megatrain.checkpoint.drive_folders import describe_drives
+from megatrain.checkpoint.resume import ConfigChangedError, LostCheckpointsError, check_changes, find_candidates
+from megatrain.checkpoint.state import CheckpointError
+from megatrain.config.load import load_config, salvage
+from megatrain.config.resolved import (
+    changes_from,
+    check_writable,
+    config_from_toml,
+    is_by_contents,
+    to_toml,
+    with_commit,
+    with_flash,
+    with_fused,
+    with_lanes,
+    with_liger,
+    with_packing,
+)
+from megatrain.converters.adapters import AdapterError, adapters_of
+from megatrain.data.rows_report import DataError, check_losses
+from megatrain.data.sources import is_hub_name, source_files
+from megatrain.data.stream import changed_sources, open_dataset
+from megatrain.machine import machine
+from megatrain.models.checkpoint_names import ConversionError
+from megatrain.models.export import ExportError, check_target
+from megatrain.models.folder import ModelFolder, read_config, some
+from megatrain.models.graph import FreezeError
+from megatrain.models.hub import missing_weights
+from megatrain.models.initialize import InitializationError
+from megatrain.models.internals import TransformersVersionError
+from megatrain.models.load import open_loader
+from megatrain.optim.lr import ScheduleError, make_schedule
+from megatrain.optim.plugins import OptimizerError
+from megatrain.plan.limits import drive_paths, find_objections, refuse
+from megatrain.plan.placement import DoesNotFitError
+from megatrain.plan.planner import check_positions, plan_run
+from megatrain.plan.tiers import check_drives, check_folders
+from megatrain.run.loggers import check_loggers
+from megatrain.tasks.advice import model_warnings, schedule_warnings
+from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
+from megatrain.tasks.known import task_of
+from megatrain.training.open_run import StartWeights, open_weights
+from megatrain.training.resolve import (
+    resolve,
+    resolve_best,
+    resolve_checkpoint,
+    resolve_data,
+    resolve_evaluation,
+    resolve_logging,
+    resolve_model,
+    resolve_preference,
+    resolve_tiers,
+)
+from megatrain.training.rows import check_token_ids, make_loader, tokenizer_of
+from megatrain.training.start import RunStart, with_kept_rules
+from tiered import checksum
+from tiered.errors import TieredError, UnusableDirectoryError
+from tiered.units import format_size
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerFast
+
+    from megatrain.config.schema import RunConfig
+    from megatrain.data.dataset import TokenDataset
+    from megatrain.data.loader import BatchLoader
+    from megatrain.models.graph import ModelGraph
+    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.tasks.evaluation import EvaluatedWeights
+
+__all__ = ["CheckResult", "Preparation", "check_run", "plan_one_rank", "refuse_early", "with_choices"]
+
+#: What a problem is about: the config or the model, room, data, or storage that failed.
+Kind = Literal["config", "fit", "data", "failed"]
+_KIND_OF: tuple[tuple[tuple[type[Exception], ...], Kind], ...] = (
+    ((DoesNotFitError,), "fit"),
+    ((LostCheckpointsError,), "failed"),
+    ((DataError,), "data"),
+    (
+        (
+            ConfigError, ModelFolderError, UnsupportedModelError, FreezeError, ConversionError, InitializationError,
+            OptimizerError, ScheduleError, AdapterError, ExportError, CheckpointError, ConfigChangedError,
+            UnusableDirectoryError, TransformersVersionError,
+        ),
+        "config",
+    ),
+    ((TieredError, OSError), "failed"),
+)  # fmt: skip
+_ENDS_THE_RUN = 'data.bad_rows = "error" would end the run there. Fix or remove it, or write bad_rows = "drop"'
+_EXPECTED = tuple(error for errors, _ in _KIND_OF for error in errors)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """One finding about a part of a run.
+
+    Attributes:
+        subject: Part of the run.
+        severity: "ok", "note" (worth knowing), "warning" (the run would start, and may not do what is meant) or
+            "problem" (the run would be refused, or end).
+        text: Facts, and the remedy of a problem.
+        kind: Kind of the problem; None if there is no problem.
+    """
+
+    subject: str
+    severity: Literal["ok", "note", "warning", "problem"]
+    text: str
+    kind: Kind | None = None
+
+    @classmethod
+    def of_error(cls, subject: str, error: Exception) -> CheckResult:
+        """Return the finding behind an expected error."""
+        kind = next(kind for errors, kind in _KIND_OF if isinstance(error, errors))
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+        return cls(subject, "problem", text, kind)
+
+    @property
+    def line(self) -> str:
+        """The message of a run."""
+        return f"warning: {self.text}" if self.severity == "warning" else self.text
+
+
+def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
+    """Return a config with the choices that the plan of its run made where the config leaves them open."""
+    fused = run.optimizer.muon_fused
+    config = with_fused(with_lanes(config, run.num_lanes), "parts" if fused == "auto" else fused)
+    config = with_flash(with_liger(config, uses_liger=run.uses_liger), run.flash)
+    return with_packing(config, run.data.table.packing)
+
+
+def plan_one_rank(config: RunConfig) -> Plan:
+    """Return the plan of a run; of several processes, none of which is started, the plan of the fullest."""
+    run, size = with_kept_rules(resolve(config)), config.distributed.processes
+    return plan_run(run if size == 1 else run.as_fullest_rank(size))
+
+
+class Preparation:
+    """The parts that a planned run needs before its first step.
+
+    Each method prepares one part and keeps it here; those that find something worth knowing yield it. They are called
+    in the order in which they stand.
+
+    Args:
+        plan: Plan of the run.
+        config: Config of the run, with the choices of the plan.
+
+    Attributes:
+        dataset: Rows to train on; None before they are read.
+        loader: Batches of these rows.
+        num_steps: Steps of the whole run.
+        learning_rate: Learning rate by step.
+        evaluation_sets: Rows to evaluate on.
+        samplers: Continuations of evaluated rows, by the weights that make them.
+        weights: Weights to start from, checked; None before ``storage``.
+    """
+
+    loader: BatchLoader
+    num_steps: int
+
+    def __init__(self, plan: Plan, config: RunConfig) -> None:
+        self.plan, self.run = plan, plan.run
+        self.evaluation, self.logging = resolve_evaluation(config), resolve_logging(config)
+        self.best = resolve_best(config)
+        self.weights: StartWeights | None = None
+        self.dataset: TokenDataset | None = None
+        self._config = config
+
+    @cached_property
+    def evaluation_plans(self) -> Mapping[EvaluatedWeights, Plan]:
+        """Plans of evaluation passes, by the weights that they evaluate."""
+        return plans_of_evaluations(self.evaluation, self.plan)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Tokenizer of the model."""
+        return tokenizer_of(self.run.model)
+
+    def limits(self) -> None:
+        """Refuse sizes and drives that this machine does not have, and passes and exports that cannot be made."""
+        refuse(self.plan.objections)
+        assert self.evaluation_plans, "a pass that does not fit is refused here"
+        if self.run.export.merge and (adapters := adapters_of(self.plan.graph)) is not None:
+            adapters.check_merge(self.plan.graph)
+
+    def folders(self) -> None:
+        """Refuse loggers that are not installed, and folders that cannot be written. Nothing stays written."""
+        check_loggers(self.logging)
+        check_writable(self._config)
+        check_target(self.run.output_dir / FINAL_NAME)
+
+    def storage(self, tell: Callable[[str], None]) -> None:
+        """Check the model's weights, the free space of the drives and their folders, before hours of tokenization."""
+        if self.weights is None:
+            check_drives(self.plan)
+            check_folders(self.run.checkpoint)
+            self.weights = open_weights(self.plan, tell)
+
+    def rows(self, tell: Callable[[str], None]) -> Iterator[CheckResult]:
+        """Read and tokenize the rows to train on, or find them in the cache."""
+        data = self.run.data
+        self.dataset = dataset = open_dataset(data, self.tokenizer, tell)
+        check_token_ids(self.run.model, dataset, self.plan.graph)
+        try:
+            losses = check_losses(dataset.report, data.source_names, data.table.max_dropped)
+        except DataError:
+            tell(str(dataset.report))  # why rows were dropped
+            raise
+        yield CheckResult("data", "ok", str(dataset.report))
+        yield from (CheckResult("data", "warning", text) for text in losses)
+
+    def make_loader(self) -> BatchLoader:
+        """Return the batches of the run, from the beginning."""
+        assert self.dataset is not None, "the rows are read before"
+        return make_loader(self.plan, self.dataset, self.tokenizer)
+
+    def steps(self) -> None:
+        """Cut the rows into the batches of steps."""
+        self.loader = self.make_loader()
+        self.num_steps = self.loader.num_steps(self.run.num_epochs, self.run.max_steps)
+
+    def schedule(self) -> None:
+        """Make the schedule of the learning rate.
+
+        Raises:
+            ScheduleError: the warm-up is longer than the run.
+        """
+        self.learning_rate = make_schedule(self.run.optimizer, self.num_steps)
+
+    def evaluated_rows(self) -> Iterator[CheckResult]:
+        """Read and tokenize the rows to evaluate on."""
+        found: list[CheckResult] = []
+        self.evaluation_sets = load_evaluation_sets(
+            self.evaluation,
+            self.plan,
+            self.tokenizer,
+            lambda text: found.append(CheckResult("eval data", "ok", text)),
+            self.dataset,
+            lambda text: found.append(CheckResult("eval data", "warning", text)),
+        )
+        yield from found
+
+    def samples(self, gather: Callable[[int], Sequence[int]] = lambda number: [number]) -> None:
+        """Prepare what continues evaluated rows; check that the figure of the best evaluation exists.
+
+        Args:
+            gather: Returns the number of each process. A collective.
+        """
+        self.samplers = make_samplers(
+            self.evaluation, self.evaluation_plans, self.evaluation_sets, self.tokenizer, gather
+        )
+        self.best.check(self.evaluation.evaluations_of(each.name for each in self.evaluation_sets))
+
+    def remarks(self) -> Iterator[CheckResult]:
+        """Yield what the plan chose and users seldom expect."""
+        if self.plan.flash_note:
+            yield CheckResult("plan", "note", self.plan.flash_note)
+        if self.plan.packing_warning:
+            yield CheckResult("plan", "warning", self.plan.packing_warning)
+
+    def warnings(self) -> Iterator[CheckResult]:
+        """Yield what the config says about the model and the learning rate, and seldom means."""
+        run = self.run
+        for text in (
+            *model_warnings(run.model, run.batch.max_length, run.optimizer, self.plan.graph),
+            *schedule_warnings(run.optimizer, self.num_steps),
+        ):
+            yield CheckResult("model", "warning", text)
+
+    def start(self, config: RunConfig, tell: Callable[[str], None], *, allows_changes: bool = False) -> RunStart:
+        """Return what finds the checkpoint from which the run resumes.
+
+        Args:
+            config: Config that checkpoints are compared with.
+            tell: Called with messages for the user.
+            allows_changes: Whether a checkpoint is continued although the config alters results.
+        """
+        return RunStart(
+            self.plan,
+            to_toml(config),
+            lambda before: changes_from(before, config),
+            self.loader,
+            self.num_steps,
+            self.best,
+            allows_changes,
+            tell,
+        )
+
+
+def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> None:
+    """Refuse what needs no model to be known, before a large model is planned for minutes.
+
+    Raises:
+        DataError: there is no such file of rows.
+        CheckpointError: there is no checkpoint where the config names one, or there is one and it wants none.
+        ConfigChangedError: the config would continue a checkpoint with other results.
+    """
+    # Shards of streams are listed where they are opened.
+    for source in (*(() if config.data.streaming else config.data.train), *config.data.eval):
+        if not is_hub_name(source.path):
+            source_files(source.path, source.subset, source.split)
+    try:
+        candidates = find_candidates(resolve_checkpoint(config), lambda text: None)
+    except LostCheckpointsError:
+        return  # a run that is done needs none
+    if not candidates or allow_config_change:
+        return
+    state = candidates[0].state
+    before, now = config_from_toml(state.config_toml), config
+    # What the config leaves to the model is compared once there is one.
+    if "packing" not in config.data.model_fields_set:
+        now = with_packing(now, before.data.packing)
+    if config.model.revision is None:
+        model = now.model.model_copy(update={"revision": before.model.revision})
+        now = now.model_copy(update={"model": model})
+    # Which parameters its globs name only a model says.
+    decays = {"weight_decay_exclude": before.optimizer.weight_decay_exclude}
+    now = now.model_copy(update={"optimizer": now.optimizer.model_copy(update=decays)})
+    changes = changes_from(state.config_toml, now)
+    device = machine.resolve_device(config.device)
+    dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
+    of_model = {"device": device.type, "dtype": str(dtype).removeprefix("torch.")}
+    model_config = Path(config.model.model_name_or_path, "config.json")
+    if model_config.is_file():
+        of_model["config_xxh3_64"] = checksum(model_config.read_bytes())
+
+    def find_others() -> list[str]:
+        """Return what else differs, as far as no row has to be tokenized."""
+        is_streamed = config.data.streaming
+        # Checksums of shards and of files have nothing in common.
+        sources = state.sources if before.data.streaming == is_streamed else ()
+        compared = {
+            f"data.train.{number}.path"
+            for number, source in enumerate(config.data.train)
+            if sources and (is_streamed or not is_hub_name(source.path))
+        }
+        lines = [
+            f"{change} (if the contents differ)"
+            for change in changes.free
+            if is_by_contents(change) and change.key not in compared
+        ]
+        return [*lines, *changed_sources(config.data, sources)]
+
+    check_changes(
+        changes,
+        candidates[0],
+        of_model,
+        state.data_fingerprint,
+        allow=False,
+        on_notice=lambda text: None,
+        find_others=find_others,
+    )
+
+
+def check_run(
+    path: Path,
+    extra_files: Sequence[Path] = (),
+    overrides: Sequence[str] = (),
+    on_progress: Callable[[str], None] = lambda what: None,
+    *,
+    reads_weights: bool = True,
+) -> Iterator[CheckResult]:
+    """Yield what is found, part by part.
+
+    Args:
+        path: as for :func:`megatrain.config.load_config`.
+        extra_files: as for :func:`megatrain.config.load_config`.
+        overrides: as for :func:`megatrain.config.load_config`.
+        on_progress: Called with the name of the next part.
+        reads_weights: Whether all weights of the model are read, to find NaN and infinite ones.
+    """
+    try:
+        loaded = load_config(path, extra_files, overrides)
+    except ConfigError as error:
+        config, further = (None, []) if overrides else salvage(path, extra_files, error.problems)
+        for each in (*error.problems, *further):
+            yield CheckResult("config", "problem", f"{each.where or path}: {each}", "config")
+        if config is None:
+            yield CheckResult(
+                "rest", "note", "looked at once these are mended: model, data, plan and checkpoints need them"
+            )
+            return
+        yield from _WholeCheck(config, on_progress, is_whole=False, reads_weights=False).all_parts()
+        return
+    yield CheckResult("config", "ok", f"{path}: no mistake in it")
+    for warning in loaded.warnings:
+        yield CheckResult("config", "note", warning)
+    yield from _WholeCheck(loaded.config, on_progress, is_whole=True, reads_weights=reads_weights).all_parts()
+
+
+class _WholeCheck:
+    """Every part of one config, prepared as far as the mistakes in it allow.
+
+    Args:
+        is_whole: Whether the config is as written. Otherwise mistakes were taken out, and parts that depend on all of
+            it are not judged.
+        reads_weights: As for :func:`check_run`.
+    """
+
+    def __init__(
+        self, config: RunConfig, on_progress: Callable[[str], None], *, is_whole: bool, reads_weights: bool
+    ) -> None:
+        data = config.data.model_copy(update={"cache_dir": "none", "bad_rows": "drop"})
+        self._own = {"bad_rows": config.data.bad_rows, "cache_dir": config.data.cache_dir}
+        self._config = config.model_copy(update={"data": data})
+        self._on_progress = on_progress
+        self._is_whole = is_whole
+        self._reads_weights = reads_weights
+        self._is_planned = True
+        self._graph: ModelGraph | None = None
+        self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._dataset: TokenDataset | None = None
+        self._prepared: Preparation | None = None
+        self._is_cut = False  # into the batches of steps
+        self._device: torch.device | None = None
+        self._weight_names: Sequence[str] = ()
+
+    def all_parts(self) -> Iterator[CheckResult]:
+        """Yield the findings of each part; an error that ends a part is one of them."""
+        parts: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
+            ("loggers", self._loggers),
+            ("model", self._model),
+            ("tokenizer", self._read_tokenizer),
+            ("data", self._rows),
+        ]
+        if self._is_whole:
+            parts += [
+                ("plan", self._plan),
+                ("eval data", self._evaluated_rows),
+                ("drives", self._drives),
+                ("disk", self._disk),
+                ("steps", self._steps),
+                ("checkpoints", self._checkpoints),
+            ]
+        if self._reads_weights:
+            parts.append(("weights", self._weights))  # last: it takes the longest
+        for subject, part in parts:
+            self._on_progress(subject)
+            try:
+                yield from part()
+            except _EXPECTED as error:
+                yield CheckResult.of_error(subject, error)
+        if not self._is_whole:
+            yield CheckResult("plan", "note", "not made before the config is right")
+
+    def _loggers(self) -> Iterator[CheckResult]:
+        try:
+            check_loggers(resolve_logging(self._config))
+        except ConfigError as error:
+            yield from _each_problem("loggers", error)
+
+    def _model(self) -> Iterator[CheckResult]:
+        config, table, model = self._config, self._config.model, resolve_model(self._config)
+        device = machine.resolve_device("auto" if config.device == "cuda" else config.device)
+        if config.device == "cuda" and device.type != "cuda":
+            text = 'device = "cuda", but there is no CUDA device here. Write "auto" or "cpu"'
+            yield CheckResult("device", "problem", text, "config")
+            self._is_planned = False
+        self._device = device
+        dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)
+        folder = model.folder
+        graph = model.build(dtype)
+        self._graph = graph
+        size = f"{type(graph.model).__name__}, {graph.num_parameters / 1e6:,.1f} M parameters"
+        if table.train_from_scratch:
+            yield CheckResult("model", "ok", f"{size}, from random weights")
+        elif model.hub is not None and (missing := missing_weights(model.hub)):
+            nbytes = format_size(sum(missing.values()))
+            text = f"{size}; `run` fetches {nbytes} of weights in {_count(len(missing), 'file')} into {model.folder}"
+            yield CheckResult("model", "ok", text)
+        else:
+            carried = open_loader(folder, graph).origin.carried
+            records = ModelFolder(folder).records.values()
+            files = {record.file for record in records}
+            nbytes = format_size(sum(record.nbytes for record in records))
+            text = f"{size}: all {len(records)} tensors are there, {nbytes} in {_count(len(files), 'file')}"
+            yield CheckResult("model", "ok", text)
+            self._weight_names = [name for name in ModelFolder(folder).records if name not in set(carried.names)]
+            if carried.names:
+                yield CheckResult("model", "note", f"{carried}. An export copies them: keep this folder")
+        try:
+            check_positions(model, config.data.max_length, graph)
+        except ConfigError as error:
+            yield from _each_problem("model", error)
+            self._is_planned = False
+        for text in model_warnings(model, config.data.max_length, config.optimizer, graph):
+            yield CheckResult("model", "warning", text)
+
+    def _read_tokenizer(self) -> Iterator[CheckResult]:
+        table = self._config.model
+        try:
+            model = resolve_model(self._config)
+            if self._graph is None and table.tokenizer_name_or_path in (None, table.model_name_or_path):
+                read_config(model.folder)  # transformers reads it for the tokenizer too
+        except ModelFolderError:
+            yield CheckResult("tokenizer", "note", "not looked at before the model's config.json is right")
+            return
+        self._tokenizer = tokenizer_of(model)
+        template = "with a chat template" if self._tokenizer.chat_template else "without a chat template"
+        yield CheckResult("tokenizer", "ok", f"{len(self._tokenizer):,} tokens, {template}")
+
+    def _rows(self) -> Iterator[CheckResult]:
+        if self._tokenizer is None:
+            yield CheckResult("data", "note", "not looked at without a tokenizer")
+            return
+        try:
+            dataset = open_dataset(resolve_data(self._config), self._tokenizer)
+        except DataError as error:
+            yield from self._each_source(error)
+            return
+        self._dataset = dataset
+        if self._graph is not None:
+            check_token_ids(resolve_model(self._config), dataset, self._graph)
+        head = str(dataset.report).splitlines()[0]
+        proven = "; what is trained of each row was checked" if self._config.task != "pretrain" else ""
+        yield CheckResult("data", "ok", f"{head}{proven}")
+        yield from self._remarks("data", dataset)
+        if self._own["bad_rows"] == "drop":
+            for text in check_losses(
+                dataset.report, resolve_data(self._config).source_names, self._config.data.max_dropped
+            ):
+                yield CheckResult("data", "warning", text)
+
+    def _each_source(self, error: DataError) -> Iterator[CheckResult]:
+        """Open each source alone, so that a mistake in one does not hide those of the others."""
+        assert self._tokenizer is not None
+        sources = self._config.data.train
+        if len(sources) == 1:
+            yield CheckResult.of_error("data", error)
+            return
+        found = []
+        for source in sources:
+            try:
+                open_dataset(resolve_data(self._config, [source]), self._tokenizer)
+            except DataError as each:
+                found.append(CheckResult.of_error("data", each))
+        yield from found or [CheckResult.of_error("data", error)]
+
+    def _remarks(self, subject: str, dataset: TokenDataset, name: str = "") -> Iterator[CheckResult]:
+        """Yield what is worth knowing about the rows of a data set: notes of the task, then rows that are left out.
+
+        Args:
+            subject: As in ``CheckResult``.
+            dataset: Rows of the data set.
+            name: Prefix of each text.
+        """
+        report, is_strict = dataset.report, self._own["bad_rows"] == "error"
+        for note in task_of(self._config.task, resolve_preference(self._config)).notes(dataset):
+            yield CheckResult(subject, note.severity, f"{name}{note.text}")
+        if report.empty_files is not None and is_strict:
+            yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")
+        left_out = [
+            f"{_count(each.count, 'row')} dropped: {each.reason} (first: {each.example})" for each in report.dropped
+        ]
+        if report.num_untrained:
+            count = _count(report.num_untrained, "row")
+            left_out.append(f"{count} without a trained token (first: {report.first_untrained})")
+        for text in left_out:
+            if is_strict:
+                yield CheckResult(subject, "problem", f"{name}{text}. {_ENDS_THE_RUN}", "data")
+            else:
+                yield CheckResult(subject, "note", f"{name}{text}")
+        for each in report.untrained_turns:
+            text = f"{_count(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+            yield CheckResult(subject, "note", f"{name}{text}")
+        for severity, text in report.remarks():
+            yield CheckResult(subject, severity, f"{name}{text}")
+
+    def _plan(self) -> Iterator[CheckResult]:
+        if self._graph is None or not self._is_planned:
+            yield CheckResult("plan", "note", "not made without a model and a device for it")
+            return
+        plan = plan_one_rank(self._config)
+        self._config = with_choices(self._config, plan.run)
+        self._prepared = Preparation(plan, self._config)
+        self._prepared.dataset = self._dataset
+        yield from self._prepared.remarks()
+        sizes = ", ".join(
+            f"{tier} {format_size(nbytes)} of {format_size(plan.budgets[tier])}"
+            for tier, nbytes in plan.totals.items()
+            if nbytes
+        )
+        yield CheckResult("plan", "ok", f"fits: {sizes}")
+
+    def _evaluated_rows(self) -> Iterator[CheckResult]:
+        held_out = self._config.data.val_size is not None and self._dataset is not None
+        prepared = self._prepared
+        if prepared is None or self._tokenizer is None or not (held_out or self._config.data.eval):
+            return
+        for each in sorted(prepared.evaluated_rows(), key=lambda each: each.severity == "warning"):
+            yield replace(each, text=each.text.splitlines()[0]) if each.severity == "ok" else each
+        for rows in prepared.evaluation_sets if self._config.data.eval else ():
+            yield from self._remarks("eval data", rows.loader.dataset, f"{rows.name}: ")
+        prepared.samples()
+
+    def _drives(self) -> Iterator[CheckResult]:
+        """Yield the location of each path of the NVMe tier, and what the config gives the tiers that is not there."""
+        tiers = resolve_tiers(self._config)
+        for path in drive_paths(tiers.table.nvme):
+            yield CheckResult("drive", "ok", str(path))
+        if self._device is None:
+            return
+        prepared = self._prepared
+        for each in find_objections(tiers, self._device) if prepared is None else prepared.plan.objections:
+            subject = "drive" if each.key.startswith("tiers.nvme") else "tiers"
+            if each.refuses:
+                yield CheckResult(subject, "problem", str(each), "fit" if each.kind == "size" else "config")
+            else:
+                yield CheckResult(subject, "warning", str(each))
+
+    def _disk(self) -> Iterator[CheckResult]:
+        folder = self._config.output_dir
+        parent = machine.existing_parent(folder)
+        if not _can_hold_files(parent):
+            text = f"output_dir: cannot write in {parent}. Write another folder"
+            yield CheckResult("disk", "problem", text, "config")
+        check_target(folder / FINAL_NAME)
+        is_usable = _can_hold_files(parent)
+        for number, table in enumerate(self._config.tiers.nvme):
+            parent = machine.existing_parent(table.path)
+            if not _can_hold_files(parent):
+                text = f"tiers.nvme.{number}.path: cannot write in {parent}, for {table.path}. Write another folder"
+                yield CheckResult("disk", "problem", text, "config")
+                is_usable = False
+        check_folders(resolve_checkpoint(self._config))
+        if self._prepared is None or not is_usable:
+            return
+        check_drives(self._prepared.plan)
+        count = self._config.checkpoint.save_total_limit if self._config.checkpoint.is_on else 0
+        what = f"the run and {_count(count, 'checkpoint')}" if count else "the run"
+        yield CheckResult("disk", "ok", f"enough free for {what}")
+
+    def _steps(self) -> Iterator[CheckResult]:
+        prepared = self._prepared
+        if prepared is None or self._dataset is None:
+            return
+        prepared.steps()
+        self._is_cut = True
+        try:
+            prepared.schedule()
+        except ScheduleError as error:
+            yield CheckResult.of_error("steps", error)
+        for text in schedule_warnings(prepared.run.optimizer, prepared.num_steps):
+            yield CheckResult("steps", "warning", text)
+        per_epoch = prepared.loader.steps_per_epoch
+        epochs = prepared.num_steps / per_epoch
+        text = f"{_count(prepared.num_steps, 'step')}, {epochs:.4g} epoch{'s' if epochs != 1 else ''}"
+        yield CheckResult("steps", "ok", f"{text} of {_count(per_epoch, 'step')} each")
+
+    def _checkpoints(self) -> Iterator[CheckResult]:
+        spec, notices = resolve_checkpoint(self._config), list[str]()
+        owner = living_owner(spec.output_dir)
+        if owner is not None:
+            yield CheckResult("checkpoints", "note", f"output_dir is in use: {owner.text} is training there")
+        drive_bytes = 0 if self._prepared is None else self._prepared.plan.checkpoint_bytes_on_drives
+        yield from (CheckResult("checkpoints", "note", text) for text in describe_drives(spec, drive_bytes))
+        start = self._start(notices.append)
+        try:
+            candidates = find_candidates(spec, notices.append)
+        except LostCheckpointsError as lost:
+            if start is None or start.already_done(lost.newest) is None:
+                raise
+            yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
+            return
+        yield from (CheckResult("checkpoints", "note", text) for text in notices)
+        if not candidates:
+            yield CheckResult("checkpoints", "ok", "none: the run starts from the model")
+            return
+        if start is None:
+            yield CheckResult("checkpoints", "note", f"{candidates[0]}: not compared without model and data")
+            return
+        notices.clear()
+        start.check_changes(candidates[0], allow=False)
+        yield from (CheckResult("checkpoints", "note", text) for text in notices)
+        if start.already_done(candidates[0]) is not None:
+            yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
+        yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
+
+    def _start(self, tell: Callable[[str], None]) -> RunStart | None:
+        """Return what compares checkpoints with the user's config; None without model or rows."""
+        if self._prepared is None or not self._is_cut:
+            return None
+        config = self._config.model_copy(update={"data": self._config.data.model_copy(update=self._own)})
+        return self._prepared.start(with_commit(config, self._prepared.run.model.hub), tell)
+
+    def _weights(self) -> Iterator[CheckResult]:
+        """Read the weights that a run would load. A run stops at the first that is no number."""
+        if not self._weight_names:
+            return
+        folder = ModelFolder(resolve_model(self._config).folder)
+
+        def progress(done: int, total: int) -> None:
+            self._on_progress(f"weights, {format_size(done)} of {format_size(total)}")
+
+        found = folder.find_nonfinite(self._weight_names, progress)
+        if found:
+            files = dict.fromkeys(str(folder.records[name].file) for name in found)
+            which = f"{_count(len(found), 'tensor')} ({some(found, 3)})"
+            text = f"{which} hold NaN or infinite values, in {some(list(files), 2)}. Take an undamaged model"
+            yield CheckResult("weights", "problem", text, "config")
+        else:
+            yield CheckResult("weights", "ok", "all are finite numbers")
+
+
+def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:
+    return (CheckResult(subject, "problem", str(each), "config") for each in error.problems)
+
+
+def _can_hold_files(folder: Path) -> bool:
+    """Return whether a file could be made in a folder; one of the kernel's own file systems has no bytes at all."""
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    return shutil.disk_usage(folder).total > 0
+
+
+def _count(count: int, what: str) -> str:
+    return f"1 {what}" if count == 1 else f"{count:,} {what}s"
