@@ -113,9 +113,8 @@ def _ask_for_repeatable_products() -> None:
 def _shorten_openmp_spinning() -> None:
     """Let OpenMP's threads spin for about 0.1 ms and then sleep, unless the user chose how they wait.
 
-    A spinning thread takes a core from the threads that transfer and update blocks. A thread that sleeps at once makes
-    steps of small models slow: waking it takes longer than their operators (decision 0111). The libraries read the
-    variables when they are loaded, so this changes nothing in a process that has imported torch already.
+    A spinning thread takes a core from those that transfer and update blocks. Waking a sleeping one takes longer than
+    an operator of a small model (decision 0111). Nothing changes in a process that has imported torch already.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # GNU, in torch's packages for Linux
