@@ -2,7 +2,6 @@
 
     python bench/timeline.py --trace trace.json --picture step.svg
     python bench/timeline.py --quick                  # some seconds, a small model
-    python bench/timeline.py --draw outputs/run/trace.json --picture step.svg    # of a run with profile.trace_steps
 
 Weights, gradients, optimizer state and activations are at home on NVMe, gradients are clipped. Claim: every tick of the
 plan is on the timeline, in order. The figures say how long links were busy, and for how much of that the step waited.
@@ -27,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import QUICKSTART, Report, step_shape
-from bench.draw_timeline import PASSES, UPDATES, WAITING, Bar, busy_s, draw, read_bars
+from bench.draw_timeline import PASSES, UPDATES, WAITING, busy_s, draw, read_bars
 from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
 from megatrain.config.schema import RunConfig
@@ -44,10 +43,6 @@ LR = 1e-4
 def main() -> int:
     """Run the bench; 1 if a row that is not about time is not ok."""
     arguments = parse_arguments()
-    if arguments.draw is not None:
-        bars = read_bars(arguments.draw)
-        write_picture(bars, f"Timeline of {arguments.draw.name}", "", arguments.picture)
-        return 0
     torch.set_num_threads(default_num_threads())
     shape = arguments.tokens
     report = Report("timeline", as_json=arguments.json, tokens_per_step=shape[0] * shape[1] * shape[2])
@@ -69,12 +64,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps that are taken; the last one is shown")
     parser.add_argument("--trace", type=Path, help="where to write the file for Perfetto")
     parser.add_argument("--picture", type=Path, help="where to write the picture, an SVG file")
-    parser.add_argument("--draw", type=Path, help="only draw this file")
     parser.add_argument("--scratch", type=Path, help="folder on the drive to measure; default: the temporary folder")
-    arguments = parser.parse_args()
-    if arguments.draw is not None and arguments.picture is None:
-        parser.error("--draw needs --picture FILE.svg")
-    return arguments
+    return parser.parse_args()
 
 
 class Traced(Ours):
@@ -123,12 +114,8 @@ def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report:
             f"One step: {parameters / 1e6:.1f} M parameters, all state at home on NVMe, {default_num_threads()} cores"
         )
         note = f"{tokens} tokens, RAM tier of {parse_size(ram) / MiB:.0f} MiB for {total}"
-        write_picture(bars, title, f"{note} of weights, gradients and optimizer state", arguments.picture)
-
-
-def write_picture(bars: Sequence[Bar], title: str, note: str, path: Path) -> None:
-    """Draw."""
-    path.write_text(draw(bars, title, note), encoding="utf-8")
+        picture = draw(bars, title, f"{note} of weights, gradients and optimizer state")
+        arguments.picture.write_text(picture, encoding="utf-8")
 
 
 def twice_the_minimum(model: Path, arguments: argparse.Namespace, folder: Path) -> str:

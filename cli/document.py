@@ -93,7 +93,6 @@ _CHAPTERS: dict[str, dict[str, Entry]] = {
     },
     "After a run": {
         "report": Entry("outputs/first --html report.html"),
-        "trace": Entry("outputs/first -o step.json"),
         "export": Entry("outputs/first model-400 --step 400 --dtype bfloat16"),
         "generate": Entry(
             'model-400 --prompt "Call me" --prompt "The sea" --max-new-tokens 8 -o said.jsonl',

@@ -95,7 +95,6 @@ _COMMANDS = {
     **{name: (".control", f"{name}_command") for name in ("save", "status", "stop")},
     "completion": (".main", "completion_command"),
     "import": (".import_", "command"),  # a keyword of Python
-    "trace": (".trace", "command"),
     "verify": (".verify", "command"),
 }
 
@@ -104,7 +103,7 @@ GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
     "Result": ("report", "generate", "export", "score"),
-    "Look closer": ("config", "data", "doctor", "verify", "trace"),
+    "Look closer": ("config", "data", "doctor", "verify"),
     "Keep house": ("ckpt", "clean", "completion"),
 }
 #: What keys are often called for short.
@@ -121,6 +120,7 @@ _SHORT_NAMES = {
 
 #: Removed command -> the replacement.
 _REMOVED_COMMANDS = {
+    "trace": "Open RUN/trace.json at https://ui.perfetto.dev; `megatrain-tier report RUN` prints its path",
     "chat": "`megatrain-tier generate FOLDER --interactive` talks to a model",
 }
 #: (Command, removed option) -> the replacement.

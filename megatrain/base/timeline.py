@@ -1,4 +1,4 @@
-"""The timeline of traced steps: what computed, what moved and what waited; written for Perfetto, and read again.
+"""The timeline of traced steps: what computed, what moved and what waited; written for Perfetto.
 
 The file has the Trace Event Format (JSON) of Chrome, read by https://ui.perfetto.dev and chrome://tracing. Imports no
 torch.
@@ -7,12 +7,11 @@ torch.
 from __future__ import annotations
 
 import json
-import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -143,7 +142,7 @@ def read_usage(path: Path) -> Mapping[str, Sequence[tuple[float, int]]]:
                 tier = event["name"].removesuffix(_IN_USE)
                 found.setdefault(tier, []).append((float(event["ts"]) / 1e6, int(event["args"]["bytes"])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # cut off, or of somebody else: `megatrain-tier trace` says which
+        return {}  # truncated, or of another program
     return found
 
 
@@ -158,124 +157,3 @@ def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:
 
 def _metadata(thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": name, "sort_index": thread}}
-
-
-class NoTimelineError(Exception):
-    """A run wrote no timeline."""
-
-
-class TimelineError(Exception):
-    """A file is no timeline that a viewer could show."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowSummary:
-    """One row of a timeline.
-
-    Attributes:
-        name: title of the row.
-        num_spans: its spans, all lanes together.
-        busy_s: seconds during which at least one span was open.
-        nbytes: moved by its spans.
-    """
-
-    name: str
-    num_spans: int
-    busy_s: float
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineSummary:
-    """What a timeline holds.
-
-    Attributes:
-        num_spans: spans in all rows.
-        seconds: from the first start to the last end.
-        rows: in the order of the file, lanes of a row together.
-    """
-
-    num_spans: int
-    seconds: float
-    rows: tuple[RowSummary, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return asdict(self)
-
-
-def find_timeline(run: Path) -> Path:
-    """Return the timeline file of a run's folder, or the file given.
-
-    Raises:
-        NoTimelineError: the run has written none.
-    """
-    path = run / TIMELINE_NAME if run.is_dir() else run
-    if not path.is_file():
-        raise NoTimelineError(
-            f"'{run}' holds no {TIMELINE_NAME}. Name steps in the config and run them:\n"
-            "  [profile]\n  trace_steps = [3, 4]"
-        )
-    return path
-
-
-def summarize(path: Path) -> TimelineSummary:
-    """Read a timeline file and validate it.
-
-    Raises:
-        TimelineError: it is no timeline, or is truncated.
-        OSError: it cannot be read.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TimelineError(f"{path}: this is not JSON: {error}. Run the traced steps again") from None
-    events = values.get("traceEvents") if isinstance(values, dict) else None
-    if not isinstance(events, list):
-        raise TimelineError(f"{path}: this is no timeline: it has no traceEvents")
-    names: dict[Any, str] = {}
-    spans: dict[Any, list[tuple[float, float, int]]] = {}
-    for number, event in enumerate(events):
-        if not isinstance(event, dict) or not isinstance(event.get("ph"), str):
-            raise TimelineError(f"{path}: event {number} has no phase `ph`")
-        row = (event.get("pid"), event.get("tid"))
-        if event["ph"] == "M" and event.get("name") == "thread_name":
-            names[row] = str(event.get("args", {}).get("name", row))
-        elif event["ph"] == "X":
-            spans.setdefault(row, []).append(_span(path, number, event))
-    if not spans:
-        raise TimelineError(f"{path}: the timeline is empty: no traced step was run")
-    return _summary(names, spans)
-
-
-def _span(path: Path, number: int, event: dict[str, Any]) -> tuple[float, float, int]:
-    start, length = event.get("ts"), event.get("dur")
-    for value in (start, length):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise TimelineError(f"{path}: event {number} has no time: ts = {start!r}, dur = {length!r}")
-    assert start is not None and length is not None
-    nbytes = event.get("args", {}).get("bytes", 0)
-    return float(start) / 1e6, float(start + length) / 1e6, int(nbytes)
-
-
-def _summary(names: dict[Any, str], spans: dict[Any, list[tuple[float, float, int]]]) -> TimelineSummary:
-    rows: dict[str, list[tuple[float, float, int]]] = {}
-    for row, found in spans.items():
-        name = names.get(row, str(row[1]))
-        base, _, lane = name.rpartition(" ")
-        rows.setdefault(base if lane.isdecimal() and base in names.values() else name, []).extend(found)
-    everything = [span for found in rows.values() for span in found]
-    seconds = max(end for _, end, _ in everything) - min(start for start, _, _ in everything)
-    summaries = [
-        RowSummary(name, len(found), sum(_busy(found)), sum(nbytes for _, _, nbytes in found))
-        for name, found in rows.items()
-    ]
-    return TimelineSummary(len(everything), seconds, tuple(summaries))
-
-
-def _busy(spans: list[tuple[float, float, int]]) -> Iterator[float]:
-    """Yield lengths that add up to the time during which at least one span was open."""
-    until = -math.inf
-    for start, end, _ in sorted(spans):
-        yield max(0.0, end - max(start, until))
-        until = max(until, end)
