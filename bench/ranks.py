@@ -82,7 +82,6 @@ class PlannedModel:
 
 PLANNED = (
     PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_536), is_compared=True),
-    PlannedModel("Llama-3.1-405B", 4, 8, (8192, 16_384, 32_768), is_compared=False),
 )
 
 
@@ -111,7 +110,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--tokens", type=step_shape, default=(4, 1, 512), help="micro-batches x rows x tokens of a step"
     )
-    parser.add_argument("--worlds", type=_worlds, help="hosts x ranks of each; default: 1x2,1x4,2x2, quick: 1x2")
+    parser.add_argument("--worlds", type=_worlds, help="hosts x ranks of each; default: 1x2,1x4,2x1, quick: 1x2")
     parser.add_argument("--placements", default=",".join(PLACEMENTS), help="of ram,nvme")
     parser.add_argument("--steps", type=int, help="steps that are measured, after one that is not; default: 4")
     parser.add_argument("--parts", type=_parts, default=PARTS, help="of steps,plans; default: both")
@@ -120,7 +119,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--scratch", type=Path, help="folder on the drive to use; default: the temporary folder")
     arguments = parser.parse_args()
-    arguments.worlds = arguments.worlds or ([(1, 2)] if arguments.quick else [(1, 2), (1, 4), (2, 2)])
+    arguments.worlds = arguments.worlds or ([(1, 2)] if arguments.quick else [(1, 2), (1, 4), (2, 1)])
     arguments.steps = arguments.steps or (2 if arguments.quick else 4)
     return arguments
 
@@ -243,7 +242,7 @@ def planned_models(scratch: Path, chosen: tuple[str, tuple[int, ...]] | None, *,
     model = write_llama(scratch / "planned", hidden=256, layers=2, vocabulary=1024)
     return [
         PlannedModel(str(model), 1, 2, (LENGTH,), is_compared=True),
-        PlannedModel(str(model), 2, 2, (LENGTH,), is_compared=False),
+        PlannedModel(str(model), 2, 1, (LENGTH,), is_compared=False),
     ]
 
 

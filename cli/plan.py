@@ -68,7 +68,7 @@ _SHORT = "ram, gpu, nvme, batch, length"
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Plan for N hosts that are like this one, or like --machine, each with as many processes.",
+    help="Plan for N hosts that are like this one, or like --machine, each with one process.",
 )
 @click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
 @click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")

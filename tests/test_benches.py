@@ -158,7 +158,7 @@ def test_ranks_move_what_was_planned_at_the_losses_of_one_process() -> None:
     assert rows["nvme.1x2.steps_that_differ"] == 0
     for link in ("ram->ranks", "nvme->ram"):
         assert min(rows[f"nvme.1x2.{link}.planned"]) > 0 == rows[f"nvme.1x2.{link}.moved-planned"]
-    assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x2.4096.gpu->hosts.planned"]
+    assert rows["planned.1x2.4096.ratio.efficiency/one_gpu"] > 0 < rows["planned.2x1.4096.gpu->hosts.planned"]
 
 
 def test_what_is_computed_again_is_compared() -> None:

@@ -79,7 +79,7 @@ class StoreAccess:
         if isinstance(collectives, Alone):
             self._sharding = OneProcess(self._execution, self._gradients)
         else:
-            self._sharding = Ranks(collectives, self._execution, self._gradients, updater)
+            self._sharding = Ranks(collectives, self._execution, self._gradients)
         self._updates = None if updater is None else UpdateOps(self._execution, updater)
         is_alone = isinstance(collectives, Alone)
         self.updates_ahead = is_alone and self._updates is not None and self._updates.are_all_on_device()
@@ -107,11 +107,6 @@ class StoreAccess:
     def window_bytes(self) -> int:
         """The most that full copies of weights, sums of gradients and what was received took together."""
         return self._sharding.window_bytes
-
-    @property
-    def update_window_bytes(self) -> int:
-        """The most that updates of shared matrices took beside their blocks."""
-        return self._sharding.update_window_bytes
 
     # -- the tape ----------------------------------------------------------------------------------------------
 
@@ -191,10 +186,7 @@ class StoreAccess:
         assert self._updates is not None and self._pending is not None, f"no update to make: {op}"
         if not self._program.updates.are_deferred:
             self._sharding.before_update(self._updates.layout_of(op))
-        if op.visit in self._program.updates.dealt:
-            self._sharding.update(op, self._pending)
-        else:
-            self._updates.run(op, self._pending)
+        self._updates.run(op, self._pending)
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]

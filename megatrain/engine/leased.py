@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from megatrain.engine.pieces import GradientPlace
     from megatrain.engine.program import MatrixParts
     from megatrain.engine.tape import Op
-    from megatrain.engine.updates import PendingUpdate
 
 __all__ = ["CountedTotal", "OneProcess", "ShardingHooks", "WeightPlace"]
 
@@ -53,7 +52,6 @@ class ShardingHooks(Protocol):
         weights: How leased blocks become weights.
         gradients: Where gradients are summed.
         window_bytes: The most that full copies of weights, sums of gradients and what was received took together.
-        update_window_bytes: The most that updates of shared matrices took beside their blocks.
     """
 
     @property
@@ -64,9 +62,6 @@ class ShardingHooks(Protocol):
 
     @property
     def window_bytes(self) -> int: ...
-
-    @property
-    def update_window_bytes(self) -> int: ...
 
     def start_step(self) -> None:
         """Forget what a step before left, which may have failed."""
@@ -88,9 +83,6 @@ class ShardingHooks(Protocol):
 
     def before_update(self, layout: UnitLayout, /) -> None:
         """Make known what an update in the backward depends on: the norm of its layout, and what got a gradient."""
-
-    def update(self, op: Op, pending: PendingUpdate, /) -> None:
-        """Make an update that needs more than this process has (``StepProgram.dealt``)."""
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal], /
@@ -116,7 +108,7 @@ class OneProcess:
         gradients: What is known of the running step's gradients.
     """
 
-    window_bytes = update_window_bytes = 0
+    window_bytes = 0
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._step_gradients = gradients
@@ -145,10 +137,6 @@ class OneProcess:
 
     def before_update(self, layout: UnitLayout) -> None:
         """All is known: the norm is taken where the gradient is complete."""
-
-    def update(self, op: Op, pending: PendingUpdate) -> None:
-        """Never called."""
-        raise AssertionError(f"a process alone has all of {op}")
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]

@@ -32,7 +32,6 @@ from megatrain.engine.unneeded import NOTHING_UNNEEDED, Unneeded
 from megatrain.engine.work import NO_WORK, Work
 from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.matrices import DIRECTION_BYTES, matrix_elements
-from megatrain.ranks.redistribute import DealtLayout, plan_redistribution
 from megatrain.ranks.shards import NETWORK, PEER, Sharding, peer_links
 from tiered import Access, Mode, Schedule
 from tiered.units import round_up
@@ -337,7 +336,6 @@ class GroupUpdates:
             layer's gradients where updates are not deferred.
         streamed: Layouts that are updated in the compute tier wherever their blocks live: these are fetched for it,
             part by part, and written back.
-        dealt: Layout -> what ranks move for an update that needs more than their shards.
         sent_elements: Layout -> elements of this rank's matrices, which an update in RAM sends to the compute device
             and back, in bf16.
     """
@@ -346,7 +344,6 @@ class GroupUpdates:
     in_compute_tier: bool = False
     beside_device: bool = True
     streamed: frozenset[int] = frozenset()
-    dealt: Mapping[int, DealtLayout] = field(default_factory=dict)
     sent_elements: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -449,10 +446,8 @@ class StepProgram:
 
     def links_between_ranks(self) -> list[str]:
         """Return the links that bytes move on to other ranks, and from them."""
-        # What is dealt is so in RAM.
-        tiers = dict.fromkeys([self.compute_tier, *(["ram"] if self.updates.dealt else [])])
         lanes = self.sharding.lanes
-        return [link for tier in tiers for link in peer_links(tier, lanes.size, lanes.num_hosts)]
+        return peer_links(self.compute_tier, lanes.size, lanes.num_hosts)
 
     def bytes_beside_blocks(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, moves beside blocks: link -> bytes.
@@ -466,11 +461,10 @@ class StepProgram:
 
     def _collective_bytes(self, number: int) -> dict[str, int]:
         """Return what a tick, by position, sends to other ranks and receives from them: link -> bytes."""
-        lanes, tick = self.sharding.lanes, self.ticks[number]
+        tick = self.ticks[number]
         moved = dict.fromkeys(self.links_between_ranks(), 0)
         if tick.phase == "update":
-            dealt = self.updates.dealt.get(tick.visit)
-            return moved if dealt is None else moved | dealt.bytes_by_link(lanes.num_hosts)
+            return moved
         gathered = [key for key, _ in tick.uses if self.is_gathered(key)]
         self._count_collectives(moved, sum(map(self.gathered_bytes, gathered)), is_gather=True)
         # Sums are in fp32, whatever dtype gradients rest in.
@@ -486,23 +480,11 @@ class StepProgram:
     def _count_collectives(self, moved: dict[str, int], shard: int, *, is_gather: bool) -> None:
         """Add what gathers, or exchanges, of shards of so many bytes send and receive."""
         lanes, rank = self.sharding.lanes, self.sharding.shards.rank
-        num_hosts, per_host = lanes.num_hosts, lanes.per_host
-
-        def move(place: str, sent: int, received: int) -> None:
-            moved[f"{self.compute_tier}->{place}"] += sent * shard
-            moved[f"{place}->{self.compute_tier}"] += received * shard
-
         own = 1 if is_gather else len(lanes.sums_of_rank(rank))
-        if not lanes.has_two_levels:
-            received = lanes.size - 1 if is_gather else lanes.num_sums - own
-            move(PEER if num_hosts == 1 else NETWORK, (lanes.size - 1) * own, received)
-            return
-        host = rank // per_host
-        own_of_host = 1 if is_gather else len(lanes.sums_of_host(host))
-        of_host = sum(1 if is_gather else len(lanes.sums_of_rank(each)) for each in lanes.ranks_of_host(host))
-        of_hosts = sum(1 if is_gather else len(lanes.sums_of_host(each)) for each in range(num_hosts))
-        move(PEER, num_hosts * (per_host - 1) * own, num_hosts * (of_host - own))
-        move(NETWORK, (num_hosts - 1) * own_of_host, of_hosts - own_of_host)
+        received = lanes.size - 1 if is_gather else lanes.num_sums - own
+        place = PEER if lanes.num_hosts == 1 else NETWORK
+        moved[f"{self.compute_tier}->{place}"] += (lanes.size - 1) * own * shard
+        moved[f"{place}->{self.compute_tier}"] += received * shard
 
     def passes_weight(self, visit: int, layout: str) -> bool:
         """Return whether the parts of a weight are leased one after the other in a visit."""
@@ -777,7 +759,7 @@ def evaluation_program(program: StepProgram) -> StepProgram:
             )
             own = Tick(tick.phase, tick.visit, held, tuple(group for group in passing if group), serves=tick.serves)
             passes.setdefault((tick.phase, tick.visit, tick.serves), own)
-    updates = replace(program.updates, are_deferred=False, dealt={}, sent_elements={})
+    updates = replace(program.updates, are_deferred=False, sent_elements={})
     return replace(program, ticks=tuple(passes.values()), updates=updates, occupants={})
 
 
@@ -905,29 +887,12 @@ class ProgramBuilder:
         trained = {
             index: layout for index, layout in enumerate(self._graph.layouts.values()) if self._is_trained(layout)
         }
-        if not isinstance(optimizer, MatrixOptimizer):
-            assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards are not enough"
+        assert self._shards.are_whole or all(map(is_elementwise, trained.values())), "shards are not enough"
+        if not isinstance(optimizer, MatrixOptimizer) or self._compute_tier == "ram":
             return updates
-        on_host = self._compute_tier == "ram"
-        state_kinds = optimizer.state_kinds(self._graph.dtype.itemsize == 2)
-        dealt = {
-            index: plan_redistribution(
-                layout,
-                optimizer.is_matrix_of,
-                state_kinds,
-                self._shards,
-                optimizer.orthogonalize_bytes if on_host else lambda rows, columns: 0,
-                optimizer.orthogonalize_flops,
-            )
-            for index, layout in trained.items()
-            if not self._shards.are_whole and not is_elementwise(layout)
-        }
-        # Matrices of this rank that go to the compute device and come back in an update.
-        sent = {
-            index: dealt[index].num_own if index in dealt else matrix_elements(optimizer, layout)
-            for index, layout in ({} if on_host else trained).items()
-        }
-        return replace(updates, dealt=dealt, sent_elements=sent)
+        # Matrices go to the compute device and come back in an update.
+        sent = {index: matrix_elements(optimizer, layout) for index, layout in trained.items()}
+        return replace(updates, sent_elements=sent)
 
     # -- blocks ------------------------------------------------------------------------------------------------
 

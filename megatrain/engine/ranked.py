@@ -20,8 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,6 @@ from megatrain.base.layout import InPieces, views, views_of_parts
 from megatrain.engine.host_io import sent_to_host
 from megatrain.engine.pieces import LeasedParts, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
-from megatrain.optim.base import MatrixOptimizer
 from megatrain.optim.clip import add_in_order, partial_squares
 from megatrain.ranks.lanes import total
 from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS
@@ -43,10 +41,8 @@ if TYPE_CHECKING:
     from megatrain.engine.leased import CountedTotal
     from megatrain.engine.program import MatrixParts, Phase, StepProgram
     from megatrain.engine.tape import Op
-    from megatrain.engine.updates import PendingUpdate, Updater
     from megatrain.ranks.collectives import Collectives
     from megatrain.ranks.lanes import Subtree
-    from megatrain.ranks.redistribute import DealtLayout
 
 __all__ = ["Ranks", "parts_of_program"]
 
@@ -60,33 +56,23 @@ class Ranks:
         collectives: The ranks of the program.
         execution: Leases shards.
         gradients: What is known of the running step's gradients.
-        updater: Makes the updates of the program; None: it has none.
     """
 
-    def __init__(
-        self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients, updater: Updater | None
-    ) -> None:
+    def __init__(self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients) -> None:
         program = execution.model.program
-        shards, lanes = program.sharding.shards, program.sharding.lanes
+        shards = program.sharding.shards
         assert (collectives.rank, collectives.size) == (shards.rank, shards.size), shards
-        assert (collectives.on_host is not None) == lanes.has_two_levels, lanes
         self._collectives, self._program = collectives, program
         self._execution, self._step_gradients = execution, gradients
         self.window = RankWindow(program)
         self._turns = PartTurns(self._pass_unused)
         self.weights = FullCopies(collectives, execution, self.window, self._turns)
         self.gradients = ExchangedGradients(collectives, execution, gradients, self.window, self._turns)
-        self._dealt = None if updater is None else DealtUpdates(collectives, execution, updater)
 
     @property
     def window_bytes(self) -> int:
         """The most that full copies, sums and what was received took together."""
         return self.window.most_bytes
-
-    @property
-    def update_window_bytes(self) -> int:
-        """The most that updates of shared matrices took beside their blocks."""
-        return 0 if self._dealt is None else self._dealt.most_bytes
 
     def start_step(self) -> None:
         """Forget what a step before left, which may have failed."""
@@ -94,8 +80,6 @@ class Ranks:
         self.weights.start_step()
         self._turns.clear()
         self.gradients.start_step()
-        if self._dealt is not None:
-            self._dealt.start_step()
 
     def before_visit(self, op: Op) -> None:
         """Note which parts have a turn while the visit runs."""
@@ -130,11 +114,6 @@ class Ranks:
     def before_update(self, layout: UnitLayout) -> None:
         """The norm of a layer, and which parameters have a gradient, are known when all ranks have said theirs."""
         self._agree_now([layout], (), ())
-
-    def update(self, op: Op, pending: PendingUpdate) -> None:
-        """Update sharded matrices that need an unsharded step."""
-        assert self._dealt is not None, f"no update to make: {op}"
-        self._dealt.run(op, pending)
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[Tensor], figures: Sequence[CountedTotal]
@@ -419,14 +398,10 @@ class FullCopies:
 
     def _gather_part(self, place: Tensor, shard: Tensor, *, is_async: bool = False) -> Any:
         """Gather a part into its place; return the work that goes on, if any does."""
-        shards, num_beside = self._program.sharding.shards, self._program.sharding.lanes.shards_gathered_beside()
+        shards = self._program.sharding.shards
         mine = place.view(shards.size, -1)[shards.rank]
         mine.copy_(shard)
-        beside = torch.empty(num_beside * len(mine), dtype=mine.dtype, device=mine.device)
-        self._window.note(_nbytes(beside))
-        work = self._collectives.gather(place, mine, beside=beside, is_async=is_async)
-        self._window.note(-_nbytes(beside))
-        return work
+        return self._collectives.gather(place, mine, is_async=is_async)
 
     def drop(self, op: Op) -> None:
         """Drop the full copies of a visit that has ended."""
@@ -624,53 +599,23 @@ class ExchangedGradients:
             sums: One [ranks * N] for each range of lanes of this rank: the shards of all ranks, one after the other.
         """
         lanes = self._program.sharding.lanes
-        on_host, across_hosts = self._collectives.on_host, self._collectives.across_hosts
-        if on_host is None or across_hosts is None:
-            of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
-            return total(0, lanes.count, self._received(self._collectives, sums, of_ranks), Tensor.add_)
-        # The same tree: whole nodes of it are added up within each host, and the others between hosts.
-        num_hosts, length = across_hosts.size, sums[0].numel() // lanes.size
-        of_ranks = [lanes.sums_of_rank(each) for each in lanes.ranks_of_host(across_hosts.rank)]
-        of_hosts = [lanes.sums_of_host(each) for each in range(num_hosts)]
-        nodes = of_hosts[across_hosts.rank]
-        between = torch.empty((len(nodes), num_hosts, length), dtype=torch.float32, device=sums[0].device)
-        self._window.note(_nbytes(between))
-        for host in range(num_hosts):  # whose shards are added up, each by this host's rank with the owner's number
-            parts = [each.view(num_hosts, -1)[host] for each in sums]
-            found = self._received(on_host, parts, of_ranks)
-            for number, node in enumerate(nodes):
-                between[number, host].copy_(total(*node, found, Tensor.add_))
-            del found
-        found = self._received(across_hosts, list(between.view(len(nodes), -1)), of_hosts)
-        self._window.note(-_nbytes(between))
-        return total(0, lanes.count, found, Tensor.add_)
-
-    def _received(
-        self, collectives: Collectives, sums: Sequence[Tensor], of_members: Sequence[Sequence[Subtree]]
-    ) -> dict[Subtree, Tensor]:
-        """Send sums to their owners; return by node of the tree what has come for this rank.
-
-        Args:
-            collectives: The members, as places to send to.
-            sums: One for each node of the tree that this member has: what goes to each member, one after the other.
-            of_members: the nodes that each of them has sums of.
-        """
-        length = sums[0].numel() // collectives.size
-        received = torch.empty(sum(map(len, of_members)) * length, dtype=torch.float32, device=sums[0].device)
+        of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
+        length = sums[0].numel() // lanes.size
+        received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
         self._window.note(_nbytes(received))
         found: dict[Subtree, Tensor] = {}
         start = 0
-        for number in range(max(map(len, of_members))):
-            lengths = [length * (number < len(nodes)) for nodes in of_members]
+        for number in range(max(map(len, of_ranks))):
+            lengths = [length * (number < len(nodes)) for nodes in of_ranks]
             stop = start + sum(lengths)
             own = sums[number] if number < len(sums) else received[:0]
-            sent = [length * (number < len(sums))] * collectives.size
-            collectives.exchange(received[start:stop], own, lengths, sent)
+            sent = [length * (number < len(sums))] * lanes.size
+            self._collectives.exchange(received[start:stop], own, lengths, sent)
             rows = iter(received[start:stop].view(-1, length))
-            found.update((nodes[number], next(rows)) for nodes in of_members if number < len(nodes))
+            found.update((nodes[number], next(rows)) for nodes in of_ranks if number < len(nodes))
             start = stop
         self._window.note(-_nbytes(received))
-        return found
+        return total(0, lanes.count, found, Tensor.add_)
 
     @contextmanager
     def part(self, layout: UnitLayout, visit: int, number: int, key: str) -> Iterator[list[Tensor]]:
@@ -718,91 +663,6 @@ class ExchangedGradients:
         self._window.note(-made)
 
 
-class DealtUpdates:
-    """Updates of sharded matrices that need an unsharded step.
-
-    Args:
-        collectives: The ranks.
-        execution: Leases shards.
-        updater: Has the optimizer, and what is updated.
-
-    Attributes:
-        most_bytes: The most that updates took beside their blocks.
-    """
-
-    def __init__(self, collectives: Collectives, execution: TapeExecution, updater: Updater) -> None:
-        self._collectives, self._execution, self._updater = collectives, execution, updater
-        self._program = execution.model.program
-        self._held_bytes = self.most_bytes = 0
-
-    def start_step(self) -> None:
-        """Begin with nothing held."""
-        self._held_bytes = 0
-
-    def run(self, op: Op, pending: PendingUpdate) -> None:
-        """Update a layout: an all-to-all brings each matrix to one owner, which makes it orthogonal and sends it back.
-
-        All that moves does so also where a gradient, or that of a parameter, is not used: it does not depend on data.
-        """
-        dealt, layout = self._program.updates.dealt[op.visit], self._updater.trained[op.visit][0]
-        optimizer = self._updater.optimizers["ram"]
-        assert isinstance(optimizer, MatrixOptimizer) and op.tier == "ram", (optimizer, op)
-        update, filled = pending.of_layout(layout.name), pending.with_gradient[layout.name]
-        move = self._collectives.redistribute
-        with self._execution.lease(self._execution.own_keys(op, op.held)) as held:
-            blocks, gradient, segments = self._updater.of_part(op.visit, 0, held, filled)
-            packed = {name: blocks[name] for name in dealt.loans}
-            lent = {name: torch.empty(loan.num_elements) for name, loan in dealt.loans.items()}
-            self._note(sum(map(_nbytes, lent.values())))
-            for name, loan in dealt.loans.items():
-                self._note(0, move(lent[name], packed[name], loan.moves))
-            blocks.update(lent)
-            segments = [
-                replace(
-                    segment, state_starts={name: loan.starts.get(segment.name, 0) for name, loan in dealt.loans.items()}
-                )
-                for segment in segments
-            ]
-            directions = torch.zeros(dealt.length, dtype=torch.bfloat16)
-            whole = torch.empty(dealt.num_own, dtype=torch.bfloat16)
-            self._note(_nbytes(directions) + _nbytes(whole))
-            if update is not None:
-                optimizer.make_directions(blocks, gradient, segments, update, directions)
-            self._note(0, move(whole, directions, dealt.directions))
-            self._note(-_nbytes(directions))
-            del directions
-            if update is not None:
-                self._orthogonalize(optimizer, dealt, whole, filled)
-            directions = torch.zeros(dealt.length, dtype=torch.bfloat16)
-            self._note(_nbytes(directions))
-            self._note(0, move(directions, whole, dealt.directions.back))
-            if update is not None:
-                optimizer.apply_directions(blocks, gradient, segments, update, directions)
-            self._note(-_nbytes(directions) - _nbytes(whole))
-            del directions, whole
-            for name, loan in dealt.loans.items():
-                self._note(0, move(packed[name], lent[name], loan.moves.back))
-            self._note(-sum(map(_nbytes, lent.values())))
-
-    def _orthogonalize(
-        self, optimizer: MatrixOptimizer, dealt: DealtLayout, whole: Tensor, filled: Collection[str]
-    ) -> None:
-        """Make this rank's matrices orthogonal in place: those with a gradient, as the others are not updated."""
-        assert self._updater.matrices is not None
-        ends = accumulate(matrix.numel for matrix in dealt.own)
-        places = [
-            (whole[end - matrix.numel : end].view(matrix.rows, matrix.columns), matrix.name)
-            for matrix, end in zip(dealt.own, ends, strict=True)
-            if matrix.name in filled
-        ]
-        self._updater.matrices.make_in_place(optimizer, [each for each, _ in places], [name for _, name in places])
-        self._note(0, dealt.scratch_bytes if places else 0)
-
-    def _note(self, nbytes: int, for_a_moment: int = 0) -> None:
-        self._held_bytes += nbytes
-        self.most_bytes = max(self.most_bytes, self._held_bytes + for_a_moment)
-
-
 def _on_host(tensors: Sequence[Tensor]) -> Tensor:
     """Return numbers in double precision on the host, in order: those on a device with one copy and one host sync."""
     if not tensors:
@@ -835,11 +695,9 @@ def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, 
         "updates": "after the norm of a whole step" if updates.are_deferred else "in the backward",
     }
     for number, tick in enumerate(program.ticks):
-        # Other deferred updates issue no collective, and where they stand depends on what a rank has room for.
-        dealt = updates.dealt.get(tick.visit) if tick.phase == "update" else None
-        if tick.phase != "update" or not updates.are_deferred or dealt is not None:
+        # Deferred updates issue no collective, and their place depends on the memory of each rank.
+        if tick.phase != "update" or not updates.are_deferred:
             blocks = [program.contents(number, key) for key, _ in tick.uses]
             sizes = [f"{each.key} [{each.num_elements}] {each.dtype}" for each in blocks if each.kind != "activations"]
-            moved = "" if dealt is None else dealt.describe()
-            parts[f"op {len(parts)}"] = " ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes, moved])
+            parts[f"op {len(parts)}"] = " ".join([f"{tick.phase} {tick.visit}", tick.serves or "", *sizes])
     return parts

@@ -253,11 +253,6 @@ class StepEngine:
         return self._access.window_bytes
 
     @property
-    def update_window_bytes(self) -> int:
-        """The most that updates of shared matrices have taken beside their blocks."""
-        return self._access.update_window_bytes
-
-    @property
     def moving_s(self) -> Mapping[str, float]:
         """By link, the seconds in which directions of matrices were on their way."""
         if not isinstance(matrices := self._updater.matrices, DeviceMatrices):

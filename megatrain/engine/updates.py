@@ -14,7 +14,7 @@ from megatrain.engine.program import uses_of_layouts
 from megatrain.optim.base import MatrixOptimizer, Segment, Update
 from megatrain.optim.by_tier import optimizers_by_tier
 from megatrain.optim.clip import global_norm, gradient_scale
-from megatrain.optim.matrices import DeviceMatrices, HostMatrices, matrix_shapes, update_by_matrix
+from megatrain.optim.matrices import DeviceMatrices, matrix_shapes, update_by_matrix
 from megatrain.optim.on_device import TableOptimizer
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Updater:
         trained: index of a layout -> it and its segments.
         optimizers: the tier that blocks are updated in -> what updates them there.
         by_tables: Those of ``optimizers`` that update many parts in one launch.
-        matrices: where those of a layout are made orthogonal; None: the optimizer needs none.
+        matrices: Device that makes matrices orthogonal for updates in RAM. None if the optimizer does that itself.
     """
 
     def __init__(self, model: StreamedModel, recipe: StepRecipe) -> None:
@@ -146,16 +146,14 @@ class Updater:
         self._tables: dict[int, tuple[Sequence[int], Container[str], Sequence[UpdateTable] | None]] = {}
         kinds = optimizers["ram"].state_kinds(weight_is_split(graph))
         self._states = [kind.name for kind in kinds if kind.name != "weight"]
-        self.matrices: HostMatrices | DeviceMatrices | None = None
+        self.matrices: DeviceMatrices | None = None
         self._matrix_names: frozenset[str] = frozenset()
-        if isinstance(optimizer := optimizers["ram"], MatrixOptimizer):
+        if isinstance(optimizer := optimizers["ram"], MatrixOptimizer) and program.compute_tier != "ram":
             layouts = [layout for layout, _ in self.trained.values()]
             entries = (entry for layout in layouts for entry in layout.entries)
             self._matrix_names = frozenset(entry.name for entry in entries if optimizer.is_matrix_of(entry))
-            self.matrices = HostMatrices()
-            if program.compute_tier != "ram":
-                self.matrices = DeviceMatrices(model.device)
-                self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
+            self.matrices = DeviceMatrices(model.device)
+            self.matrices.make_room(optimizer, matrix_shapes(optimizer, layouts))
 
     def update(
         self,
@@ -177,7 +175,7 @@ class Updater:
             filled: parameters that got a gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
-        if isinstance(self.matrices, DeviceMatrices) and isinstance(optimizer, MatrixOptimizer):
+        if self.matrices is not None and isinstance(optimizer, MatrixOptimizer):
             update_by_matrix(optimizer, self.matrices, self._is_matrix, *own, update)
         else:
             optimizer.update(*own, update)

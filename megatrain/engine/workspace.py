@@ -236,16 +236,10 @@ class _CollectiveMemory:
             if tick.phase == "gather":
                 assert tick.serves is not None
                 self._gathered.setdefault((tick.serves, tick.visit), deque()).append(number)
-                yield from self._beside_a_gather(number)
             elif tick.phase == "exchange":
                 yield from self._of_an_exchange(number)
             elif tick.phase != "update":
                 yield from self._of_a_visit(number)
-
-    def _beside_a_gather(self, number: int) -> Iterator[Transient]:
-        """Yield what a gather receives from other hosts, for one shard at a time."""
-        shards = [self._program.gathered_bytes(key) for key, _ in self._program.ticks[number].held]
-        yield Transient.of_tick("received weights", self._lanes.shards_gathered_beside() * max(shards), number)
 
     def _of_a_visit(self, number: int) -> Iterator[Transient]:
         tick = self._program.ticks[number]
@@ -266,11 +260,10 @@ class _CollectiveMemory:
         sums = self._full_bytes(number)
         open_sums = self._own_lanes.most_open_sums - self._num_sums
         yield Transient("open sums", sum(sums.values()) // self._num_sums * open_sums, (made, 0), (made, 0))
-        at_once = self._lanes.shards_exchanged_at_once(self._shards.rank)
         last: dict[str, int] = {}  # the turn of a layout's last part
         for turn, block in enumerate(self._exchanged(number)):
             last[block.whole] = turn
-            nbytes = at_once * _FP32_BYTES * block.num_elements
+            nbytes = self._lanes.num_sums * _FP32_BYTES * block.num_elements
             yield Transient("received sums", nbytes, (number, 2 * turn + 1), (number, 2 * turn + 1))
         for whole, turn in last.items():
             until = (self._next_visit(number), _END) if self._sends_beside else (number, 2 * turn + 1)
@@ -285,22 +278,20 @@ class _CollectiveMemory:
     def _of_parts(self, number: int, turn: int, group: Group) -> Iterator[Transient]:
         """Yield what parts of a weight and its gradient take that are gathered and exchanged together within a tick."""
         using, exchanging = (number, 2 * turn + 1), (number, 2 * turn + 2)  # the weight goes before the exchange
-        beside = open_sums = 0
+        open_sums = 0
         for key, mode in group:
             block = self._program.contents(number, key)
             if self._program.is_gathered(key):
                 nbytes = self._program.gathered_bytes(key)
                 yield Transient("full copy of a part", self._shards.size * nbytes, using, using)
-                beside = self._lanes.shards_gathered_beside() * nbytes
             elif block.kind == "gradients" and mode != "r":
                 num_sums = len(self._own_lanes.subtrees)
                 nbytes = _FP32_BYTES * self._shards.size * block.num_elements
                 yield Transient("sums of a part", num_sums * nbytes, using, exchanging)
                 open_sums += (self._own_lanes.most_open_sums - num_sums) * nbytes
-                received = self._lanes.shards_exchanged_at_once(self._shards.rank) * _FP32_BYTES * block.num_elements
+                received = self._lanes.num_sums * _FP32_BYTES * block.num_elements
                 yield Transient("received sums", received, exchanging, exchanging)
-        # The weight is gathered before anything is added up.
-        yield Transient("received weights, or open sums", max(beside, open_sums), using, using)
+        yield Transient("open sums", open_sums, using, using)
 
     def _exchanged(self, number: int) -> list[BlockPlan]:
         return [self._program.contents(number, group[0][0]) for group in self._program.ticks[number].passing]

@@ -171,7 +171,7 @@ def swap_average(weight: Tensor, low: Tensor | None, average: Tensor) -> None:
 
 
 class MatrixWeightAverage(WeightAverage):
-    """The same of an optimizer whose matrices several ranks share; see `megatrain.optim.base.MatrixOptimizer`."""
+    """The same for an optimizer of whole matrices; see `megatrain.optim.base.MatrixOptimizer`."""
 
     inner: MatrixOptimizer
 

@@ -199,7 +199,7 @@ class Optimizer(Protocol):
 
 @runtime_checkable
 class MatrixOptimizer(Optimizer, Protocol):
-    """An optimizer of which one step alone needs whole matrices: several ranks, which share them, can make its updates.
+    """An optimizer that makes matrices orthogonal one at a time, so that a device can do it for updates in RAM.
 
     `update` is these three, one after the other. State is like the weight, or in `elements_of` one element for each
     of what is no matrix.
@@ -225,7 +225,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         """Update the moments of matrices, and write the direction in which each element is to move; see `update`.
 
         Args:
-            blocks: Of one rank, whose segments may begin and end inside of a parameter.
+            blocks: Those of `update`, or their elements of one matrix.
             gradient: As long as the weight block.
             segments: Ranges to update.
             update: Numbers of the step.
@@ -250,7 +250,7 @@ class MatrixOptimizer(Optimizer, Protocol):
         ...
 
     def orthogonalize_flops(self, rows: int, columns: int, name: str = "") -> int:
-        """Return the operations that this takes: ranks share matrices by it, and the plan predicts its time."""
+        """Return the operations that this takes; the plan predicts its time from them."""
         ...
 
     def apply_directions(

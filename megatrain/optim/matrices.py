@@ -71,10 +71,6 @@ class Matrices(Protocol):
         """
         ...
 
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Make matrices of the host, of parameters with these names, orthogonal where they lie: contiguous, in bf16."""
-        ...
-
 
 class HostMatrices:
     """Makes matrices orthogonal on the processor; see `Matrices`. May be used by several threads."""
@@ -95,12 +91,6 @@ class HostMatrices:
             fill(number, own)
             optimizer.orthogonalize(own.view(shape), room, names[number])
             use(number, own)
-
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
-        """See `Matrices.make_in_place`."""
-        room = torch.empty(_room_bytes(optimizer, list(map(_shape_of, matrices))), dtype=torch.uint8)
-        for matrix, name in zip(matrices, names, strict=True):
-            optimizer.orthogonalize(matrix, room, name)
 
 
 class DeviceMatrices:
@@ -166,18 +156,6 @@ class DeviceMatrices:
                     use_first()
             while under_way:
                 use_first()
-
-    def make_in_place(self, optimizer: MatrixOptimizer, matrices: Sequence[Tensor], names: Sequence[str]) -> None:
-        """See `Matrices.make_in_place`."""
-        flat = [matrix.view(-1) for matrix in matrices]
-
-        def fill(number: int, own: Tensor) -> None:
-            own.copy_(flat[number])
-
-        def use(number: int, own: Tensor) -> None:
-            flat[number].copy_(own)
-
-        self.make_each(optimizer, list(map(_shape_of, matrices)), fill, use, names)
 
     def _queue(self, optimizer: MatrixOptimizer, own: Tensor, shape: Shape, name: str) -> Sequence[_Mark]:
         """Send a matrix there, make it orthogonal, and fetch it; return the marks around each copy."""
@@ -300,10 +278,6 @@ def device_bytes(optimizer: MatrixOptimizer, device: torch.device, shapes: Colle
         return 0
     own = DIRECTION_BYTES * _most_elements(shapes) + _room_bytes(optimizer, shapes)
     return own + (_CUBLAS_BYTES if device.type == "cuda" else 0)
-
-
-def _shape_of(matrix: Tensor) -> Shape:
-    return _last_two(matrix.shape)
 
 
 def _last_two(shape: Sequence[int]) -> Shape:

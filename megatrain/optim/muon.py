@@ -86,9 +86,9 @@ class Muon:
 
     A parameter of more than two dimensions is a batch of matrices, as experts are stacked: each is made orthogonal
     alone. So is each logical matrix of a parameter that fuses several, with the factor of its own shape. An update
-    needs whole matrices, so layouts that have some are not cut. Products are torch's, on the device that computes the
-    model, wherever the blocks have their home (`megatrain.optim.matrices`): then their bits are the same. All else is
-    element by element, so several ranks make it where their shards are (`megatrain.optim.base.MatrixOptimizer`).
+    needs whole matrices, so layouts that have some are not cut, and several ranks cannot use it. Products are torch's,
+    on the device that computes the model, wherever the blocks have their home (`megatrain.optim.matrices`): then their
+    bits are the same. All else is element by element.
 
     Args:
         adamw: Updates the parameters that are no such matrices.

@@ -241,11 +241,8 @@ def matrix_flops(plan: Plan) -> dict[int, int]:
         return {}
     found: dict[int, int] = {}
     for index in {tick.visit for tick in plan.updates}:
-        if (dealt := plan.program.updates.dealt.get(index)) is not None:
-            shapes = [(matrix.rows, matrix.columns, 1, matrix.name) for matrix in dealt.own]
-        else:
-            entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
-            shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
+        entries = [entry for entry in layouts[index].entries if optimizer.is_matrix_of(entry)]
+        shapes = [(e.shape[-2], e.shape[-1], math.prod(e.shape[:-2]), e.name) for e in entries]
         found[index] = sum(optimizer.orthogonalize_flops(r, c, name) * count for r, c, count, name in shapes)
     return found
 

@@ -272,6 +272,13 @@ def check_ranks(run: RunSpec) -> None:
         advice = f"Start at most {_processes(run.num_lanes)}, or begin a new run with more lanes"
         raise ConfigError("the config", [Problem("training.gradient_lanes", message, advice)])
     problems: list[Problem] = []
+    if 1 < world.num_hosts < world.size:
+        message = (
+            f"{world.num_hosts} hosts with {world.local_size} processes each: a world with several hosts and several "
+            "processes on each is refused until two real hosts have trained in it"
+        )
+        advice = "Start one process on each host, or all processes on one host"
+        problems.append(Problem("distributed.processes", message, advice))
     if not _has_work_for_all(world.size, run.num_lanes, num_micro_batches):
         problems.append(_too_few_micro_batches(run))
     if run.batch.order != "layer":
@@ -283,10 +290,11 @@ def check_ranks(run: RunSpec) -> None:
     optimizer = make_optimizer(run.optimizer)
     kinds = optimizer.state_kinds(run.dtype.itemsize == 2)
     needs_whole = any(kind.elements_of is not None or kind.needs_whole for kind in kinds)
-    if needs_whole and not isinstance(optimizer, MatrixOptimizer):
+    if needs_whole or isinstance(optimizer, MatrixOptimizer):
         what = f'optimizer.optim = "{run.optimizer.optim}" needs whole matrices'
         message = f"{what}, and {several} each has a part of every one"
-        problems.append(Problem("optimizer.optim", message, "Write one that does not, as adamw or muon"))
+        advice = "Start one process, which also continues a checkpoint of several, or write an optimizer such as adamw"
+        problems.append(Problem("optimizer.optim", message, advice))
     if problems:
         raise ConfigError("the config", problems)
 
@@ -863,18 +871,13 @@ def _vocabulary(graph: ModelGraph) -> frozenset[str]:
 
 
 def _update_workspace_bytes(subject: _Subject, program: StepProgram) -> dict[str, int]:
-    """Return what updates take beside their blocks, by tier: where the optimizer says so, or ranks share matrices."""
+    """Return the bytes that updates take beside their blocks, by tier, where the optimizer reports some."""
     optimizer, layouts = subject.optimizer, [each for each in subject.graph.layouts.values() if each.trainable]
     taken: dict[str, int] = {}
     if isinstance(optimizer, MatrixOptimizer) and subject.compute_tier != "ram":
         shapes = matrix_shapes(optimizer, layouts)
         nbytes = device_bytes(optimizer, subject.run.traced_on, shapes)
         taken = {"ram": host_bytes(shapes) + optimizer.piece_bytes, subject.compute_tier: round_up(nbytes, PAGE_BYTES)}
-    if program.updates.dealt:
-        assert isinstance(optimizer, MatrixOptimizer), optimizer
-        pieces = 0 if taken else optimizer.piece_bytes
-        most = max(dealt.workspace_bytes for dealt in program.updates.dealt.values())
-        taken["ram"] = round_up(taken.get("ram", 0) + most + pieces, PAGE_BYTES)
     bytes_of = getattr(optimizer, "workspace_bytes", None)
     if taken or bytes_of is None:
         return taken

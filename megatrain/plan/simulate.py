@@ -40,8 +40,7 @@ class SimulatedRates:
         gpu_update_params_per_s: Rate of the one on a GPU; None: what takes a GPU's place is the host.
         products_flops_per_s: Rate of products on a GPU that make matrices orthogonal for updates on the host; None:
             there are none, or they are part of ``update_params_per_s``.
-        peer_bytes_per_s: each direction between the ranks of a host.
-        network_bytes_per_s: each direction between hosts, for each rank.
+        peer_bytes_per_s: Each direction between this rank and the others, on its host or on other hosts.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
         seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
@@ -56,7 +55,6 @@ class SimulatedRates:
     products_flops_per_s: float | None = None
     folder_bytes_per_s: float = 1e12
     peer_bytes_per_s: float = 1e12
-    network_bytes_per_s: float = 1e12
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -81,8 +79,9 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if on_gpu and "gpu optimizer" in seconds else None,
         products_flops_per_s=products / seconds["gpu optimizer"] if products and "gpu optimizer" in seconds else None,
         bus_bytes_per_s=on_bus,
-        peer_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if PEER in link), 1e12),
-        network_bytes_per_s=next((traffic[link] / seconds[link] for link in seconds if NETWORK in link), 1e12),
+        peer_bytes_per_s=next(
+            (traffic[link] / seconds[link] for link in seconds if PEER in link or NETWORK in link), 1e12
+        ),
         computing_s_per_nvme_byte=estimate.computing_s_per_nvme_byte,
         seconds_per_nvme_copy=estimate.seconds_per_nvme_copy,
     )
@@ -234,13 +233,10 @@ class _Replay:
         self._move_between_ranks(op)
 
     def _move_between_ranks(self, op: Op) -> None:
-        # One after the other: what comes from other hosts is passed on to the ranks of this one.
-        on_host, across = (
-            max([0, *(nbytes for link, nbytes in op.beside.items() if at in link)]) for at in (PEER, NETWORK)
-        )
-        if not on_host and not across:
+        nbytes = max([0, *(nbytes for link, nbytes in op.beside.items() if PEER in link or NETWORK in link)])
+        if not nbytes:
             return
-        moving_s = on_host / self._rates.peer_bytes_per_s + across / self._rates.network_bytes_per_s
+        moving_s = nbytes / self._rates.peer_bytes_per_s
         self._peer_free_s = max(self._peer_free_s, self.clock.now_s) + moving_s
         if op.phase == "gather":
             assert op.serves is not None

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatrain.base.drive_readme import write_readme
-from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.machine import disk_usage, file_system_number, own_drive_bytes
@@ -135,7 +134,6 @@ def make_tiers(
             alignment = budget.slot_bytes(1)
             tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
         elif name == plan.program.compute_tier and plan.device.type == "cuda":
-            _check_one_memory(plan)
             tiers.append(UnifiedTier(budget.capacity_bytes, device=str(plan.device)))
         elif name == "ram":
             tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
@@ -160,17 +158,6 @@ def make_tiers(
                 )
             )
     return tiers
-
-
-def _check_one_memory(plan: Plan) -> None:
-    """Refuse ranks that share matrices: these are made orthogonal in memory of the host, and of a GPU of its own."""
-    if plan.program.updates.dealt:
-        message = (
-            f'optimizer.optim = "{plan.run.optimizer.optim}": several processes share its matrices, which is not '
-            "written for machines where GPU and RAM are one memory"
-        )
-        advice = "Give [tiers.gpu] a size, which makes them two, start one process, or take an optimizer such as adamw"
-        raise ConfigError("the config", [Problem("optimizer.optim", message, advice)])
 
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:

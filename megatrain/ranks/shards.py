@@ -87,7 +87,7 @@ class RankLanes:
     Attributes:
         count: lanes of a step, at least one for each rank.
         size: number of ranks.
-        num_hosts: all have as many ranks, with numbers that follow each other.
+        num_hosts: 1, or one host for each rank; `plan.planner.check_ranks` refuses anything else.
     """
 
     count: int = 1
@@ -106,39 +106,6 @@ class RankLanes:
     def num_sums(self) -> int:
         """Sums of all ranks together."""
         return sum(len(self.sums_of_rank(rank)) for rank in range(self.size))
-
-    @property
-    def per_host(self) -> int:
-        """Ranks of each host."""
-        return self.size // self.num_hosts
-
-    @property
-    def has_two_levels(self) -> bool:
-        """Whether bytes move between the ranks of a host, and between hosts, in collectives of their own."""
-        return 1 < self.num_hosts < self.size
-
-    def ranks_of_host(self, host: int) -> range:
-        """Return the ranks of a host."""
-        return range(host * self.per_host, (host + 1) * self.per_host)
-
-    def sums_of_host(self, host: int) -> list[tuple[int, int]]:
-        """Return the ranges of lanes that the ranks of a host add up among themselves, in order."""
-        ranks = self.ranks_of_host(host)
-        lanes = [lanes_of_rank(rank, self.size, self.count) for rank in (ranks[0], ranks[-1])]
-        return subtrees(0, self.count, lanes[0].start, lanes[1].stop)
-
-    def shards_gathered_beside(self) -> int:
-        """Return how many shards a gather holds beside the full copy: those that come from other hosts."""
-        return self.num_hosts if self.has_two_levels else 0
-
-    def shards_exchanged_at_once(self, rank: int) -> int:
-        """Return how many shards in fp32 an exchange holds at once: what is received, and what a host sends on."""
-        if not self.has_two_levels:
-            return self.num_sums
-        host = rank // self.per_host
-        on_host = sum(len(self.sums_of_rank(each)) for each in self.ranks_of_host(host))
-        between = sum(len(self.sums_of_host(each)) for each in range(self.num_hosts))
-        return len(self.sums_of_host(host)) * self.num_hosts + max(on_host, between)
 
     def micro_batches_of_rank(self, rank: int, num_micro_batches: int) -> range:
         """Return the micro-batches of a step that a rank computes."""

@@ -11,13 +11,12 @@ import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 __all__ = [
     "CONNECT_TIMEOUT_S",
@@ -26,7 +25,6 @@ __all__ = [
     "WorldError",
     "connect",
     "destroy",
-    "groups_of_hosts",
     "init",
     "init_by_file",
     "meeting_point",
@@ -308,28 +306,6 @@ def init_by_file(world: World, device: torch.device, path: Path, bus: str = "") 
     init(world, device, FileStore(str(path), world.size), bus)
 
 
-@cache
-def groups_of_hosts(per_host: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Return the group of this host's ranks, and that of the ranks with this one's number on their hosts.
-
-    All ranks of the default group call it, once: the groups are kept, as each has connections of its own.
-
-    Args:
-        per_host: ranks of each host.
-    """
-    import torch.distributed as dist
-
-    ranks, own = range(dist.get_world_size()), dist.get_rank()
-    hosts = [list(ranks[first : first + per_host]) for first in ranks[::per_host]]
-    found: list[ProcessGroup] = []
-    for members in (*hosts, *map(list, zip(*hosts, strict=True))):  # every rank makes all of them, in this order
-        group = dist.new_group(members, timeout=_GROUP_TIMEOUT)
-        if own in members:
-            found.append(group)
-    on_host, across_hosts = found
-    return on_host, across_hosts
-
-
 def destroy() -> None:
     """Leave the group, where this process joined one.
 
@@ -338,6 +314,5 @@ def destroy() -> None:
     """
     import torch.distributed as dist
 
-    groups_of_hosts.cache_clear()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

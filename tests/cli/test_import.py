@@ -156,7 +156,7 @@ def test_a_command_line(
     assert config.model.model_name_or_path == "org/m"
     assert (config.training.gradient_accumulation_steps, config.distributed.processes) == (steps, processes)
     if "--nnodes" in words:
-        assert "torchrun --nnodes 2 --nproc-per-node 4 ... -m megatrain run CONFIG" in result.stderr
+        assert "torchrun --nnodes 2 --nproc-per-node 1 ... -m megatrain run CONFIG" in result.stderr
 
 
 def test_an_unknown_number_of_processes_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

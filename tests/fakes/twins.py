@@ -18,23 +18,19 @@ class Twins:
 
     Args:
         size: number of ranks.
-        num_hosts: that they are on.
     """
 
     rank = 0
 
-    def __init__(self, size: int, num_hosts: int = 1) -> None:
+    def __init__(self, size: int) -> None:
         self.size, self.moved_bytes = size, Counter[str]()
-        has_two_levels = 1 < num_hosts < size
-        self.on_host = Twins(size // num_hosts) if has_two_levels else None
-        self.across_hosts = Twins(num_hosts) if has_two_levels else None
 
     @classmethod
     def of(cls, world: World) -> Any:
         """Return what stands for the class ``Collectives`` in a world."""
-        return lambda tier, num_hosts: cls(world.size, num_hosts)
+        return lambda tier, num_hosts: cls(world.size)
 
-    def gather(self, full: Tensor, share: Tensor, *, beside: Tensor, is_async: bool = False) -> None:
+    def gather(self, full: Tensor, share: Tensor, *, is_async: bool = False) -> None:
         for row in full.view(self.size, -1)[1:]:
             row.copy_(share)
 

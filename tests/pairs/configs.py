@@ -13,7 +13,7 @@ from pairs.places import LENGTH, Place
 NUM_STEPS, NUM_MICRO_BATCHES, MICRO_BATCH_ROWS = 4, 4, 2
 ROWS_PER_STEP = NUM_MICRO_BATCHES * MICRO_BATCH_ROWS
 LEARNING_RATE = 1e-3
-WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2x2ranks": (4, 2)}
+WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
 #: Of a tier that has room for all there is, and of one that is to be as small as the plan allows.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")

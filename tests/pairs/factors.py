@@ -19,7 +19,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "cut": ("whole", "parts", "experts", "mlp_rows"),
     "packing": ("rows", "packed", "concat"),
     "images": ("text", "frozen", "trained"),
-    "ranks": ("alone", "2ranks", "2x2ranks"),
+    "ranks": ("alone", "2ranks", "2hosts"),
     "lanes": ("open", "1lane", "4lanes"),
     "clip": ("global", "layer", "none"),
     "checkpoints": ("unsaved", "resumed", "moved", "copied", "away"),
@@ -71,7 +71,7 @@ PREFERENCES = ("dpo", "kto", "orpo")
 IMAGES = ("frozen", "trained")
 ON_CPU = ("ram", "least", "drive", "emulated")
 IN_SOFTWARE = ("cuda", "one_memory")
-SEVERAL = ("2ranks", "2x2ranks")
+SEVERAL = ("2ranks", "2hosts")
 TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")
 
 #: The one table of what the product refuses, with its words, and of what cannot be had.
@@ -112,7 +112,7 @@ EXCLUSIONS: tuple[Exclusion, ...] = (
     refused("needs whole layers, or whole matrices", cut="experts", optimizer=("adafactor", "muon")),
     refused("needs whole layers, or whole matrices", cut="experts", clip="layer"),
     # ranks
-    refused("needs whole matrices, and with", optimizer="adafactor", ranks=SEVERAL),
+    refused("needs whole matrices, and with", optimizer=("adafactor", "muon"), ranks=SEVERAL),
     refused("there must be as many lanes at least", lanes="1lane", ranks=SEVERAL),
     refused("all micro-batches of a layer run before the next", order="by_micro_batch", ranks=SEVERAL),
     absent(

@@ -69,7 +69,6 @@ class RankResult:
     planned: dict[str, int] = field(default_factory=dict)
     tiers: dict[str, tuple[int, int]] = field(default_factory=dict)
     window: tuple[int, int] = (0, 0)
-    update_window: tuple[int, int] = (0, 0)
     gathers_ahead: int = 0
     passes: bool = False
     evaluations: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -200,9 +199,6 @@ def train(
             result.moved[link] = result.moved.get(link, 0) + nbytes
         if not world.is_single:
             result.window = engine.window_bytes, peak_bytes(collective_transients(plan.graph, plan.program))
-            planned = [dealt.workspace_bytes for dealt in plan.program.updates.dealt.values()]
-            result.update_window = engine.update_window_bytes, max(planned, default=0)
-            assert plan.placement.workspace_bytes["ram"] >= result.update_window[1], "the plan has no room for updates"
         result.planned = plan.placement.run_traffic_bytes(num_steps)
         assert moved.prefetch_wasted == 0 and moved.schedule_misses == 0, moved
         _evaluate(trainer, opened, num_steps, result)

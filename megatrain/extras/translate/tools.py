@@ -608,13 +608,11 @@ def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
     optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")
     if task is not None and task.value == "dpo":
         draft.lose(key, "preferences are trained by one process here", number)
-    elif optim is not None and optim.value == "adafactor":  # one process must have whole matrices
+    elif optim is not None and optim.value in ("adafactor", "muon"):  # one process must have whole matrices
         draft.lose(key, f"{optim.value} is of one process here", number)
     elif num_hosts > 1:
-        why = (
-            f"each machine starts its own: torchrun --nnodes {num_hosts} --nproc-per-node {max(1, number // num_hosts)}"
-        )
-        draft.lose(key, f"{why} ... -m megatrain run CONFIG", number)
+        start = f"torchrun --nnodes {num_hosts} --nproc-per-node 1 ... -m megatrain run CONFIG"
+        draft.lose(key, f"each machine starts one process here: {start}; or start all processes on one machine", number)
     else:
         draft.put(key, number, note="one for each GPU of this machine; 1: the same rows on one")
 

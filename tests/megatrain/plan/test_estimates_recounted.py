@@ -25,7 +25,7 @@ from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import config_text, write_tiny_model
 
-WORLDS = {"one process": (1, 1), "2 processes": (2, 1), "4 processes": (4, 1), "2 x 2 processes": (4, 2)}
+WORLDS = {"one process": (1, 1), "2 processes": (2, 1), "4 processes": (4, 1), "2 hosts": (2, 2)}
 PATHS = {
     "one path": ("a",),
     "two paths on a drive": ("a", "a/b"),

@@ -61,19 +61,22 @@ def test_a_rank_has_its_share_of_blocks_and_of_the_host(config: Path) -> None:
     assert ranked.traffic["ram->ranks"] == ranked.traffic["ranks->ram"] == 4 * (gathered + exchanged)
 
 
-def test_a_network_carries_each_byte_once(config: Path) -> None:
-    plan = plan_of(config, 4, num_hosts=2)
-    elements = {key: block.num_elements for key, block in plan.program.blocks.items() if block.kind == "weights"}
-    once = sum(elements.values()) + elements["model.embed_tokens/weight"]
-    moved = 4 * (once + sum(elements.values()) + once)  # weights for two passes, and gradients, of one share
-    assert plan.traffic["ram->hosts"] == plan.traffic["hosts->ram"] == moved  # of the rank on the other host
-    assert plan.traffic["ram->ranks"] == plan.traffic["ranks->ram"] == 2 * moved  # and passed on within this one
-    assert plan.budgets["ram"] == plan_of(config, 2).budgets["ram"]  # a host gives it to two processes
-    one_each = plan_of(config, 2, num_hosts=2)
-    assert "ram->ranks" not in one_each.traffic
-    assert one_each.traffic["ram->hosts"] == plan_of(config, 2).traffic["ram->ranks"]
-    slow = simulate_step(plan, TOKENS, replace(rates(1e15), network_bytes_per_s=moved / 10))
+def test_one_process_on_each_host_moves_all_of_it_over_the_network(config: Path) -> None:
+    plan, here = plan_of(config, 2, num_hosts=2), plan_of(config, 2)
+    assert "ram->ranks" not in plan.traffic
+    moved = plan.traffic["ram->hosts"]
+    assert moved == plan.traffic["hosts->ram"] == here.traffic["ram->ranks"] > 0
+    assert plan.budgets["ram"] == 2 * here.budgets["ram"]  # each process has the RAM of its host
+    slow = simulate_step(plan, TOKENS, rates(moved / 10))
     assert slow.step_s >= 10 and slow.stall_s["ranks"] > 5
+
+
+def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) -> None:
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--hosts", "2"])
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert "2 hosts with 2 processes each" in said and "until two real hosts have trained in it" in said
+    assert "Start one process on each host, or all processes on one host" in said
 
 
 def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path) -> None:
@@ -161,9 +164,9 @@ def test_the_command_plans_for_processes_that_are_not_there(config: Path) -> Non
     assert result.exit_code == 0, result.output
     assert "this is one of 4 processes; the 4 on this host together take ram" in result.output
     assert "ram->ranks" in result.output
-    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "2", "--hosts", "2"])
+    result = CliRunner().invoke(command_group(), ["plan", str(config), "--processes", "1", "--hosts", "2"])
     assert result.exit_code == 0, result.output
-    assert "this is one of 4 processes; the 2 on each of 2 hosts together take ram" in result.output
+    assert "this is one of 2 processes; the 1 on each of 2 hosts together take ram" in result.output
     assert "ram->hosts" in result.output
     words = ["plan", str(config), "--set", "distributed.processes=4"]
     assert "this is one of 4 processes" in CliRunner().invoke(command_group(), words).output

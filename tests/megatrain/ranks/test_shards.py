@@ -40,30 +40,20 @@ def test_one_rank_owns_everything_without_padding(length: int) -> None:
     assert RankShards().are_whole and RankShards().owned(part) == part and RankShards().num_elements(part) == length
 
 
-@given(num_hosts=st.integers(1, 5), per_host=st.integers(1, 5), more=st.integers(0, 9))
-def test_a_host_adds_up_whole_nodes_of_the_tree(num_hosts: int, per_host: int, more: int) -> None:
-    size = num_hosts * per_host
-    lanes = RankLanes(size + more, size, num_hosts)
-    numbers = {(lane, lane + 1): str(lane) for lane in range(lanes.count)}
-
-    def added(first: int, stop: int, sums: dict[tuple[int, int], str]) -> str:
-        return total(first, stop, sums, lambda one, other: f"({one}+{other})")
-
-    of_ranks = [{node: added(*node, numbers) for node in lanes.sums_of_rank(rank)} for rank in range(size)]
-    of_hosts: dict[tuple[int, int], str] = {}
-    for host in range(num_hosts):
-        found = {node: text for rank in lanes.ranks_of_host(host) for node, text in of_ranks[rank].items()}
-        of_hosts.update({node: added(*node, found) for node in lanes.sums_of_host(host)})
-        # Never more than the ranks of the host would send without it.
-        assert len(lanes.sums_of_host(host)) <= len(found)
-    assert added(0, lanes.count, of_hosts) == added(0, lanes.count, numbers)
-
-
 @given(size=st.integers(1, 8), more=st.integers(0, 8), num_micro_batches=st.integers(1, 40))
 def test_lanes_and_micro_batches_of_ranks(size: int, more: int, num_micro_batches: int) -> None:
     lanes = RankLanes(size + more, size)
     sums = [each for rank in range(size) for each in lanes.sums_of_rank(rank)]
     assert len(sums) == lanes.num_sums
     assert [lane for first, stop in sums for lane in range(first, stop)] == list(range(size + more))
+
+    def added(of_nodes: dict[tuple[int, int], str]) -> str:
+        return total(0, lanes.count, of_nodes, lambda one, other: f"({one}+{other})")
+
+    numbers = {(lane, lane + 1): str(lane) for lane in range(lanes.count)}
+    of_sums = {
+        (first, stop): total(first, stop, numbers, lambda one, other: f"({one}+{other})") for first, stop in sums
+    }
+    assert added(of_sums) == added(numbers), "each rank's sums are whole nodes of the tree"
     own = [number for rank in range(size) for number in lanes.micro_batches_of_rank(rank, num_micro_batches)]
     assert own == list(range(num_micro_batches))
