@@ -80,9 +80,7 @@ class PlannedModel:
         return self.num_hosts * self.per_host
 
 
-PLANNED = (
-    PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_536), is_compared=True),
-)
+PLANNED = (PlannedModel("Llama-3.1-70B", 1, 8, (4096, 8192, 16_384, 32_768, 65_536), is_compared=True),)
 
 
 def main() -> int:
