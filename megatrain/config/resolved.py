@@ -10,10 +10,10 @@ import contextlib
 import os
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -31,6 +31,7 @@ from megatrain.config.keys import (
     parse_path,
     plain,
     schema_key,
+    used_if,
 )
 from megatrain.config.keys import Path as KeyPath
 from megatrain.config.load import LoadedConfig, load_config
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
 
 DEFAULT = "default"
 _NEWER = "A newer version of megatrain-tier wrote it: upgrade"
+#: Keys whose "auto" a run decides, by dotted key: the behavior of versions before the key existed.
+DECIDED_BY_RUNS: Mapping[str, Any] = {
+    "training.gradient_lanes": 1,
+    "optimizer.muon_fused": "whole",
+    "model.use_liger_kernel": False,
+    "model.flash_attention": "FA2",
+}
 
 
 # Written and read
@@ -249,20 +257,13 @@ def changes_from(config_toml: str, now: RunConfig) -> ConfigChanges:
 
     Args:
         config_toml: the checkpoint's, as :func:`to_toml` wrote it.
-        now: the config of the run; its "auto" for ``training.gradient_lanes``, ``optimizer.muon_fused``,
-            ``model.use_liger_kernel`` and ``model.flash_attention`` is what the checkpoint has.
+        now: Config of the run; for keys of `DECIDED_BY_RUNS`, "auto" stands for the value in the checkpoint.
 
     Raises:
         ConfigError: the checkpoint's config has keys or values that this version does not know.
     """
-    # Before there were the keys, there was one lane, fused parameters were whole matrices, and no kernels were liger's.
-    before = with_fused(with_lanes(config_from_toml(config_toml), 1), "whole")
-    before = with_flash(with_liger(before, uses_liger=False), "FA2")
-    lanes, fused = before.training.gradient_lanes, before.optimizer.muon_fused
-    assert lanes != "auto"
-    now = with_liger(now, uses_liger=before.model.use_liger_kernel is True)
-    now = with_flash(now, before.model.flash_attention)
-    return compare(before, with_fused(with_lanes(now, lanes), fused))
+    before = with_decided(config_from_toml(config_toml), DECIDED_BY_RUNS)
+    return compare(before, with_decided(now, {key: _value(before, key) for key in DECIDED_BY_RUNS}))
 
 
 def _has_effect(key: str, config: RunConfig) -> bool:
@@ -358,43 +359,42 @@ def load_run(path: Path) -> RunConfig:
 # With another value
 
 
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a config with other values of some keys, which are not validated.
+
+    Args:
+        config: Config to start from.
+        values: Value by dotted key, such as ``"model.revision"``.
+    """
+    for key, value in values.items():
+        table, _, leaf = key.partition(".")
+        if _value(config, key) != value:  # else the key keeps whether the user has set it
+            changed = getattr(config, table).model_copy(update={leaf: value})
+            config = config.model_copy(update={table: changed})
+    return config
+
+
+def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return a config with a run's choices in place of "auto"; keys with another value, or without effect, keep it.
+
+    Args:
+        config: Config to start from.
+        values: Value by key, for keys of `DECIDED_BY_RUNS`.
+    """
+    return with_values(config, {key: value for key, value in values.items() if _is_open(config, key)})
+
+
 def with_commit(config: RunConfig, hub: HubModel | None) -> RunConfig:
-    """Return a config that names the commit of its model on the hub, or the config itself where it names a folder."""
-    if hub is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"revision": hub.commit})})
+    """Return a config that names the commit of its model on the hub. None if the model is a folder."""
+    return config if hub is None else with_values(config, {"model.revision": hub.commit})
 
 
-def with_lanes(config: RunConfig, num_lanes: int) -> RunConfig:
-    """Return a config with a number in place of "auto" for ``training.gradient_lanes``, or the config itself."""
-    if config.training.gradient_lanes != "auto":
-        return config
-    return config.model_copy(update={"training": config.training.model_copy(update={"gradient_lanes": num_lanes})})
+def _is_open(config: RunConfig, key: str) -> bool:
+    """Return whether a run decides the value of a key."""
+    has_effect = all(_value(config, other) in values for other, values in used_if(key).items())
+    return has_effect and bool(_value(config, key) == "auto")
 
 
-def with_fused(config: RunConfig, rule: Literal["auto", "parts", "whole"]) -> RunConfig:
-    """Return a config with a rule in place of "auto" for ``optimizer.muon_fused``, or the config itself."""
-    if config.optimizer.optim != "muon" or config.optimizer.muon_fused != "auto":
-        return config
-    return config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"muon_fused": rule})})
-
-
-def with_liger(config: RunConfig, *, uses_liger: bool) -> RunConfig:
-    """Return a config with a choice in place of "auto" for ``model.use_liger_kernel``, or the config itself."""
-    if config.model.use_liger_kernel != "auto":
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"use_liger_kernel": uses_liger})})
-
-
-def with_flash(config: RunConfig, kernels: str) -> RunConfig:
-    """Return a config with a choice in place of "auto" for ``model.flash_attention``, or the config itself."""
-    if config.model.flash_attention != "auto":
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"flash_attention": kernels})})
-
-
-def with_packing(config: RunConfig, packing: bool | Literal["concat"]) -> RunConfig:
-    """Return a config with another ``data.packing``, or the config itself."""
-    if config.data.packing == packing:
-        return config
-    return config.model_copy(update={"data": config.data.model_copy(update={"packing": packing})})
+def _value(config: RunConfig, key: str) -> Any:
+    table, _, leaf = key.partition(".")
+    return getattr(getattr(config, table), leaf)

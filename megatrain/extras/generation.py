@@ -16,7 +16,7 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME, run_of_final, trained_model
 from megatrain.base.observer import RunObserver
 from megatrain.config.problems import find_ungenerable
-from megatrain.config.resolved import load_run, with_packing
+from megatrain.config.resolved import load_run, with_values
 from megatrain.config.schema import RunConfig
 from megatrain.converters.adapters import base_of_adapter
 from megatrain.engine.table import TrainingConfig
@@ -120,7 +120,7 @@ def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig
         together: prompts that share each fetch of a weight.
     """
     step = TrainingConfig(per_device_train_batch_size=rows, gradient_accumulation_steps=-(-together // rows))
-    return with_packing(config, False).model_copy(update={"task": "sft", "training": step})
+    return with_values(config, {"data.packing": False}).model_copy(update={"task": "sft", "training": step})
 
 
 def generate(

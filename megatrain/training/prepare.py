@@ -29,11 +29,8 @@ from megatrain.config.resolved import (
     is_by_contents,
     to_toml,
     with_commit,
-    with_flash,
-    with_fused,
-    with_lanes,
-    with_liger,
-    with_packing,
+    with_decided,
+    with_values,
 )
 from megatrain.converters.adapters import AdapterError, adapters_of
 from megatrain.data.rows_report import DataError, check_losses
@@ -142,9 +139,13 @@ class CheckResult:
 def with_choices(config: RunConfig, run: RunSpec) -> RunConfig:
     """Return a config with the choices that the plan of its run made where the config leaves them open."""
     fused = run.optimizer.muon_fused
-    config = with_fused(with_lanes(config, run.num_lanes), "parts" if fused == "auto" else fused)
-    config = with_flash(with_liger(config, uses_liger=run.uses_liger), run.flash)
-    return with_packing(config, run.data.table.packing)
+    choices = {
+        "training.gradient_lanes": run.num_lanes,
+        "optimizer.muon_fused": "parts" if fused == "auto" else fused,
+        "model.use_liger_kernel": run.uses_liger,
+        "model.flash_attention": run.flash,
+    }
+    return with_values(with_decided(config, choices), {"data.packing": run.data.table.packing})
 
 
 def plan_one_rank(config: RunConfig) -> Plan:
@@ -327,13 +328,11 @@ def refuse_early(config: RunConfig, *, allow_config_change: bool = False) -> Non
     before, now = config_from_toml(state.config_toml), config
     # What the config leaves to the model is compared once there is one.
     if "packing" not in config.data.model_fields_set:
-        now = with_packing(now, before.data.packing)
+        now = with_values(now, {"data.packing": before.data.packing})
     if config.model.revision is None:
-        model = now.model.model_copy(update={"revision": before.model.revision})
-        now = now.model_copy(update={"model": model})
+        now = with_values(now, {"model.revision": before.model.revision})
     # Which parameters its globs name only a model says.
-    decays = {"weight_decay_exclude": before.optimizer.weight_decay_exclude}
-    now = now.model_copy(update={"optimizer": now.optimizer.model_copy(update=decays)})
+    now = with_values(now, {"optimizer.weight_decay_exclude": before.optimizer.weight_decay_exclude})
     changes = changes_from(state.config_toml, now)
     device = machine.resolve_device(config.device)
     dtype = machine.resolve_compute_dtype(config.precision.compute_dtype, device)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.checkpoint.state import KeptRules
 from megatrain.config import load_config
-from megatrain.config.resolved import changes_from, to_toml, with_fused
+from megatrain.config.resolved import changes_from, to_toml, with_values
 from megatrain.training.resolve import resolve
 from megatrain.training.start import with_kept_rules
 from megatrain.training.trainer import Trainer
@@ -97,9 +97,9 @@ def test_a_resumed_run_keeps_its_rule(fused_model: Path, tmp_path: Path, monkeyp
     before = to_toml(config).replace('muon_fused = "auto"\n', "")
     assert "muon_fused" not in before
     assert not changes_from(before, config).altering
-    assert [str(each.key) for each in changes_from(before, with_fused(config, "parts")).altering] == [
-        "optimizer.muon_fused"
-    ]
+    assert [
+        str(each.key) for each in changes_from(before, with_values(config, {"optimizer.muon_fused": "parts"})).altering
+    ] == ["optimizer.muon_fused"]
     older = KeptRules.of_meta({"config_toml": '[optimizer]\noptim = "muon"'})
     monkeypatch.setattr("megatrain.training.start.rules_of_newest", lambda *_: older)
     assert with_kept_rules(resolve(config)).optimizer.muon_fused == "whole"
