@@ -167,7 +167,7 @@ def test_kept_graphs_are_timed_where_all_weights_share_their_memory(write: Write
     assert plan.kept_bytes
     ticks = measure_ticks(plan, budget_s=0.0, kind_bytes=0)
     assert len(ticks.seconds) == len(plan.program.ticks) and min(ticks.seconds) > 0
-    assert ticks.memory_bytes > plan.kept_bytes
+    assert plan.kept_bytes < ticks.memory_bytes <= plan.totals["ram"]
 
 
 def test_plans_that_compute_the_same_are_timed_once(write: Write) -> None:

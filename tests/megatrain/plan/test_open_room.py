@@ -62,7 +62,7 @@ def test_where_everything_fits_nothing_is_kept_open(tmp_path: Path) -> None:
 
 def test_a_tenth_stays_open_without_measurements(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "10MiB")
-    assert plan.totals["ram"] <= 0.9 * 10 * MiB
+    assert 0.85 * 10 * MiB < plan.totals["ram"] <= 0.9 * 10 * MiB
     assert plan.placement.homes == next(with_open_room(plan)).placement.homes
 
 
@@ -73,12 +73,12 @@ def test_with_measurements_no_share_is_faster(drive: float, tmp_path: Path, monk
     rates = measured_rates(plan)
     assert rates is not None
     steps_s = [simulate_step(other, 2 * 3 * 64, rates).step_s for other in with_open_room(plan)]
-    assert simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / planner.WORTHWHILE
+    assert min(steps_s) <= simulate_step(plan, 2 * 3 * 64, rates).step_s <= min(steps_s) / planner.WORTHWHILE
 
 
 def test_the_smallest_tier_that_works_still_works(tmp_path: Path) -> None:
     need = 5500 * 1024
-    assert make_plan(tmp_path, f"{need}B").totals["ram"] <= need
+    assert 0.9 * need < make_plan(tmp_path, f"{need}B").totals["ram"] <= need
 
 
 @pytest.mark.parametrize(("drive", "flops", "saves"), [(1e11, 1e9, True), (1e7, 1e13, False)])
@@ -119,4 +119,4 @@ def test_as_many_layers_save_results_as_have_room(
     allowed = [plan for plan in each if plan.traffic["ram->nvme"] <= 1.1 * none.traffic["ram->nvme"]]
     assert step_s(found) == min(map(step_s, allowed))
     assert len(found.program.recompute.saved_results) == num_layers == len(allowed) - 1
-    assert found.totals["ram"] <= found.budgets["ram"]
+    assert 0.8 * found.budgets["ram"] < found.totals["ram"] <= found.budgets["ram"]

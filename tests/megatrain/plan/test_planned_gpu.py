@@ -80,14 +80,14 @@ def test_nothing_is_counted_that_the_cpu_alone_needs(tmp_path: Path) -> None:
     here, there = work_of_phases(on_cpu), work_of_phases(on_gpu)
     for phase, work in there.items():
         assert work.product_flops == here[phase].product_flops, phase
-        assert work.moved_nbytes < here[phase].moved_nbytes, phase
+        assert here[phase].moved_nbytes / 10 < work.moved_nbytes < here[phase].moved_nbytes / 2, phase
     # A plan that begins with another one's model does not count what only the other's device does.
     assert work_of_phases(planned(tmp_path, "cpu-server-512gb", like=on_gpu)) == here
     assert planned(tmp_path, "rtx4090-128gb", like=on_gpu).trace is on_gpu.trace
     num_parts = on_gpu.trace.head_parts
-    assert products >= 7 * NUM_LAYERS  # and the head's
+    assert products == 7 * NUM_LAYERS + 2  # the head's as well
     # Of each part of the vocabulary: its logits twice, and the gradients of weight, rows and their sum.
-    assert num_parts > 1 and there["head"].launches <= 6 * num_parts + 20
+    assert num_parts == 16 and 5 * num_parts <= there["head"].launches <= 6 * num_parts + 20
 
 
 def test_a_trace_is_taken_for_micro_batches_of_its_shape_alone(tmp_path: Path) -> None:
@@ -117,8 +117,9 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
             assert (plan.run.flash, plan.flash_note) == (chosen, "")
             backward = {(flash, nbytes) for flash, is_backward, nbytes in counted if is_backward}
             assert {flash for flash, _, _ in counted} == {chosen}
-            # Gradients of 16 heads of 128 numbers in fp32, at least.
-            assert backward and min(nbytes for _, nbytes in backward) > LENGTH * 16 * 128 * 4
+            # Gradients of 16 heads of 128 numbers in fp32, at least, and of few calls.
+            least = LENGTH * 16 * 128 * 4
+            assert backward and least < min(nbytes for _, nbytes in backward) < 5 * least
     narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
     assert narrow.run.flash == "FA2" and "heads of 80 " in narrow.flash_note
     with pytest.raises(UnsupportedModelError, match="heads of 80 "):
@@ -137,9 +138,10 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
         other = work_of_phases(fused)[phase]
         assert (other.product_flops, other.attention_flops) == (work.product_flops, work.attention_flops), phase
         if phase != "head":
-            assert other.moved_nbytes < 0.6 * work.moved_nbytes and other.launches < 0.8 * work.launches, phase
+            assert 0.4 * work.moved_nbytes < other.moved_nbytes < 0.6 * work.moved_nbytes, phase
+            assert 0.5 * work.launches < other.launches < 0.8 * work.launches, phase
     layers = [(a, b) for a, b in zip(plain.trace.visits, fused.trace.visits, strict=True) if not a.is_head][1:]
-    assert all(with_kernels.backward_nbytes < eager.backward_nbytes for eager, with_kernels in layers)
+    assert all(0 < with_kernels.backward_nbytes < eager.backward_nbytes for eager, with_kernels in layers)
 
 
 def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp_path: Path) -> None:
@@ -152,12 +154,14 @@ def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp
 
     few_words = {"vocab_size": 16_384, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     by_layer, chosen = plan(48, 5, "layer", **few_words), plan(48, 5, **few_words)
-    assert chosen.run.batch.order == "micro_batch" and chosen.traffic["ram->gpu"] > 0
+    assert chosen.run.batch.order == "micro_batch"
+    assert chosen.traffic["ram->gpu"] == 2 * chosen.num_updated(on_gpu=False), "weights in bf16, from their updates"
     assert chosen.estimate is not None and by_layer.estimate is not None
     updates_s, compute_s = (chosen.estimate.seconds[name] for name in ("optimizer", "compute"))
     # Updates wait for the last micro-batch, and hide behind a forward of one: at most a third of its computing.
     assert compute_s + updates_s - compute_s / 48 / 3 < chosen.estimate.step_s < by_layer.estimate.step_s
-    assert flops_per_token(chosen) < flops_per_token(by_layer)
+    # A forward is a fourth of a step that computes everything again.
+    assert 0.75 * flops_per_token(by_layer) < flops_per_token(chosen) < flops_per_token(by_layer)
     # Of two micro-batches there is room for what both need; in a smaller tier weights would move for each.
     assert [plan(2, 6).run.batch.order, plan(16, 3).run.batch.order] == ["layer", "layer"]
 

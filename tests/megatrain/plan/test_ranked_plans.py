@@ -68,7 +68,7 @@ def test_one_process_on_each_host_moves_all_of_it_over_the_network(config: Path)
     assert moved == plan.traffic["hosts->ram"] == here.traffic["ram->ranks"] > 0
     assert plan.budgets["ram"] == 2 * here.budgets["ram"]  # each process has the RAM of its host
     slow = simulate_step(plan, TOKENS, rates(moved / 10))
-    assert slow.step_s >= 10 and slow.stall_s["ranks"] > 5
+    assert slow.step_s == pytest.approx(10, rel=1e-3) and 5 < slow.stall_s["ranks"] < 10
 
 
 def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) -> None:
@@ -94,7 +94,8 @@ def test_where_no_process_is_there_the_plan_is_that_of_the_fullest(config: Path)
 def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     ahead, blocking = plan_of(config, 2), plan_of(config, 2, "advanced.prefetch=0")
     assert (ahead.program.sharding.gathers_ahead, blocking.program.sharding.gathers_ahead) == (1, 0)
-    assert ahead.placement.workspace_bytes["ram"] > blocking.placement.workspace_bytes["ram"]
+    more = ahead.placement.workspace_bytes["ram"] - blocking.placement.workspace_bytes["ram"]
+    assert more == MiB, "a second copy of the largest weights"
     moved = ahead.traffic["ram->ranks"]
     assert moved == blocking.traffic["ram->ranks"]
     free = simulate_step(ahead, TOKENS, rates(1e15))
@@ -105,18 +106,19 @@ def test_gathers_ahead_hide_what_moves_between_ranks(config: Path) -> None:
     assert one_by_one.stall_s["ranks"] == pytest.approx(moved / peer, rel=1e-3)
     assert free.step_s < beside.step_s < 0.9 * one_by_one.step_s
     slow = simulate_step(ahead, TOKENS, rates(moved / (3 * free.step_s)))
-    assert slow.step_s >= 3 * free.step_s
+    assert 3 * free.step_s <= slow.step_s <= 4 * free.step_s
 
 
 def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> None:
     once, ahead = (plan_of(config, 2, most_ahead=most) for most in (1, MOST_GATHERS_AHEAD))
     assert (once.program.sharding.gathers_ahead, ahead.program.sharding.gathers_ahead) == (1, MOST_GATHERS_AHEAD)
     assert ahead.traffic == once.traffic and ahead.placement.homes == once.placement.homes
-    assert once.placement.workspace_bytes["ram"] < ahead.placement.workspace_bytes["ram"]
+    more = ahead.placement.workspace_bytes["ram"] - once.placement.workspace_bytes["ram"]
+    assert more == (MOST_GATHERS_AHEAD - 1) * MiB, "a copy of the largest weights for each visit further ahead"
     # The gather of the vocabulary takes longer than a layer computes: it begins earlier.
     peer = once.traffic["ram->ranks"] / (0.8 * simulate_step(once, TOKENS, rates(1e15)).step_s)
     waits = [simulate_step(plan, TOKENS, rates(peer)).stall_s.get("ranks", 0.0) for plan in (once, ahead)]
-    assert waits[1] < waits[0]
+    assert 0 < waits[1] < waits[0]
     # Room for a second copy, and for that alone.
     tight = f"tiers.ram.size={2 * once.placement.peak_bytes('ram')}B"
     assert plan_of(config, 2, tight, most_ahead=MOST_GATHERS_AHEAD).program.sharding.gathers_ahead == 1
@@ -125,10 +127,13 @@ def test_weights_are_gathered_further_ahead_where_that_is_free(config: Path) -> 
 
 
 def test_without_room_for_a_second_copy_nothing_is_gathered_ahead(config: Path) -> None:
-    ahead = plan_of(config, 2, "advanced.prefetch=0")
-    least = ahead.placement.peak_bytes("ram")
-    plan = plan_of(config, 2, f"tiers.ram.size={2 * least // MiB + 1}MiB")
-    assert plan.placement.peak_bytes("ram") <= plan.budgets["ram"]
+    with pytest.raises(DoesNotFitError) as refused:
+        plan_of(config, 2, "tiers.ram.size=64KiB")
+    least = refused.value.need_bytes  # of each of two ranks
+    for room_bytes, gathers_ahead in ((least, 0), (least + MiB, 1)):
+        plan = plan_of(config, 2, f"tiers.ram.size={2 * room_bytes}B")
+        assert plan.program.sharding.gathers_ahead == gathers_ahead
+        assert plan.placement.peak_bytes("ram") == plan.budgets["ram"] == room_bytes
 
 
 def test_the_least_of_a_rank_follows_a_part_of_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def test_gradients_that_take_turns_come_with_the_first_group(tmp_path: Path) -> 
     lasting = sum(block.nbytes for block in blocks if block.kind in ("weights", "optimizer"))
     homes = homes_after(program, lasting, Residency(frozenset({"weights", "optimizer", "gradients"})))
     updates = [tick for tick in program.ticks if tick.phase == "update"]
-    assert sum(program.tier_of(tick, homes) == "gpu" for tick in updates) >= len(updates) - 2
+    assert sum(program.tier_of(tick, homes) == "gpu" for tick in updates) == len(updates) - 1
     for number, key in program.occupants:
         if program.tier_of(program.ticks[number], homes) == "gpu" and program.ticks[number].phase == "update":
             assert homes[key] == "gpu"
@@ -178,7 +178,7 @@ def test_a_plan_says_what_buffers_of_copies_need(tmp_path: Path) -> None:
     counts = wide.placement.buffers["gpu"]
     assert not wide.placement.missing_bytes and not any("make way" in text for text in messages(wide))
     held = sum(size * count for size, count in counts.items()) + wide.placement.workspace_bytes["gpu"]
-    assert held <= wide.budgets["gpu"] and min(counts.values()) >= 1
+    assert 0.9 * wide.budgets["gpu"] < held <= wide.budgets["gpu"] and min(counts.values()) == 2
     more = make_plan(tmp_path, f"{tight.budgets['gpu'] + tight.placement.missing_bytes['gpu']}B", placement=in_ram)
     assert more.placement.buffers["gpu"] and not more.placement.missing_bytes
     less = make_plan(tmp_path, f"{more.budgets['gpu'] - 4096}B", placement=in_ram)
