@@ -106,12 +106,12 @@ def test_a_skipped_step_leaves_no_trace(tiny_model: Path, tmp_path: Path, monkey
         with monkeypatch.context() as patch:
             spoil_gradients(patch)
             spoiled = run.step(1)
-        assert spoiled.skipped and spoiled.loss > 0
+        assert spoiled.skipped
         clean.step(0)
         clean.engine.finish_updates()
         run.engine.finish_updates()
         assert run.digests() == clean.digests()
-        assert run.step(2, batch=1).loss == clean.step(2, batch=1).loss
+        assert run.step(2, batch=1).loss == clean.step(2, batch=1).loss == spoiled.loss
         run.engine.finish_updates()
         clean.engine.finish_updates()
         assert run.digests() == clean.digests()
@@ -157,5 +157,6 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
         traffic = Traffic(plan.program, plan.tiers, plan.placement.homes, plan.placement.stays)
         moved[name] = traffic.of_step(kinds.__contains__)
     assert 0 < moved["late"]["nvme->ram"] <= gradient_bytes and 0 < moved["late"]["ram->nvme"] <= gradient_bytes
-    # A tied weight's gradient lasts from the head to the embedding, and may have to make room meanwhile.
-    assert all(moved["soon"][link] < moved["late"][link] for link in ("nvme->ram", "ram->nvme"))
+    # A tied weight's gradient lasts from the head to the embedding, and has to make room meanwhile.
+    of_tied = 4 * plans["soon"].graph.layouts["model.embed_tokens"].num_elements
+    assert all(moved["soon"][link] == of_tied < moved["late"][link] for link in ("nvme->ram", "ram->nvme"))

@@ -143,7 +143,8 @@ def test_nan_in_the_weights_is_a_loss_that_is_nan() -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] = math.nan
     found = make_runner(config, model)[0].evaluate(padded_batches())
-    assert math.isnan(math.fsum(found.terms)) and found.num_tokens > 0
+    num_labels = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in padded_batches())
+    assert math.isnan(math.fsum(found.terms)) and found.num_tokens == num_labels
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,6 +27,7 @@ from megatrain.converters import experts
 from megatrain.converters.experts import ExpertsPart
 from megatrain.converters.spec import build_graph
 from megatrain.engine.head_plan import plan_head
+from megatrain.engine.program import StepProgram
 from megatrain.extras.generation import Generator, config_of_folder
 from megatrain.extras.scoring import Scorer, ScoreSummary
 from megatrain.models.graph import ModelGraph
@@ -71,6 +73,13 @@ def single_experts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _parts(graph: ModelGraph) -> list[ExpertsPart]:
     return [unit.module for unit in graph.units if isinstance(unit.module, ExpertsPart)]
+
+
+def _assert_only_experts_stayed(moved: Mapping[str, int], planned: Mapping[str, int], program: StepProgram) -> None:
+    """What moved less than planned is whole blocks of experts."""
+    of_experts = math.gcd(*(block.nbytes for key, block in program.blocks.items() if ".experts." in key))
+    for link, nbytes in moved.items():
+        assert 0 <= nbytes <= planned[link] and (planned[link] - nbytes) % of_experts == 0, (link, moved, planned)
 
 
 def _compare_with_hugging_face(config: Any) -> ModelGraph:
@@ -209,11 +218,11 @@ def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
         (saved, workspace, held), (saved_whole, workspace_whole, held_whole) = outside
         num_blocks = len(plans[True].program.blocks)
         more = saved - saved_whole + workspace - workspace_whole + num_blocks * PAGE_BYTES
-        assert split <= whole + more, (changes, split, whole, outside, num_blocks)
+        assert 0.9 * (whole + more) < split <= whole + more, (changes, split, whole, outside, num_blocks)
         # That is some rows of hidden states, in fp32 at most.
         width_bytes = 4 * plans[True].graph.config.hidden_size * plans[True].trace.num_tokens
-        assert held - held_whole <= 4 * width_bytes
-        assert saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
+        assert 0 <= held - held_whole <= 4 * width_bytes
+        assert 0 < saved - saved_whole <= 2 * 4 * plans[True].num_micro_batches * width_bytes  # of 2 layers
 
 
 def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
@@ -232,7 +241,7 @@ def test_a_refusal_names_it_as_a_way_out(tmp_path: Path) -> None:
     error = refused()
     way = error.ways_out[0]
     assert error.tier == way.tier == "ram" and way.change == "model.split_experts = true" and not way.fits
-    assert way.need_bytes < error.need_bytes / 2
+    assert error.need_bytes / 4 < way.need_bytes < error.need_bytes / 2
     on, names = "model.split_experts=true", [each.change for each in refused("optimizer.optim=muon").ways_out]
     assert way.change not in names
     assert refused(on, f"tiers.ram.size={way.need_bytes - PAGE_BYTES}B").need_bytes == way.need_bytes
@@ -343,12 +352,12 @@ def test_adapters_on_packed_experts(method: str, tmp_path: Path, monkeypatch: py
     packed = {
         name: [block for block in run.plan.program.blocks.values() if block.num_packed] for name, run in runs.items()
     }
-    assert len(packed["ram"]) > len(packed["whole"])
+    assert len(packed["ram"]) > len(packed["whole"]) == 2
     of_experts = [block.nbytes for block in packed["ram"] if ".experts." in block.key]
     whole = sum(block.nbytes for block in packed["whole"])
     # What is not packed in such a layer, norms and attention, is in blocks of its own now.
-    assert len(of_experts) >= 4 and sum(of_experts) <= whole, [(b.key, b.nbytes) for b in packed["ram"]]
-    assert max(of_experts) < whole / 8, (of_experts, whole)
+    assert whole / 4 < sum(of_experts) <= whole, [(b.key, b.nbytes) for b in packed["ram"]]
+    assert len(of_experts) >= 4 and whole / 32 < min(of_experts) <= max(of_experts) < whole / 8, (of_experts, whole)
 
 
 TEXTS = ("Call me Ishmael.", "Some years ago, never mind how long precisely.", "There now is your insular city.")
@@ -392,10 +401,10 @@ tiers.ram.size = "64MiB"
     assert _parts(scorer.plan.graph) and repr(rows) == repr(in_ram)
     assert "folder" in scorer.plan.placement.homes.values()
     # Experts that no token of a pass goes to stay where they are: what is planned is the most that moves.
-    assert all(nbytes <= summary.planned_bytes[link] for link, nbytes in summary.link_bytes.items())
+    _assert_only_experts_stayed(summary.link_bytes, summary.planned_bytes, scorer.plan.program)
     assert summary.link_bytes["folder->ram"] > 0
     for tier, budget in scorer.plan.budgets.items():
-        assert scorer.plan.totals[tier] <= budget
+        assert 0 < scorer.plan.totals[tier] <= budget
     tokenizer = AutoTokenizer.from_pretrained(mixture)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32).eval()
     assert len(rows) == len(TEXTS)
@@ -460,7 +469,9 @@ def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
     found = [list(each.token_ids) for each in generator.run()]
     assert _parts(generator.plan.plan.graph)
     # Two tokens do not go to all experts: what was planned is the most that moves.
-    assert generator.moved_bytes["folder->ram"] < generator.planned_bytes["folder->ram"]
+    _assert_only_experts_stayed(generator.moved_bytes, generator.planned_bytes, generator.plan.plan.program)
+    planned = generator.planned_bytes["folder->ram"]
+    assert planned / 2 < generator.moved_bytes["folder->ram"] < planned
     tokenizer = AutoTokenizer.from_pretrained(mixture)
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
     for prompt, ids in zip(["Call me", "The sea"], found, strict=True):
@@ -509,7 +520,7 @@ def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_pa
         assert run.moved is not None
         moved = {link: stats.num_bytes for link, stats in run.moved.links.items()}
         planned = run.plan.placement.run_traffic_bytes(len(run.losses))
-        assert all(nbytes <= planned[link] for link, nbytes in moved.items()), (moved, planned)
+        _assert_only_experts_stayed(moved, planned, run.plan.program)
         return moved, planned
 
     first = run("in RAM", nvme=0)
@@ -521,7 +532,7 @@ def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_pa
     adapted = run("adapters", lora, nvme=0, ram="1600KiB", placement='weights = ["folder"]')
     adapted.assert_same(run("adapters in RAM", lora, nvme=0))
     moved, planned = traffic(adapted)
-    assert moved["folder->ram"] < planned["folder->ram"]
+    assert planned["folder->ram"] / 2 < moved["folder->ram"] < planned["folder->ram"]
     assert any("are the most that move" in line for line in messages(adapted.plan))
 
 
@@ -536,4 +547,6 @@ def test_idle_experts_are_not_leased() -> None:
         runner = layer_runner(graph, access, device="cpu", kept=kept)
         loss = runner.forward_backward([batch], seed=SEED)
         assert_same_gradients(expected, loss.loss, joined(graph, access.finish()))
-    assert len(access.skipped) >= 2 * 2 * len(_parts(graph)) * 5 // 8  # forward and backward, twice
+    # Of eight experts of a layer three tokens reach three at most: forward and backward, twice.
+    num_visits = 2 * 2 * len(_parts(graph))
+    assert num_visits * 5 // 8 <= len(access.skipped) <= num_visits * 7 // 8

@@ -137,7 +137,7 @@ def test_every_optimizer(
         assert (result.moved_beside.get("ram->gpu", 0) > 0) == (optim == "muon")
         assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
     else:
-        assert there > 0 and (gpu != "64MiB" or there == all_groups)
+        assert 0 < there <= all_groups and (gpu != "64MiB" or there == all_groups)
 
 
 @pytest.mark.parametrize("gpu", ["barely", "10MiB", "64MiB"])
@@ -212,7 +212,7 @@ def test_neither_prefetch_nor_eviction_decides(
 def test_gpu_memory_makes_up_for_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -> None:
     """Neither of the two could hold the blocks, and there is no drive."""
     blocks = baseline().plan.program.blocks.values()
-    assert sum(block.nbytes for block in blocks) > 12 * MiB
+    assert 12 * MiB < sum(block.nbytes for block in blocks) < 20 * MiB
     with pytest.raises(DoesNotFitError):
         run(tmp_path / "small", tiny_model, nvme=0, ram="5MiB", gpu="5MiB")
     result = run(tmp_path / "both", tiny_model, nvme=0, ram="8MiB", gpu="12MiB")

@@ -126,7 +126,8 @@ def test_gradients_that_take_turns_give_the_bits_of_gradients_that_are_held(
     result.assert_same(held)
     result.assert_as_planned()
     if MICRO_BATCHES not in str(placement):
-        assert gradient_bytes(result.plan.program) < gradient_bytes(held.plan.program)
+        largest = max(block.nbytes for block in held.plan.program.blocks.values() if block.kind == "gradients")
+        assert largest <= gradient_bytes(result.plan.program) < gradient_bytes(held.plan.program)
 
 
 @pytest.mark.parametrize("model", ["tied", "untied"])

@@ -37,9 +37,10 @@ def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
     by_layer = make_plan(tmp_path, ram=ram, advanced='micro_batch_order = "layer"')
     plan = make_plan(tmp_path, ram=ram)
     assert (by_layer.run.batch.order, plan.run.batch.order) == ("layer", "micro_batch")
-    assert plan.totals["ram"] <= plan.budgets["ram"] and not any(plan.traffic.values())
-    assert len(plan.program.recompute.kept_graphs) > len(by_layer.program.recompute.kept_graphs)
-    assert flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
+    assert plan.totals["ram"] == plan.budgets["ram"] and not any(plan.traffic.values())
+    assert [len(each.program.recompute.kept_graphs) for each in (plan, by_layer)] == [6, 1]
+    # A forward is a fourth of a step that computes everything again.
+    assert 0.75 * flops_per_token(by_layer) < flops_per_token(plan) < 0.99 * flops_per_token(by_layer)
     assert "one micro-batch at a time" in headline(plan) and "at a time" not in headline(by_layer)
 
 

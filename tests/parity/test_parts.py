@@ -82,7 +82,7 @@ def wholes(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         for name, options in RUNS.items():
             folder = tmp_path_factory.mktemp("whole")
             runs[name] = run_config(config_text(folder, tiny_model, nvme=0, **options), folder, num_steps=4)
-            assert runs[name].plan.trace.head_parts > 1
+            assert runs[name].plan.trace.head_parts == 2
     return runs
 
 
@@ -110,7 +110,7 @@ def test_parts_change_no_bit_and_move_as_planned(
     program = run.plan.program
     assert not whole.plan.program.cuts.parts
     cut = [layout for layout in run.plan.graph.layouts.values() if layout.num_elements > PART_ALIGNMENT_ELEMENTS]
-    assert len(cut) > 2 and {layout.name for layout in cut} == program.cuts.parts.keys()
+    assert len(cut) == 5 and {layout.name for layout in cut} == program.cuts.parts.keys()
     assert run.losses == whole.losses and run.grad_norms == whole.grad_norms
     assert run.weights.keys() == whole.weights.keys()
     assert all(torch.equal(run.weights[key], whole.weights[key]) for key in whole.weights)
@@ -147,7 +147,7 @@ def test_small_moments_have_the_same_bits_everywhere(
         sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "optimizer")
         for run in (runs["in RAM"], exact)
     )
-    assert small < 0.65 * full
+    assert 0.25 * full < small < 0.65 * full
 
 
 def test_an_update_leases_a_part_at_a_time(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:

@@ -116,7 +116,7 @@ def test_less_ram_is_needed(tiny_model: Path, tmp_path: Path, baseline: Baseline
     tables: dict[str, Any] = {"optimizer": 'optim = "sgd"\nsgd_momentum = 0.0'}
     given: dict[str, Any] = {"gpu": "9MiB", "placement": ALL_NVME, **tables}
     need = {way: smallest_ram(tmp_path / way, tiny_model, tiers=f'direct = "{way}"', **given) for way in ("off", "on")}
-    assert need["on"] < need["off"]
+    assert 0.8 * need["off"] < need["on"] < need["off"]
     text = text_of(tmp_path / "on", tiny_model, ram=f"{need['on']}B", tiers=ON, **given)
     result = run_config(text, tmp_path / "on", num_steps=NUM_STEPS)
     result.assert_same(baseline(**tables))
@@ -134,7 +134,9 @@ def test_less_passes_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -
         result.assert_as_planned()
         assert result.moved is not None
         passed[way] = sum(link.num_bytes for name, link in result.moved.links.items() if "ram" in name)
-    assert passed["on"] < passed["off"]
+    # An update reads weights, gradients and two moments, and writes all but the gradients.
+    of_moments = sum(block.nbytes for block in result.plan.program.blocks.values() if block.kind == "optimizer")
+    assert passed["on"] == NUM_STEPS * 7 * of_moments // 2 < passed["off"]
 
 
 def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_path: Path) -> None:

@@ -191,7 +191,8 @@ def test_weights_that_come_part_by_part_are_the_same_weights(
     assert evaluated.terms == runner_of(config)[0].evaluate(padded_batches()).terms
     assert isinstance(access, PartedAccess)
     vocabulary = {name for name, rows in access.cut.items() if rows[-1].stop == VOCAB}
-    assert len(vocabulary) >= (1 if tied else 2), access.cut  # gemma3n looks up in a third one
+    num_tables = (1 if tied else 2) + (family == "gemma3n_text")  # which looks up in one more
+    assert len(vocabulary) == num_tables, access.cut
     assert all(len(each.taken) in (0, len(each.rows)) for each in access.handed_out)
 
 
@@ -312,10 +313,10 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     small, large = trace_of(4 * 8192), trace_of(32 * 8192)
     assert (small.head_parts, large.head_parts) == (4, 32)
     assert small.head_part_nbytes == large.head_part_nbytes == 32 * 8192 * 4
-    assert large.head_nbytes == small.head_nbytes < 5 * small.head_part_nbytes
+    assert small.head_part_nbytes < large.head_nbytes == small.head_nbytes < 5 * small.head_part_nbytes
     assert large.head_nbytes < trace_of(32 * 8192, head_columns=0).head_nbytes / 4
     embedding = large.visits[0]
-    assert embedding.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
+    assert 0 < embedding.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
 
 
 def test_kept_parts_are_in_the_plan() -> None:

@@ -42,9 +42,11 @@ def test_every_piece_of_a_text_begins_with_it(with_bos: Any) -> None:
     dataset = encode(with_bos, Document(TEXT, "a.txt"))
     pieces = documents(dataset)
     bos, eos = with_bos.bos_token_id, with_bos.eos_token_id
-    assert len(pieces) > 3
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 1  # and its end
+    assert len(pieces) == -(-num_tokens // (LENGTH - 1)) > 3
     assert all(tokens[0] == bos and bos not in tokens[1:] for tokens, _ in pieces)
-    assert {len(tokens) for tokens, _ in pieces[:-1]} == {LENGTH} and len(pieces[-1][0]) <= LENGTH
+    assert {len(tokens) for tokens, _ in pieces[:-1]} == {LENGTH}
+    assert len(pieces[-1][0]) == 1 + num_tokens - (len(pieces) - 1) * (LENGTH - 1)
     assert [token for tokens, _ in pieces for token in tokens[1:]] == [
         *with_bos(TEXT, add_special_tokens=False)["input_ids"], eos,
     ]  # fmt: skip
@@ -86,7 +88,8 @@ def test_without_such_a_tokenizer_a_text_is_only_cut(tokenizer: Any) -> None:
 @pytest.mark.parametrize("max_length", [1024, 3, 2])
 def test_pieces_of_any_length(max_length: int, with_bos: Any) -> None:
     dataset = encode_rows([Document(TEXT, "a.txt")], RowEncoder(with_bos), max_length=max_length)
-    assert int(dataset.lengths().max()) <= max_length
+    num_tokens = len(with_bos(TEXT, add_special_tokens=False)["input_ids"]) + 2  # between its begin and its end
+    assert int(dataset.lengths().max()) == min(max_length, num_tokens)
     begins = [tokens[0] == with_bos.bos_token_id for tokens, _ in documents(dataset)]
     assert all(begins) or max_length == 2  # there is no room for more than it and a token that is not trained
 

@@ -174,7 +174,9 @@ def test_the_same_bits_for_a_language_model(store: TieredStore, tmp_path: Path) 
     for _ in range(2):
         assert_same_bits(gradients(parameters, step, activations), expected)
     stats = activations.stats()
-    assert stats.deduplicated_bytes > 0, "q, k and v save the same input"
+    # q, k and v save the same input, as gate and up do: two steps of four layers have three copies each, and others.
+    hidden_bytes = tokens.numel() * model.config.hidden_size * 4
+    assert 2 * 4 * 3 * hidden_bytes <= stats.deduplicated_bytes < 2 * 4 * 10 * hidden_bytes
     assert stats.no_room_bytes == 0 and stats.in_use_bytes == 0
     for layer in model.model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -487,7 +489,7 @@ def test_what_finds_no_room_stays_and_is_counted(
             assert_same_bits(gradients(parameters, step, activations), expected)
         stats = activations.stats()
         assert stats.offloaded_bytes + stats.no_room_bytes == 3 * sum(saved_storages(step, parameters))
-        assert (stats.offloaded_bytes > 0) == (room_bytes > 0)
+        assert (stats.offloaded_bytes == 0) == (room_bytes == 0)
         assert 0.9 * room_bytes <= store.stats().tiers["nvme"].high_water_bytes <= room_bytes
     assert len(caplog.records) == 1 and "room" in caplog.text
 
@@ -513,7 +515,7 @@ def test_a_limit_is_kept(store: TieredStore) -> None:
     stats = activations.stats()
     assert 128 * KiB < stats.registered_bytes <= 256 * KiB, "another activation of 128 KiB has no room"
     assert stats.offloaded_bytes + stats.no_room_bytes == sum(saved_storages(step, model.parameters()))
-    assert stats.no_room_bytes > 0
+    assert stats.no_room_bytes == 5 * 128 * KiB
 
 
 def test_blocks_are_used_again(store: TieredStore) -> None:
@@ -604,7 +606,8 @@ def test_double_backward(store: TieredStore, is_inside: bool) -> None:
         loss.backward()
         found = [loss.detach(), *(parameter.grad for parameter in parameters if parameter.grad is not None)]
     assert_same_bits(found, expected)
-    assert activations.stats().restored_bytes > 0
+    stats = activations.stats()
+    assert 0 < stats.restored_bytes <= 2 * (stats.offloaded_bytes + stats.deduplicated_bytes), "once for each backward"
 
 
 def test_a_graph_is_kept_for_several_backwards(store: TieredStore) -> None:
@@ -878,4 +881,4 @@ def test_on_a_device(tmp_path: Path, has_gpu_tier: bool) -> None:
                 assert_same_bits(gradients(parameters, step, activations), expected)
             assert activations.stats().restored_bytes > 0 == activations.stats().no_room_bytes
         for name, tier in store.stats().tiers.items():
-            assert tier.high_water_bytes <= tier.capacity_bytes, name
+            assert 0 < tier.high_water_bytes <= tier.capacity_bytes, name

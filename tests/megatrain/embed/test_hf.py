@@ -143,8 +143,9 @@ def test_generations_live_as_long_as_the_checkpoints_that_name_them(
     for generation in generations:
         assert not list(GenerationReader(str(store.path), generation).problems())
     kept = sorted(int(one.name) for one in (Path(str(store.path)) / "snap").iterdir() if one.name.isdigit())
-    assert set(generations) <= set(kept)
-    assert len(kept) <= len(generations) + 1, "the trainer removes a folder after the commit; the next one follows it"
+    assert (generations, kept) == ([3, 4, 5], [2, 3, 4, 5]), (
+        "the trainer removes a folder after the commit; the next one follows it"
+    )
 
 
 def test_best_model_at_the_end(folder: Path, tmp_path: Path, stores: Stores) -> None:
@@ -233,4 +234,4 @@ def test_callback_and_class_without_the_mixin(folder: Path, tmp_path: Path, stor
         callbacks=[mt.hf.TierCallback(store)],
     )
     trainer.train()
-    assert json.loads((tmp_path / "out" / "checkpoint-4" / "tiered.json").read_text())["generation"] >= 1
+    assert json.loads((tmp_path / "out" / "checkpoint-4" / "tiered.json").read_text())["generation"] == 2

@@ -123,7 +123,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         # What the iteration takes is taken from the store, and given back.
         optimizer = megatrain.TieredMuon([module[0].weight], store=store)
         taken = store.stats().tiers["ram"].used_bytes
-        assert taken > sum(spec.nbytes for spec in store.blocks())
+        assert 0 < taken - sum(spec.nbytes for spec in store.blocks()) < 4096, "of a matrix of 16 rows"
         optimizer.release()
         assert store.stats().tiers["ram"].used_bytes == 0
     wide = nn.Parameter(torch.zeros(1024, 1024))

@@ -50,7 +50,7 @@ def test_a_norm_that_was_measured_counts_until_the_gradients_change(tmp_path: Pa
             module.zero_grad()
             run_backward(module, other)
             optimizer.step()
-            assert optimizer.grad_norm is not None and optimizer.grad_norm < large / 10
+            assert optimizer.grad_norm is not None and large / 10_000 < optimizer.grad_norm < large / 100
 
 
 @pytest.mark.parametrize("is_tiered", [False, True])

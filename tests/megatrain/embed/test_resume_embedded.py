@@ -62,7 +62,7 @@ def test_training_goes_on_with_the_same_bits(where: str, tmp_path: Path) -> None
     file, folder = tmp_path / "optimizer.pt", tmp_path / "one"
     weights, losses = saved_run(folder, file)
     state = torch.load(file, weights_only=True)
-    assert state["state"] == {} and file.stat().st_size < 20_000
+    assert state["state"] == {} and 1_000 < file.stat().st_size < 5_000
     if where == "moved":
         folder = folder.rename(tmp_path / "elsewhere")
     homes: dict[str, Any] = {"same": {"weights": "nvme"}, "moved": {"weights": "ram"}}.get(where, {})

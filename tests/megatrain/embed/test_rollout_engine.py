@@ -130,7 +130,7 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
         model = megatrain.offload(make(), store, weights="ram", gradients="ram")
         follow(generation, model, store)
         model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
-        assert store.tier("gpu").usage().used_bytes > 0
+        assert 2 * MiB < store.tier("gpu").usage().used_bytes <= 4 * MiB
         assert generation.generate([1]) == 0
         model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
         used = generation.sync_weights()

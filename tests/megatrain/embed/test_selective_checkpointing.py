@@ -80,5 +80,6 @@ def test_products_that_are_kept_are_not_computed_again(family: str, moves_activa
             twin.step()
             optimizer.step()
             twin.zero_grad()
-        assert counts[1] < counts[0]
+        # A backward has twice the products of a forward.
+        assert 3 / 4 * counts[0] < counts[1] < counts[0]
         assert_same_weights(plain, model)

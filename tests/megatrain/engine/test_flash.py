@@ -179,7 +179,7 @@ def test_a_free_order_of_sums_may_split_keys() -> None:
     call = AttentionCall.of(torch.ops.aten._scaled_dot_product_flash_attention.default, (query, query, query), {})
     assert call is not None
     least = 16 * 4 * 1024 * 65 * 4
-    assert call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA3") >= least
+    assert least <= call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA3") < 1.25 * least
     assert call.hidden_nbytes(CUDA, is_deterministic=False, flash="FA4") == 0
 
 

@@ -351,7 +351,7 @@ def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
         live[keeps], peak[keeps] = side.access.live_at_head, ledger.peak_nbytes
     planned = together * sum(visit.graph_nbytes for visit in trunk)
     workspace = planned_workspace(graph, trace, together)
-    assert peak[False] <= workspace
+    assert 0.8 * workspace < peak[False] <= workspace
     assert peak[True] <= fullest_bytes(graph, trace, program_of(graph, trace, order), together) <= workspace + planned
     # Inputs of units are often the outputs of those before, and wanted by nobody else: they are counted at both.
     assert 0.8 * planned < live[True] - live[False] <= planned

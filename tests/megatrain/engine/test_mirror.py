@@ -74,7 +74,7 @@ def test_a_look_is_answered_with_what_the_tensor_would_say(name: str) -> None:
     with counted_waits() as waits:
         answer, mirror = looked(look)
     assert answer == expected and type(answer) is type(expected)
-    assert mirror.num_answers > 0
+    assert 1 <= mirror.num_answers <= 2
     waits.pop("tolist", None)  # of the call itself, which the mirror takes over
     assert set(waits) == {"numpy"}, "the tensor itself is not looked at"
 

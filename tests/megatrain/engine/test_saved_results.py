@@ -91,8 +91,12 @@ def compare(config: Any, batches: Batches | None = None, *, saved: Any = ALL, **
 @pytest.mark.parametrize("with_products", [False, True])
 def test_saved_and_recomputed_are_the_same_bits(with_products: bool, family: str) -> None:
     again, side = compare(tiny_config(family, tied=False), padded_batches(), with_products=with_products)
-    assert side.num_forwards == again.num_forwards == 0 or side.num_forwards < again.num_forwards
-    assert side.num_products < again.num_products if with_products else side.num_products == again.num_products
+    assert 2 * side.num_forwards == again.num_forwards, "none is computed again"
+    # A backward has twice the products of a forward: without those that are made again, two of three are left.
+    if with_products:
+        assert 0.6 * again.num_products < side.num_products < again.num_products
+    else:
+        assert side.num_products == again.num_products
 
 
 @pytest.mark.parametrize("order", ["layer", "micro_batch"])

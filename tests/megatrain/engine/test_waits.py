@@ -60,7 +60,7 @@ def test_queueing_a_step_looks_at_nothing(family: str, batches: str, as_on_a_dev
         queued = runner.queue(micro_batches)
     # On the host: labels are counted, their rows found, and the model's questions about its masks answered.
     mirror = runner._micro_batches.mirror
-    assert mirror is not None and mirror.num_answers > 0
+    assert mirror is not None and 1 <= mirror.num_answers <= 4 * len(micro_batches)
     assert waits == {"numpy": 2 * len(micro_batches) + mirror.num_answers}
     with counted_waits() as waits:
         host_io.read_numbers(queued.terms)
@@ -74,7 +74,7 @@ def test_answers_of_the_host_change_no_bit(batches: str, monkeypatch: pytest.Mon
     with counted_waits() as waits:
         expected = plain.forward_backward(micro_batches)
     num_looks = waits["_local_scalar_dense"] + waits["tolist"] - 1  # the last one reads the loss
-    assert num_looks >= len(micro_batches), "masks are looked at: there is something to do"
+    assert len(micro_batches) <= num_looks <= 4 * len(micro_batches), "masks are looked at: there is something to do"
     monkeypatch.setattr(host_io, "reads_sync_host", lambda device: True)
     mirrored = runner_of(config)
     assert mirrored.forward_backward(micro_batches) == expected
@@ -122,7 +122,7 @@ def test_a_whole_step_reads_once_at_its_end(
         micro_batches = next(loader).micro_batches
         with counted_waits() as waits:
             result = engine.step(micro_batches, number=1, lr=1e-3)
-    assert result.loss > 0 and result.grad_norm > 0
+    assert 0 < result.loss < 8 and 0 < result.grad_norm < 10, "the logarithm of 1024 tokens is 6.9"
     assert len(reads) == 1
     # Host blocks reach the update's kernels through numpy. Nothing else is looked at before the read, unless updates
     # are made in the backward: each then reads its own norm, which set out for the host when it was complete.

@@ -85,7 +85,8 @@ def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: p
         return max(visit.held_nbytes for visit in trace.visits), (many - few) // 100
 
     (held, own), (more_held, more_own) = bytes_of(2), bytes_of(4)
-    assert more_held - held > 2 * 4 * 64 * 32 * 4  # at least a hidden state for each layer more
+    # At least a hidden state for each layer more, and few of them.
+    assert 2 * 4 * 64 * 32 * 4 < more_held - held < 8 * 2 * 4 * 64 * 32 * 4
     assert more_own - own == pytest.approx(more_held - held, rel=0.02)
 
 
