@@ -68,7 +68,7 @@ def test_one_process_on_each_host_moves_all_of_it_over_the_network(config: Path)
     assert moved == plan.traffic["hosts->ram"] == here.traffic["ram->ranks"] > 0
     assert plan.budgets["ram"] == 2 * here.budgets["ram"]  # each process has the RAM of its host
     slow = simulate_step(plan, TOKENS, rates(moved / 10))
-    assert slow.step_s == pytest.approx(10, rel=1e-3) and 5 < slow.stall_s["ranks"] < 10
+    assert 10 <= slow.step_s < 10.2 and 5 < slow.stall_s["ranks"] < 10
 
 
 def test_several_processes_on_each_of_several_hosts_are_refused(config: Path) -> None:
