@@ -20,7 +20,7 @@ class Case:
         model_type, values: of the model's `config.json`. shape: micro-batches, rows, tokens of a row.
         placement: the config's table; what it names "nvme" gets a drive. ram: size of the tier; "TIGHT": a third above
             the least that works. optimizer, model, precision: more keys of these tables.
-        what_if: changes to compare with a run that has them; "TIGHT" as above; "": none.
+        changes: values of `--set`, to compare with a run that has them; "TIGHT" as above, "FOLDER" is the case's own.
     """
 
     model_type: str
@@ -31,7 +31,7 @@ class Case:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=dict)
-    what_if: str = ""
+    changes: tuple[str, ...] = ()
 
     @property
     def tokens_per_step(self) -> int:
@@ -80,10 +80,17 @@ UNCLIPPED = {"max_grad_norm": 0.0, "nonfinite": "ignore"}
 QWEN3_EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 
 CASES: dict[str, Case] = {
-    "deep": Case("llama", llama(256, 24), (2, 2, 256), what_if="nvme=8GiB,ram=TIGHT"),
+    "deep": Case(
+        "llama",
+        llama(256, 24),
+        (2, 2, 256),
+        changes=('tiers.nvme=[{path="FOLDER/nvme",size="8GiB"}]', "tiers.ram.size=TIGHT"),
+    ),
     "wide": Case("llama", llama(1024, 2), (1, 2, 256), optimizer={"optim": "adafactor"}),
     "gqa_tied": Case("qwen2", llama(512, 6, num_key_value_heads=2, tie_word_embeddings=True), (2, 2, 256)),
-    "large_vocabulary": Case("llama", llama(256, 4, 50_000), (1, 4, 128), what_if="batch=8"),
+    "large_vocabulary": Case(
+        "llama", llama(256, 4, 50_000), (1, 4, 128), changes=("training.per_device_train_batch_size=8",)
+    ),
     "mixtral": Case("mixtral", llama(256, 4, intermediate_size=512, num_local_experts=8), (2, 2, 256)),
     "qwen3_moe": Case("qwen3_moe", llama(256, 4, **QWEN3_EXPERTS), (1, 4, 256)),
     "gpt2_lion": Case("gpt2", gpt2(512, 8), (1, 4, 256), optimizer={"optim": "lion"}),
@@ -98,16 +105,26 @@ CASES: dict[str, Case] = {
         "llama", llama(512, 6), (4, 2, 128), placement=only_on_nvme("activations"), ram="TIGHT"
     ),
     "all_on_nvme": Case(
-        "llama", llama(512, 8), (1, 2, 256), placement=only_on_nvme(*KINDS), ram="TIGHT", what_if="ram=8GiB"
+        "llama",
+        llama(512, 8),
+        (1, 2, 256),
+        placement=only_on_nvme(*KINDS),
+        ram="TIGHT",
+        changes=("tiers.ram.size=8GiB",),
     ),
-    "tight": Case("llama", llama(512, 8), (2, 2, 128), ram="TIGHT", what_if="ram=8GiB"),
+    "tight": Case("llama", llama(512, 8), (2, 2, 128), ram="TIGHT", changes=("tiers.ram.size=8GiB",)),
 }
 
 QUICK_CASES: dict[str, Case] = {
     "small": Case("llama", llama(64, 2, 1024), (2, 1, 64)),
     "small_moe": Case("mixtral", llama(64, 2, 1024, num_local_experts=4), (1, 1, 64)),
     "small_on_nvme": Case(
-        "llama", llama(64, 2, 1024), (1, 1, 64), placement=only_on_nvme(*KINDS), ram="TIGHT", what_if="ram=1GiB"
+        "llama",
+        llama(64, 2, 1024),
+        (1, 1, 64),
+        placement=only_on_nvme(*KINDS),
+        ram="TIGHT",
+        changes=("tiers.ram.size=1GiB",),
     ),
 }
 

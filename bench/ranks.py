@@ -44,7 +44,7 @@ from megatrain.machine.machine import PlannedMachine
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
-from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.simulate import replay
 from megatrain.ranks.world import World
 from megatrain.training.resolve import resolve
 
@@ -283,9 +283,8 @@ class Plans:
             row(f"{name}.step", None, f"does not fit: {error}")
             return None
         self._like = self._like or plan
-        rates = measured_rates(plan)
-        assert plan.estimate is not None and rates is not None, "a machine file has all rates"
-        replayed = simulate_step(plan, plan.estimate.tokens_per_step, rates)
+        replayed = replay(plan)
+        assert plan.estimate is not None and replayed is not None, "a machine file has all rates"
         row(f"{name}.tokens", tokens * size, "tokens/step of all GPUs")
         row(f"{name}.step", replayed.step_s, "s, replayed")
         row(f"{name}.bound_by", plan.estimate.bound_by or "-", "resource")

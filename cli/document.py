@@ -50,7 +50,7 @@ _EXAMPLES = {
     "config diff": "run.toml outputs/first",
     "config schema": "-o megatrain-tier.schema.json",
     "doctor": "--quick /mnt/nvme",
-    "plan": "run.toml --what-if ram=64GiB --what-if batch=16,length=2048",
+    "plan": "run.toml --set tiers.ram.size=64GiB --set data.max_length=2048",
     "data preview": "run.toml -n 2",
     "data stats": "run.toml",
     "check": "run.toml",

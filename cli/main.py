@@ -125,6 +125,8 @@ _REMOVED_COMMANDS = {
 }
 #: (Command, removed option) -> the replacement.
 _REMOVED_OPTIONS = {
+    ("plan", "--what-if"): "Plan once more with other values: plan CONFIG --set tiers.ram.size=64GiB --set "
+    "data.max_length=2048",
     ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "
     "`megatrain-tier status --follow RUN` shows it from anywhere",
     ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "

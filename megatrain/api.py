@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         GpuProfile,
         MachineProfile,
         Nature,
-        PlannedMachine,
         available_ram_bytes,
         cpu_name,
         existing_parent,
@@ -51,11 +50,10 @@ if TYPE_CHECKING:
     from megatrain.optim.table import OptimizerConfig, StateDtype
     from megatrain.optim.threads import KernelThreads, default_num_threads
     from megatrain.plan.estimate import work_of_phases
-    from megatrain.plan.measure import PlanTimer, measure_ticks
+    from megatrain.plan.measure import measure_ticks
     from megatrain.plan.placement import DoesNotFitError
-    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.plan.plan import RunSpec
     from megatrain.plan.planner import plan_run
-    from megatrain.plan.simulate import measured_rates, simulate_step
     from megatrain.ranks.affinity import cores_of_rank
     from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
     from megatrain.ranks.shards import RankLanes, RankShards
@@ -84,7 +82,6 @@ __all__ = [
     "GpuProfile",
     "MachineProfile",
     "Nature",
-    "PlannedMachine",
     "available_ram_bytes",
     "cpu_name",
     "existing_parent",
@@ -107,13 +104,9 @@ __all__ = [
     "StepBatch",
     # Plans.
     "DoesNotFitError",
-    "Plan",
-    "PlanTimer",
     "RunSpec",
     "measure_ticks",
-    "measured_rates",
     "plan_run",
-    "simulate_step",
     "work_of_phases",
     # Optimizers and the threads of their kernels.
     "Adafactor",
@@ -179,7 +172,6 @@ _NAMES = {
         "GpuProfile",
         "MachineProfile",
         "Nature",
-        "PlannedMachine",
         "available_ram_bytes",
         "cpu_name",
         "existing_parent",
@@ -202,20 +194,10 @@ _NAMES = {
     ),
     "data.loader": ("StepBatch",),
     "plan.estimate": ("work_of_phases",),
-    "plan.measure": (
-        "PlanTimer",
-        "measure_ticks",
-    ),
+    "plan.measure": ("measure_ticks",),
     "plan.placement": ("DoesNotFitError",),
-    "plan.plan": (
-        "Plan",
-        "RunSpec",
-    ),
+    "plan.plan": ("RunSpec",),
     "plan.planner": ("plan_run",),
-    "plan.simulate": (
-        "measured_rates",
-        "simulate_step",
-    ),
     "optim.adafactor": ("Adafactor",),
     "optim.average": (
         "EMA",

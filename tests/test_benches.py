@@ -677,7 +677,7 @@ def test_answers_of_maths_are_trained_as_plain_hugging_face_does() -> None:
 @pytest.mark.slow
 def test_planned_bytes_are_moved_bytes_here_and_at_other_sizes() -> None:
     rows = {row["name"]: row for row in run("plan_accuracy")}
-    for name in ("small_on_nvme", "small_on_nvme.what_if.ram=1GiB"):
+    for name in ("small_on_nvme", "small_on_nvme.set.tiers.ram.size=1GiB"):
         assert rows[f"{name}.predicted"]["value"] > 0 < rows[f"{name}.measured"]["value"]
         assert rows[f"{name}.ratio"]["timing"] and rows[f"{name}.ratio"]["target"] == 1.0
         assert rows[f"{name}.nvme->ram.moved"]["ok"]

@@ -19,10 +19,10 @@ from bench.sides import Ours, run_config, with_tight_ram
 from megatrain.base.layout import UnitLayout, entries_within
 from megatrain.base.timeline import COMPUTE
 from megatrain.config.schema import RunConfig
-from megatrain.extras.what_if import step_seconds
 from megatrain.plan.placement import Placement
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
+from megatrain.plan.simulate import step_seconds
 from megatrain.trace.trace import step_flops
 from megatrain.training.resolve import resolve
 from megatrain.training.weights import RandomWeights

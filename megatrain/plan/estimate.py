@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatrain.converters.adapters import adapters_of
 from megatrain.engine.program import DURABLE_KINDS, layouts_of_unit
@@ -54,6 +54,31 @@ def nvme_seconds(read_bytes: float, written_bytes: float, drive: DriveProfile) -
     return max(seconds, written_bytes / drive.sustained_write_bytes_per_s)
 
 
+def into_nvme(traffic: Mapping[str, int]) -> int:
+    """Return the bytes that are written to drives.
+
+    Args:
+        traffic: Bytes by link.
+    """
+    return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
+
+
+def _slowest_drive_s(moved: Iterable[tuple[str, float, float]], drives: Mapping[str, DriveProfile]) -> float | None:
+    """Return the seconds of the drive that takes longest; None if one was not measured.
+
+    Args:
+        moved: Key of the drive, bytes read and bytes written; paths on one file system share its drive.
+        drives: Rates of drives by key.
+    """
+    by_drive: dict[str, tuple[float, float]] = {}
+    for key, read, written in moved:
+        before = by_drive.get(key, (0.0, 0.0))
+        by_drive[key] = before[0] + read, before[1] + written
+    if any(key not in drives for key in by_drive):
+        return None
+    return max((nvme_seconds(r, w, drives[key]) for key, (r, w) in by_drive.items()), default=0.0)
+
+
 def split(nbytes: int, shape: StepShape) -> dict[str, int]:
     """Return the share of each NVMe path; blocks are striped so to within one file."""
     total = sum(shape.weights)
@@ -81,10 +106,10 @@ def estimate_step(plan: Plan, shape: StepShape, loaded: LoadedProfile) -> Estima
     The compute time is that of the step's work at the machine's rates (``DeviceCosts``); where steps were timed it is
     theirs.
     """
-    written = split(_into_nvme(plan.traffic), shape)
+    written = split(into_nvme(plan.traffic), shape)
     run = None
     if shape.num_steps is not None:
-        run = split(_into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
+        run = split(into_nvme(plan.placement.run_traffic_bytes(shape.num_steps)), shape)
     is_timed = plan.ticks is not None
     wear = Estimate(
         shape.tokens_per_step,
@@ -130,7 +155,11 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     exported = num_exported * export_dtype(run.export, run.dtype).itemsize
 
     def seconds(read: Mapping[Path, float], written: Mapping[Path, float]) -> float | None:
-        return None if machine is None else _drive_seconds(read, written, machine)
+        if machine is None:
+            return None
+        moved = ((path, read.get(path, 0.0), written.get(path, 0.0)) for path in {*read, *written})
+        keyed = ((file_system_of(path).key, r, w) for path, r, w in moved if r or w)
+        return _slowest_drive_s(keyed, machine.drives)
 
     drives = dict(zip(shape.paths, shape.weights, strict=True))
     share = {path: weight / sum(drives.values()) for path, weight in drives.items()}
@@ -145,20 +174,6 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
     cost = seconds(from_drives, {run.output_dir: float(exported)})
     yield Occasion("export", masters_on_drives + exported, exported, seconds=cost)
-
-
-def _drive_seconds(read: Mapping[Path, float], written: Mapping[Path, float], machine: MachineProfile) -> float | None:
-    """Return how long the drives of some paths are busy, the slowest of them; None if one was not measured."""
-    by_drive: dict[str, tuple[float, float]] = {}
-    for path in {*read, *written}:
-        moved = read.get(path, 0.0), written.get(path, 0.0)
-        if any(moved):
-            key = file_system_of(path).key
-            before = by_drive.get(key, (0.0, 0.0))
-            by_drive[key] = before[0] + moved[0], before[1] + moved[1]
-    if any(key not in machine.drives for key in by_drive):
-        return None
-    return max((nvme_seconds(r, w, machine.drives[key]) for key, (r, w) in by_drive.items()), default=0.0)
 
 
 def flops_per_token(plan: Plan) -> float:
@@ -386,28 +401,31 @@ class _Costs:
         return self.shape.tokens_per_step / self._plan.trace.num_tokens
 
     @property
+    def _host_costs(self) -> DeviceCosts | None:
+        """Costs by which the host's seconds are counted; None where steps were timed, or a rate is unknown."""
+        return None if self._plan.ticks is not None or self._phases is None else self._costs
+
+    @property
     def _launching_s(self) -> float:
-        """How long the host is busy with launches, of all micro-batches; 0 where steps were timed, or not known."""
-        if self._plan.ticks is not None or self._costs is None or self._phases is None:
-            return 0.0
-        return self._work.launches * self._num_micro_batches * self._costs.seconds_per_launch
+        """Seconds that the host launches, of all micro-batches."""
+        costs = self._host_costs
+        return 0.0 if costs is None else self._work.launches * self._num_micro_batches * costs.seconds_per_launch
 
     @property
     def _leasing_s(self) -> float:
-        """How long the host is busy with leases of a step; 0 where steps were timed, or not known."""
-        if self._plan.ticks is not None or self._costs is None or self._phases is None:
-            return 0.0
-        return sum(len(tick.uses) for tick in self._plan.program.ticks) * self._costs.seconds_per_lease
+        """Seconds that the host spends on the leases of a step."""
+        costs = self._host_costs
+        num_leases = sum(len(tick.uses) for tick in self._plan.program.ticks)
+        return 0.0 if costs is None else num_leases * costs.seconds_per_lease
 
     def _transfers_s(self, counts: Callable[[str], bool] | None = None) -> float:
-        """Return how long the host starts and ends transfers of the GPU; 0 where steps were timed, or not known.
+        """Return the seconds that the host starts and ends transfers of the GPU.
 
         Args:
             counts: whether a block counts, by key; default: all do.
         """
-        if not self._on_gpu or self._plan.ticks is not None or self._costs is None or self._phases is None:
-            return 0.0
-        return self._traffic.num_transfers("gpu", counts) * self._costs.seconds_per_transfer
+        costs = self._host_costs if self._on_gpu else None
+        return 0.0 if costs is None else self._traffic.num_transfers("gpu", counts) * costs.seconds_per_transfer
 
     def _optimizer_s(self) -> float | None:
         """Return the seconds of the kernels; None for optimizers and formats that doctor does not measure."""
@@ -470,8 +488,8 @@ class _Costs:
         seconds: dict[str, float | None] = {}
         read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
         num_ranks = self._plan.run.world.local_size  # which share the drives
-        if read or _into_nvme(traffic):
-            seconds["nvme"] = self._nvme_s(num_ranks * read, num_ranks * _into_nvme(traffic))
+        if read or into_nvme(traffic):
+            seconds["nvme"] = self._nvme_s(num_ranks * read, num_ranks * into_nvme(traffic))
         if from_folder := traffic.get(f"{FOLDER}->ram", 0):
             drive = self._folder_drive()
             seconds[FOLDER] = None if drive is None else nvme_seconds(from_folder, 0, drive)
@@ -496,15 +514,11 @@ class _Costs:
         return self._machine.drives.get(planned.drives[0].key) if planned.drives else None
 
     def _nvme_s(self, read: int, written: int) -> float | None:
-        """Return the seconds of the drive that takes longest; paths on one file system share it."""
+        """Return the seconds of the drive that takes longest."""
         reads, writes = split(read, self.shape), split(written, self.shape)
-        by_drive: dict[str, tuple[DriveProfile, int, int]] = {}
-        for path, drive in self._drives.items():
-            if drive is None:
-                return None
-            _, read_so_far, written_so_far = by_drive.get(self._keys[path], (drive, 0, 0))
-            by_drive[self._keys[path]] = (drive, read_so_far + reads[path], written_so_far + writes[path])
-        return max(nvme_seconds(r, w, drive) for drive, r, w in by_drive.values())
+        return _slowest_drive_s(
+            ((key, reads[path], writes[path]) for path, key in self._keys.items()), self._machine.drives
+        )
 
     @cached_property
     def _traffic(self) -> Traffic:
@@ -548,10 +562,6 @@ class _Costs:
         return [path for path, drive in self._drives.items() if drive is None]
 
 
-def _into_nvme(traffic: Mapping[str, int]) -> int:
-    return sum(nbytes for link, nbytes in traffic.items() if link.endswith("->nvme"))
-
-
 def _notes(loaded: LoadedProfile, costs: _Costs, unmeasured: Sequence[str]) -> tuple[str, ...]:
     machine = loaded.machine
     assert machine is not None
@@ -590,3 +600,62 @@ def _striping(shape: StepShape) -> Sequence[str]:
 
 def _days(days: float) -> str:
     return "today" if days < 1 else f"{int(days)} day{'s' if int(days) > 1 else ''} ago"
+
+
+@dataclass(frozen=True, slots=True)
+class RunLength:
+    """A whole run, without evaluations and saves.
+
+    Attributes:
+        num_steps: Steps; None where only the data tells.
+        num_tokens: Tokens; 0 where only the data tells.
+        seconds: Seconds of all steps; None if a rate was not measured.
+        moved_bytes: Bytes by link, the updates after the last step included.
+        written_bytes: Bytes to all drives of ``[[tiers.nvme]]``.
+        share_of_limit: Share of the most that may still be written there.
+        num_saves: Checkpoints.
+        saved_bytes: Bytes that checkpoints write to ``output_dir``.
+    """
+
+    num_steps: int | None
+    num_tokens: int = 0
+    seconds: float | None = None
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)
+    written_bytes: int = 0
+    share_of_limit: float | None = None
+    num_saves: int = 0
+    saved_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return asdict(self)
+
+
+def run_length(plan: Plan, num_steps: int | None, step_s: float | None) -> RunLength:
+    """Return what the whole run comes to.
+
+    Args:
+        num_steps: Steps as counted in the data; None for the number in the config.
+        step_s: Seconds of a step; None if a rate was not measured.
+    """
+    if num_steps is None:
+        num_steps = plan.run.max_steps
+    if num_steps is None:
+        return RunLength(None)
+    moved = plan.placement.run_traffic_bytes(num_steps)
+    written = into_nvme(moved)
+    limits = [drive.max_written for drive in plan.run.tiers.table.nvme]
+    table = plan.run.checkpoint.table
+    saves = 0 if table.save_strategy == "no" else 1
+    if table.save_strategy == "steps":
+        saves = -(-num_steps // table.save_steps)
+    return RunLength(
+        num_steps=num_steps,
+        num_tokens=num_steps * plan.run.batch.num_tokens,
+        seconds=None if step_s is None else num_steps * step_s,
+        moved_bytes=moved,
+        written_bytes=written,
+        share_of_limit=written / sum(limit for limit in limits if limit) if limits and all(limits) else None,
+        num_saves=saves,
+        saved_bytes=saves * plan.checkpoint_bytes_in_output_dir,
+    )

@@ -25,14 +25,14 @@ from megatrain.optim.threads import KernelThreads
 from megatrain.plan.estimate import estimate_step
 from megatrain.plan.plan import MeasuredTicks
 from megatrain.plan.process import HEAP_BYTES, own_bytes
-from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.simulate import step_seconds
 from tiered import Belady, TieredStore
 from tiered.ext import HostSlab, Slot, TierUsage, view_as
 from tiered.units import PAGE_BYTES, MiB, format_duration, format_size, round_up
 
 if TYPE_CHECKING:
     from megatrain.engine.program import BlockPlan, StepProgram
-    from megatrain.plan.plan import Plan, RunSpec
+    from megatrain.plan.plan import Plan
 
 #: Far more than the caches of a processor hold: what a step comes to has left them since it was there before.
 KIND_BYTES = 256 * MiB
@@ -181,17 +181,6 @@ MicroBatches = Sequence[Mapping[str, torch.Tensor]]
 
 class NotMeasurableError(Exception):
     """The steps of a plan cannot be timed here; the text says why."""
-
-
-def same_ticks(one: Plan, other: Plan) -> bool:
-    """Return whether two plans' steps compute the same: only homes and the sizes of tiers may differ."""
-    return one.program == other.program and one.trace == other.trace and _computed(one.run) == _computed(other.run)
-
-
-def _computed(run: RunSpec) -> tuple[object, ...]:
-    """Return what decides about the arithmetic of a step."""
-    kernels = (run.device, run.model, run.dtype, run.grad_dtype, run.objective)
-    return *kernels, run.optimizer, run.data.only_text, run.data.table.packing
 
 
 def measure_ticks(
@@ -383,48 +372,29 @@ def made_up_batches(plan: Plan) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-class PlanTimer:
-    """Times the steps of plans. Plans that differ in homes and sizes of tiers alone are timed once.
+def timed(
+    plan: Plan,
+    on_progress: Callable[[str], None] = lambda text: None,
+    on_problem: Callable[[str], None] = lambda text: None,
+    measure: Callable[..., MeasuredTicks] = measure_ticks,
+) -> Plan:
+    """Return a plan with the times of its steps; the plan itself where its steps cannot be timed.
 
     Args:
-        measure: how a plan's steps are timed.
-        on_progress: told what is measured, and why not.
-        on_problem: told what is measured, and why not.
-
-    Attributes:
-        num_measured: plans whose steps were timed.
+        plan: Plan of steps.
+        on_progress: Called with what is measured.
+        on_problem: Called with why steps are not timed.
+        measure: Times the steps of a plan.
     """
-
-    def __init__(
-        self,
-        on_progress: Callable[[str], None] = lambda text: None,
-        on_problem: Callable[[str], None] = lambda text: None,
-        measure: Callable[..., MeasuredTicks] = measure_ticks,
-    ) -> None:
-        self._on_progress, self._on_problem, self._measure = on_progress, on_problem, measure
-        self._known: list[tuple[Plan, MeasuredTicks]] = []
-
-    @property
-    def num_measured(self) -> int:
-        """Return how many plans were measured."""
-        return len(self._known)
-
-    def timed(self, plan: Plan) -> Plan:
-        """Return the plan with its times; as it is where its steps cannot be timed."""
-        for known, ticks in self._known:
-            if same_ticks(known, plan):
-                return with_ticks(plan, ticks)
-        self._on_progress("steps of this model")
-        machine = load_profile().machine
-        dtype = str(plan.graph.dtype).removeprefix("torch.")
-        rate = None if machine is None else machine.matmul_flops_per_s.get(f"cpu/{dtype}")
-        try:
-            ticks = self._measure(plan, flops_per_s=rate)
-        except NotMeasurableError as error:
-            self._on_problem(f"steps of this model are not timed: {error}")
-            return plan
-        self._known.append((plan, ticks))
-        return with_ticks(plan, ticks)
+    on_progress("steps of this model")
+    machine = load_profile().machine
+    dtype = str(plan.graph.dtype).removeprefix("torch.")
+    rate = None if machine is None else machine.matmul_flops_per_s.get(f"cpu/{dtype}")
+    try:
+        return with_ticks(plan, measure(plan, flops_per_s=rate))
+    except NotMeasurableError as error:
+        on_problem(f"steps of this model are not timed: {error}")
+        return plan
 
 
 def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
@@ -432,7 +402,5 @@ def with_ticks(plan: Plan, ticks: MeasuredTicks) -> Plan:
     plan = replace(plan, ticks=ticks)
     estimate = estimate_step(plan, plan.shape, load_profile())
     plan = replace(plan, estimate=estimate)
-    rates = measured_rates(plan)
-    if rates is None:
-        return plan
-    return replace(plan, estimate=replace(estimate, step_s=simulate_step(plan, estimate.tokens_per_step, rates).step_s))
+    step_s = step_seconds(plan)
+    return plan if step_s is None else replace(plan, estimate=replace(estimate, step_s=step_s))

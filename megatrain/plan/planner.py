@@ -53,7 +53,7 @@ from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.optim.threads import KernelThreads, num_update_threads
 from megatrain.plan.budgets import tier_budgets
-from megatrain.plan.estimate import estimate_step, flops_per_token
+from megatrain.plan.estimate import estimate_step, flops_per_token, into_nvme
 from megatrain.plan.fill import with_results
 from megatrain.plan.kept import GraphKeeper, weights_stay
 from megatrain.plan.limits import Objection, find_objections
@@ -66,7 +66,7 @@ from megatrain.plan.placement import (
     TierBudget,
 )
 from megatrain.plan.plan import Plan
-from megatrain.plan.simulate import measured_rates, simulate_step
+from megatrain.plan.simulate import measured_rates, replay
 from megatrain.plan.ways_out import with_ways_out
 from megatrain.ranks.lanes import micro_batches_of_rank
 from megatrain.trace.trace import trace_visits
@@ -375,7 +375,7 @@ def _with_results(plan: Plan, estimated: Callable[[Plan], Plan]) -> Plan:
         return estimated(found) if found is not None and _spares_drives(found, plan) else None
 
     seconds = _step_s if is_elsewhere else _replayed_s
-    found = with_results(plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * _written_bytes(plan)))
+    found = with_results(plan, placed, seconds, on_drives_bytes=int((_MOST_WEAR - 1) * into_nvme(plan.traffic)))
     if is_elsewhere:
         return found if _step_s(found) < WORTHWHILE * _step_s(plan) else plan
     if found is plan:
@@ -390,12 +390,7 @@ def _spares_drives(plan: Plan, other: Plan) -> bool:
 
     Results of a step are many times its gradients and state. Where they may go to a drive is for the config to say.
     """
-    return _written_bytes(plan) <= _MOST_WEAR * _written_bytes(other)
-
-
-def _written_bytes(plan: Plan) -> int:
-    """Return what a step writes to drives."""
-    return sum(nbytes for link, nbytes in plan.traffic.items() if link.endswith("->nvme"))
+    return into_nvme(plan.traffic) <= _MOST_WEAR * into_nvme(other.traffic)
 
 
 def _step_s(plan: Plan) -> float:
@@ -406,10 +401,8 @@ def _step_s(plan: Plan) -> float:
 
 def _replayed_s(plan: Plan) -> float:
     """Return how long a step takes where it is replayed; infinite where a rate is unknown."""
-    rates = measured_rates(plan)
-    if rates is None or plan.estimate is None:
-        return math.inf
-    return simulate_step(plan, plan.estimate.tokens_per_step, rates).step_s
+    replayed = replay(plan)
+    return math.inf if replayed is None else replayed.step_s
 
 
 def _streaming(plan: Plan, count: int) -> StepProgram:

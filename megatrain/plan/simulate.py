@@ -148,6 +148,30 @@ def _mean(window: StoreStats, seconds: float, compute_s: float) -> SimulatedStep
     )
 
 
+def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
+    """Replay a step at the rates behind the plan's estimate; None where something was not measured.
+
+    Args:
+        plan: Plan of steps.
+        num_tokens: Tokens of the step. Defaults to those of this rank.
+    """
+    rates, estimate = measured_rates(plan), plan.estimate
+    if rates is None or estimate is None:
+        return None
+    return simulate_step(plan, estimate.tokens_per_step if num_tokens is None else num_tokens, rates)
+
+
+def step_seconds(plan: Plan) -> float | None:
+    """Return how long a step should take: replayed with its waits; None where this machine was not measured.
+
+    For another machine it is the bound: what a replay would add is less than what its rates leave open.
+    """
+    if plan.run.tiers.machine is not None:
+        return None if plan.estimate is None else plan.estimate.step_s
+    replayed = replay(plan)
+    return None if replayed is None else replayed.step_s
+
+
 class _Replay:
     """A store of simulated tiers that has the plan's blocks, all with contents."""
 

@@ -63,11 +63,9 @@ def _plan_values(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values; sizes in bytes, times in seconds."""
     # Not at the top: readers of records need no torch.
     from megatrain.plan.show import headline, table_rows
-    from megatrain.plan.simulate import measured_rates, simulate_step
+    from megatrain.plan.simulate import replay
 
-    rates = measured_rates(plan)
-    estimate = plan.estimate
-    replayed = simulate_step(plan, plan.run.num_fullest_tokens, rates) if rates is not None and estimate else None
+    estimate, replayed = plan.estimate, replay(plan, plan.run.num_fullest_tokens)
     return {
         "headline": headline(plan),
         "num_parameters": plan.graph.num_parameters,

@@ -33,14 +33,6 @@ def test_a_plan_for_a_larger_machine_is_made_and_marked(run: SavedRun) -> None:
     assert (sound["fits"], sound["fits_this_machine"], sound["objections"]) == (True, True, [])
 
 
-def test_an_alternative_for_a_larger_machine_is_marked(run: SavedRun) -> None:
-    path = run.write_config(more=NVME)
-    words = ("--what-if", "ram=9000TiB", "--what-if", "ram=32MiB")
-    assert "beyond this machine: tiers.ram.size" in " ".join(run.call("plan", path, *words).stdout.split())
-    lines = json.loads(run.call("plan", path, "--json", *words).stdout)["what_if"]
-    assert [line["beyond_machine"] for line in lines] == [[], ["tiers.ram.size"], []]
-
-
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
 def test_a_run_beyond_the_machine_is_refused(run: SavedRun, words: tuple[str, ...]) -> None:
     result = run.call("run", run.write_config(more=NVME), *BEYOND, *words)

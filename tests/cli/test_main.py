@@ -299,6 +299,10 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
         (["run"], "Missing argument 'CONFIG'"),
         (["run", "x.toml", "--max-steps", "0"], "0 is not in the range x>=1"),
         (["plan", "x.toml", "--wat"], "No such option"),
+        (
+            ["plan", "x.toml", "--what-if", "ram=64GiB"],
+            "`plan` no longer has --what-if. Plan once more with other values",
+        ),
         (["run", "x.toml", "--detach"], "`run` no longer has --detach. Start it in tmux, as `nohup megatrain-tier run"),
         (["plan", "no-such.toml"], "1 problem in no-such.toml\n  there is no such file"),
     ],

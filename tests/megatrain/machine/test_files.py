@@ -161,10 +161,10 @@ def test_a_machine_without_a_gpu(tmp_path: Path) -> None:
 
 def test_the_plan_says_whose_it_is(tmp_path: Path) -> None:
     path = config_at(tmp_path, drives=2)
-    shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--what-if", "batch=512")
+    shown = call("plan", path, "--machine", "4xrtx4090-256gb", "--set", "train_batch_tokens=512")
     assert shown.exit_code == 0, shown.output
     assert "fits on 4xrtx4090-256gb, as predicted." in shown.output
-    assert "with --processes 4 for each of 4" in shown.output and "batch=512" in shown.output
+    assert "with --processes 4 for each of 4" in shown.output
     assert "doctor --config" not in shown.output and "plan --measure" not in shown.output
     values = json.loads(call("plan", path, "--machine", "gh200", "--json").stdout)
     assert values["machine"]["name"] == "gh200" and values["fits_this_machine"] is False  # two paths, one drive
