@@ -2,19 +2,21 @@ from __future__ import annotations
 
 import errno
 import gc
+import mmap
 import random
+import resource
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from tiered import MiB
+from tiered import MiB, RamTier
 from tiered.errors import CapacityError
 from tiered.tiers import ram as slab_module
-from tiered.tiers.base import Ledger
+from tiered.tiers.base import Ledger, Slot
 from tiered.tiers.pool import SlabPool
-from tiered.tiers.ram import HostSlab, huge_pages_allowed
+from tiered.tiers.ram import HostSlab, SparePages, huge_pages_allowed
 
 
 def resident_bytes() -> int:
@@ -285,3 +287,102 @@ def test_an_idle_buffer_is_handed_out_first_else_the_one_that_is_back_longest() 
     busy.remove(third)
     assert pool.take(10) == third
     assert pool.take(10) == second
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def test_a_slab_gets_the_pages_of_one_that_went() -> None:
+    spare = SparePages(64 * MiB)
+    first = HostSlab(5 * MiB, spare=spare)
+    first.tensor.fill_(7)
+    before = resident_bytes()
+    first.close()
+    assert spare.nbytes == 4 * MiB and resident_bytes() - before <= -MiB // 2, "the rest is no huge page"
+    second = HostSlab(9 * MiB, spare=spare)
+    assert (spare.nbytes, spare.moved_bytes) == (0, 4 * MiB)
+    assert resident_bytes() - before <= 5 * MiB
+    assert bool((second.tensor[: 4 * MiB] == 7).all()) and not second.tensor[4 * MiB :].any()
+    second.tensor.fill_(1)
+    second.close()
+    before, faults = resident_bytes(), page_faults()
+    third = HostSlab(8 * MiB, spare=spare)
+    third.tensor.fill_(2)
+    assert page_faults() - faults < 64 and resident_bytes() - before <= MiB
+    third.close()
+    spare.close()
+    assert spare.nbytes == 0 and resident_bytes() - before <= -7 * MiB
+
+
+def test_pages_that_a_tensor_still_shows_do_not_move() -> None:
+    spare = SparePages(64 * MiB)
+    slab = HostSlab(4 * MiB, spare=spare)
+    tensor, view = slab.tensor.view(torch.float32)[5:], slab.view(0, 4096)
+    tensor.fill_(3)
+    slab.close()
+    del view
+    assert spare.nbytes == 0
+    other = HostSlab(4 * MiB, spare=spare)
+    other.tensor.zero_()
+    assert float(tensor.sum()) == 3 * (MiB - 5)
+
+
+def test_a_tier_has_no_more_resident_than_its_capacity() -> None:
+    draw, tier, reserved = random.Random(0), RamTier(48 * MiB), 0
+    held: list[Slot] = []
+    before = resident_bytes()
+    for _ in range(300):
+        if draw.random() < 0.5 and held:
+            tier.free(held.pop(draw.randrange(len(held))))
+        elif draw.random() < 0.1:
+            tier.reserve(-reserved)
+            reserved = draw.randrange(min(8 * MiB, tier.usage().free_bytes) + 1)
+            tier.reserve(reserved)
+        elif slot := tier.allocate(draw.choice([1, 3, 5, 13, 21]) * MiB + 4096, name="block", home=False):
+            held.append(slot)
+            tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(1)
+        assert tier._spare.nbytes <= tier._pool.free_bytes
+        assert resident_bytes() - before <= 50 * MiB - reserved
+    assert tier._spare.moved_bytes > 100 * MiB
+    for slot in held:
+        tier.free(slot)
+    tier.close()
+    assert tier._spare.nbytes == 0 and resident_bytes() - before <= 4 * MiB
+
+
+def test_bytes_that_are_reserved_are_given_back_first() -> None:
+    tier = RamTier(16 * MiB)
+    slot = tier.allocate(14 * MiB, name="large", home=False)
+    assert slot is not None
+    tier.free(slot)
+    small = tier.allocate(4 * MiB, name="small", home=False)
+    assert small is not None and tier._spare.nbytes >= 8 * MiB
+    before = resident_bytes()
+    tier.reserve(12 * MiB)
+    assert tier._spare.nbytes == 0 and resident_bytes() - before <= -8 * MiB
+
+
+def test_a_kernel_that_moves_no_pages_gives_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = SparePages(64 * MiB)
+    HostSlab(4 * MiB, spare=spare).close()
+    assert spare.nbytes == 4 * MiB
+    monkeypatch.setattr(slab_module, "_move_pages", lambda source, target, nbytes: False)
+    slab = HostSlab(4 * MiB, spare=spare)
+    slab.tensor.fill_(1)
+    slab.close()
+    assert spare.moved_bytes == 0 and spare.nbytes == 2 * MiB, "the slab has new pages, and leaves none"
+    spare.close()
+    assert spare.nbytes == 0
+    monkeypatch.setattr(slab_module, "_pages_can_move", lambda: False)
+    assert not SparePages(MiB).keep(mmap.mmap(-1, 4 * MiB), 0, 4 * MiB)
+
+
+def test_units_grow_with_the_tier() -> None:
+    """Each unit may be a mapping of its own, of which a process has 65,530."""
+    spare = SparePages(1 << 40)
+    HostSlab(64 * MiB, spare=spare).close()
+    assert spare.nbytes == 0
+    HostSlab(130 * MiB, spare=spare).close()
+    assert spare.nbytes == 128 * MiB
+    spare.close()

@@ -42,7 +42,7 @@ class SlabPool(Generic[Buffer]):
         self._make = make
         self._drop = drop
         self._is_idle = is_idle
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `make` may read `free_bytes`
         self._pooled: dict[int, list[Buffer]] = {}  # by size, oldest first
         self._num_made = Counter[int]()  # by size, those that exist
         self._kept: Mapping[int, int] = {}
@@ -62,9 +62,14 @@ class SlabPool(Generic[Buffer]):
             for nbytes, count in counts.items():
                 while self._num_made[nbytes] < count and self._room_beside_kept() >= nbytes:
                     self._make_way(nbytes)
-                    self._pooled.setdefault(nbytes, []).append(self._make(nbytes))
+                    self.pooled_bytes += nbytes  # before it is made, as in `take`
+                    try:
+                        buffer = self._make(nbytes)
+                    except BaseException:
+                        self.pooled_bytes -= nbytes
+                        raise
+                    self._pooled.setdefault(nbytes, []).append(buffer)
                     self._num_made[nbytes] += 1
-                    self.pooled_bytes += nbytes
 
     def has(self, nbytes: int) -> bool:
         """Return whether ``take(nbytes)`` would give a buffer and drop none for it that ``keep`` asked for.
@@ -78,7 +83,7 @@ class SlabPool(Generic[Buffer]):
             if self._kept.get(nbytes, 0) or not self._kept:
                 has_all = bool(self._kept) and self._num_made[nbytes] >= self._kept[nbytes]
                 return not has_all and self._room_beside_kept() >= nbytes
-            return self._free_bytes() >= nbytes
+            return self.free_bytes >= nbytes
 
     def take(self, nbytes: int) -> Buffer | None:
         """Return a buffer of exactly ``nbytes`` with undefined contents, or None when there is no room now.
@@ -136,23 +141,25 @@ class SlabPool(Generic[Buffer]):
             return -1
         return next((n for n, buffer in enumerate(same_size) if self._is_idle(buffer)), 0)
 
-    def _free_bytes(self) -> int:
-        """Return the bytes that are neither in a buffer nor reserved."""
-        return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
+    @property
+    def free_bytes(self) -> int:
+        """Return the bytes that are neither in a buffer, made or being made, nor reserved."""
+        with self._lock:
+            return self._ledger.capacity_bytes - self._ledger.used_bytes - self.pooled_bytes
 
     def _num_beside_kept(self, nbytes: int) -> int:
         """Return how many pooled buffers of a size nobody asked to keep."""
         return min(len(self._pooled[nbytes]), max(0, self._num_made[nbytes] - self._kept.get(nbytes, 0)))
 
     def _room_beside_kept(self) -> int:
-        return self._free_bytes() + sum(nbytes * self._num_beside_kept(nbytes) for nbytes in self._pooled)
+        return self.free_bytes + sum(nbytes * self._num_beside_kept(nbytes) for nbytes in self._pooled)
 
     def _make_way(self, need_bytes: int = 0, *, everything: bool = False) -> None:
         """Drop pooled buffers, kept ones last, largest size first, oldest first, until so many bytes are free."""
         for drops_kept in (False, True):
             for nbytes in sorted(self._pooled, reverse=True):
                 num_to_drop = len(self._pooled[nbytes]) if drops_kept else self._num_beside_kept(nbytes)
-                while num_to_drop and (everything or self._free_bytes() < need_bytes):
+                while num_to_drop and (everything or self.free_bytes < need_bytes):
                     self._drop(self._pooled[nbytes].pop(0))
                     self._num_made[nbytes] -= 1
                     self.pooled_bytes -= nbytes

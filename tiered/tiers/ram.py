@@ -28,6 +28,7 @@ from tiered.tiers.pool import SlabPool
 from tiered.units import PAGE_BYTES, MiB, format_size, round_up
 
 _HUGE_PAGE_BYTES = 2 * MiB
+_MADV_DONTNEED = 4
 _MADV_HUGEPAGE = 14
 _MADV_DONTFORK = 10
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL
@@ -42,6 +43,8 @@ _MBIND = {"x86_64": 237, "aarch64": 235}  # numbers of the system call, which th
 _MPOL_PREFERRED = 1
 _PROT_NONE = 0
 _MAP_FIXED_NOREPLACE = 0x100000
+_MREMAP_FLAGS = 1 | 2 | 4  # MAYMOVE, FIXED and DONTUNMAP (Linux 5.7): addresses that pages leave stay reserved
+_MOST_UNITS = 1 << 13  # of pages that move together; each may become a mapping, and a process may have 65,530
 
 
 @functools.cache
@@ -64,6 +67,8 @@ def _libc() -> ctypes.CDLL:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
     libc.mmap.restype = ctypes.c_void_p
+    libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    libc.mremap.restype = ctypes.c_void_p
     libc.syscall.restype = ctypes.c_long
     return libc
 
@@ -73,6 +78,20 @@ def _advise(address: int, nbytes: int, advice: int) -> int:
     return ctypes.get_errno() if _libc().madvise(address, nbytes, advice) else 0
 
 
+def _move_pages(source: int, target: int, nbytes: int) -> bool:
+    """Move resident pages to a range that has none; where this fails, the range may have a hole."""
+    return bool(_libc().mremap(source, nbytes, nbytes, _MREMAP_FLAGS, target) == target)
+
+
+@functools.cache
+def _pages_can_move() -> bool:
+    """Return whether this kernel moves pages. Tried once, on a page of its own."""
+    with mmap.mmap(-1, 2 * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as trial:
+        trial[0] = 7
+        first = ctypes.addressof(ctypes.c_char.from_buffer(trial))
+        return _move_pages(first, first + PAGE_BYTES, PAGE_BYTES) and (trial[0], trial[PAGE_BYTES]) == (0, 7)
+
+
 def _address_of(array: np.ndarray[Any, Any]) -> int:
     """Return the address of an array; ``array.ctypes`` takes ten times as long."""
     return int(array.__array_interface__["data"][0])
@@ -80,6 +99,8 @@ def _address_of(array: np.ndarray[Any, Any]) -> int:
 
 #: Mappings of slabs. A forked child has none of their pages, see decision 0088.
 _mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+#: Mappings that may have a hole, in which another one may be by now: they are never unmapped.
+_with_holes: list[mmap.mmap] = []
 
 
 def _reserve_addresses_in_child() -> None:
@@ -137,6 +158,69 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
         _libc().syscall(ctypes.c_long(number), *words, ctypes.c_ulong(num_bits), ctypes.c_ulong(0))
 
 
+class SparePages:
+    """Resident pages of slabs that went, which move to slabs to come: the kernel need not zero them. Thread-safe.
+
+    Args:
+        most_bytes: most bytes that it will be asked to keep; decides how many move together.
+
+    Attributes:
+        moved_bytes: bytes that slabs have got from here.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.moved_bytes = 0
+        self._unit = _HUGE_PAGE_BYTES * max(1, -(-most_bytes // (_MOST_UNITS * _HUGE_PAGE_BYTES)))
+        self._units: list[tuple[mmap.mmap, int]] = []  # the mapping and the address of each; unmapped with the last
+        self._lock = threading.Lock()
+        self._is_closed = not _pages_can_move()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the resident bytes that are kept."""
+        return len(self._units) * self._unit
+
+    def keep(self, mapping: mmap.mmap, address: int, nbytes: int) -> bool:
+        """Take over the pages of a range that nothing uses any more, and its mapping; return whether it did."""
+        with self._lock:
+            end = nbytes // self._unit * self._unit
+            if self._is_closed or not end:
+                return False
+            _advise(address + end, nbytes - end, _MADV_DONTNEED)
+            self._units += [(mapping, address + start) for start in reversed(range(0, end, self._unit))]
+        return True
+
+    def fill(self, address: int, nbytes: int) -> bool:
+        """Move pages to the beginning of a range that has none, as far as there are any.
+
+        Returns:
+            Whether the range is whole: where the kernel refused, it may have a hole. No page moves from then on.
+        """
+        with self._lock:
+            for target in range(address, address + nbytes - self._unit + 1, self._unit):
+                if not self._units:
+                    break
+                _mapping, source = self._units.pop()  # unmapped after the move at the earliest
+                if not _move_pages(source, target, self._unit):
+                    self._is_closed = True
+                    return False
+                self.moved_bytes += self._unit
+        return True
+
+    def trim(self, most_bytes: int, *, next_bytes: int = 0) -> None:
+        """Give pages back to the system until so many bytes are kept, beside those that the next range takes."""
+        most_bytes = max(0, most_bytes) + next_bytes // self._unit * self._unit
+        with self._lock:
+            while self.nbytes > most_bytes:
+                _mapping, address = self._units.pop(0)
+                _advise(address, self._unit, _MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Give all pages back, and keep no more. Idempotent."""
+        self._is_closed = True
+        self.trim(0)
+
+
 class HostSlab:
     """A private range of host memory of one size for life.
 
@@ -148,6 +232,7 @@ class HostSlab:
         nbytes: size; rounded up to 4096. 0 is allowed and maps nothing.
         pin: pin it for CUDA, in the GPU's NUMA node while that has memory. Initialises CUDA. A failure leaves ordinary
             memory (``is_pinned`` False).
+        spare: resident pages for it, and for its own when it is closed. Pinned memory takes and gives none.
 
     Attributes:
         nbytes: the rounded size.
@@ -160,7 +245,8 @@ class HostSlab:
         OSError: the machine has no such memory (ENOMEM).
     """
 
-    def __init__(self, nbytes: int, *, pin: bool = False) -> None:
+    def __init__(self, nbytes: int, *, pin: bool = False, spare: SparePages | None = None) -> None:
+        self._spare = None if pin else spare
         self.nbytes = round_up(nbytes, PAGE_BYTES)
         self.is_pinned = False
         self.has_huge_pages = False
@@ -198,6 +284,11 @@ class HostSlab:
         if node is not None:
             _prefer_node(self.address, self.nbytes, node)
         start_s = time.perf_counter()
+        if self._spare is not None and wants_huge and not self._spare.fill(self.address, self.nbytes):
+            _with_holes.append(self._map)
+            self._spare = None
+            self._map_memory(node)
+            return
         self._populate()
         self.populate_s = time.perf_counter() - start_s
 
@@ -251,10 +342,14 @@ class HostSlab:
         if self.is_pinned:
             self._unpin()
             self.is_pinned = False
+        address, array = self.address, weakref.ref(self._array)
         self._tensor = None
         self._array = np.empty(0, dtype=np.uint8)
         mapping, self._map = self._map, None
         if mapping is not None:
+            is_free = array() is None  # all tensors and views of it hold this array
+            if is_free and self._spare is not None and self._spare.keep(mapping, address, self.nbytes):
+                return
             try:
                 mapping.close()
             except BufferError:
@@ -320,11 +415,14 @@ class RamTier:
         self._pin_memory = pin_memory
         self._counting = threading.Lock()
         self._ledger = Ledger(name, capacity_bytes)
+        self._spare = SparePages(self._ledger.capacity_bytes)
         self._pool: SlabPool[HostSlab] = SlabPool(self._ledger, self._make, self._drop)
 
     def _make(self, nbytes: int) -> HostSlab:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
-        slab = HostSlab(nbytes, pin=pin)
+        # The room of the new slab is on the ledger already.
+        self._spare.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
+        slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned
             self.huge_page_bytes += slab.nbytes if slab.has_huge_pages else 0
@@ -401,6 +499,7 @@ class RamTier:
     def reserve(self, nbytes: int) -> None:
         """Charge bytes that live outside any slot; negative gives back. Raises ``CapacityError`` without room."""
         self._pool.reserve(nbytes)
+        self._spare.trim(self._pool.free_bytes)
 
     def sync(self) -> None:
         """Do nothing: host memory does not survive the process."""
@@ -411,6 +510,7 @@ class RamTier:
 
     def close(self) -> None:
         """Return all memory that no slot holds to the system."""
+        self._spare.close()
         self._pool.close()
 
 
