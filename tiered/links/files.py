@@ -82,15 +82,11 @@ class _FileTransfer:
         self._uncounted_bytes: Counter[int] = Counter()  # of a write, by path: not on the paths' count yet
         for part in parts:
             self._uncounted_bytes[part.file.path_index] += part.stop - part.start
-        self._num_left = 0
+        self._num_left = max(1, len(parts))  # calls of `task_done` that end the transfer: one where nothing moves
         self._parts_left = {
             piece: sum(part.start < piece[1] and piece[0] < part.stop for part in parts)
             for piece in pieces(transfer.nbytes)
         }
-
-    def expect(self, num_tasks: int) -> None:
-        """Say how many calls of ``task_done`` end the transfer."""
-        self._num_left = num_tasks
 
     def count_wear(self, tier: NvmeTier) -> None:
         """Put the whole write on the count of its paths, before its first part is written; then do nothing.
@@ -115,6 +111,11 @@ class _FileTransfer:
                         completed.append(piece)
         return completed
 
+    def digest_from(self, part: FilePart) -> None:
+        """Note the checksums of the pieces that begin in a part: each begins in one."""
+        for start in range(round_up(part.start, PIECE_BYTES), min(part.stop, self.transfer.nbytes), PIECE_BYTES):
+            self.found[start] = self.digest((start, min(start + PIECE_BYTES, self.transfer.nbytes)))
+
     def digest(self, piece: tuple[int, int]) -> str:
         """Return the checksum of a piece as it is in memory."""
         with self.memory.view(*piece) as view:
@@ -136,8 +137,8 @@ class FileEngine:
     A transfer ends when all its parts did, so that its slots are untouched from then on even after an error.
 
     Contents get their checksums when they are written (unless ``tier.verify`` is ``off``) and are compared with
-    them when they are read (``always``); both on the same threads, without the interpreter's lock. What is written from
-    a GpuTier gets none: its bytes are not in RAM.
+    them when they are read (``always``); both by the thread that moves the bytes, without the interpreter's lock. What
+    is written from a GpuTier gets none: its bytes are not in RAM.
 
     No stream of a device knows of files. So parts of a GpuTier's slot move once the device has finished all work that
     was recorded as using the slot; two threads wait for that, not those that move bytes. When a read has ended its
@@ -180,18 +181,12 @@ class FileEngine:
         self._queue(job, parts, is_write)
 
     def _queue(self, job: _FileTransfer, parts: list[FilePart], is_write: bool) -> None:
-        home, is_checked = job.home, self.tier.verify != "off" and isinstance(job.memory, HostSlab)
-        digests = list(pieces(job.transfer.nbytes)) if is_write and is_checked else []
         if is_write:
-            home.checksums, home.is_flushed = None, False  # until all the new ones are known
-        tasks: list[tuple[FilePart | None, tuple[int, int] | None]]
-        tasks = [(part, None) for part in parts] + [(None, piece) for piece in digests] or [(None, None)]
-        job.expect(len(tasks))
-        for part, piece in tasks:
-            self._workers.submit(
-                lambda part=part, piece=piece: self._run(job, part, piece, is_write),  # type: ignore[misc]
-                urgent=not is_write,  # callers wait for reads; writes have time
-            )
+            job.home.checksums, job.home.is_flushed = None, False  # until all the new ones are known
+        tasks: list[FilePart | None] = [*parts] or [None]
+        for part in tasks:
+            # Callers wait for reads; writes have time.
+            self._workers.submit(lambda part=part: self._run(job, part, is_write), urgent=not is_write)  # type: ignore[misc]
 
     def _parts(self, files: tuple[ChunkFile, ...], nbytes: int) -> Iterator[FilePart]:
         # O_DIRECT moves whole 4096s. Both slots have them: the slab is rounded up, and so are the files.
@@ -201,23 +196,21 @@ class FileEngine:
             for start in range(file.offset, stop, self._part_bytes):
                 yield FilePart(file, start, min(start + self._part_bytes, stop))
 
-    def _run(self, job: _FileTransfer, part: FilePart | None, piece: tuple[int, int] | None, is_write: bool) -> None:
+    def _run(self, job: _FileTransfer, part: FilePart | None, is_write: bool) -> None:
         error: BaseException | None = None
-        if job.error is None:  # else the transfer has failed already: its other parts are not worth moving
+        if job.error is None and part is not None:  # else there is nothing, or it has failed and the rest is worthless
             try:
-                if piece is not None:
-                    job.found[piece[0]] = job.digest(piece)
-                if part is not None:
-                    self._move(job, part, is_write)
-                    if not is_write and self.tier.verify == "always":
-                        self._compare(job, job.arrived(part))
+                if is_write and self.tier.verify != "off" and isinstance(job.memory, HostSlab):
+                    job.digest_from(part)  # first: the drive's copy finds the bytes in the processor's cache
+                self._move(job, part, is_write)
+                if not is_write and self.tier.verify == "always":
+                    self._compare(job, job.arrived(part))
             except TieredError as cause:  # damage, a limit, a cut-off file: it says all that there is to say
                 error = cause
             except OSError as cause:
                 error = self._wrap(cause, part, is_write)
             except Exception as cause:  # a waiter would hang if a transfer did not end: every cause is passed on
-                path = None if part is None else str(part.file.path)
-                error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=path)
+                error = TransferError(f"transfer failed: {cause!r}", tier=self.tier.name, path=str(part.file.path))
                 error.__cause__ = cause
         if job.task_done(error):
             self._finish(job, is_write)
@@ -277,13 +270,13 @@ class FileEngine:
             if found != expected:
                 raise CorruptBlockError(job.home.key, expected, found, place=place_of(job.home.files, start, stop))
 
-    def _wrap(self, cause: OSError, part: FilePart | None, is_write: bool) -> TransferError:
+    def _wrap(self, cause: OSError, part: FilePart, is_write: bool) -> TransferError:
         error = TransferError(
             f"{'write' if is_write else 'read'} failed: {explain(cause)}",
             tier=self.tier.name,
-            path=None if part is None else str(part.file.path),
+            path=str(part.file.path),
             errno=cause.errno,
-            offset=None if part is None else part.start - part.file.offset,
+            offset=part.start - part.file.offset,
         )
         error.__cause__ = cause
         return error
