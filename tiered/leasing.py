@@ -437,7 +437,7 @@ class Leasing:
         with self.movement.changed:
             block = self.block(key)
             self.tier(tier)
-            skipped = Transfer.finished(block.spec.home, tier)
+            skipped = Transfer(block.spec.home, tier, 0, skipped=True)
             if block.writer is not None or not block.has_contents:
                 return skipped
             copy = block.copy_in(tier)
@@ -457,15 +457,15 @@ class Leasing:
             if copy.pins:
                 raise LeaseError(f"block '{key}' is pinned in tier '{tier}': unpin it first")
             if copy.is_home or copy.state is CopyState.ABSENT:
-                return Transfer.finished(tier, block.spec.home)
+                return Transfer(tier, block.spec.home, 0, skipped=True)
             if copy.state is CopyState.FILLING and block.writer is None:
                 copy.drop_when_clean = True
             elif copy.state is not CopyState.FILLING:
                 self.movement.evict(block, copy)
             self.movement.send_held_up()
             self.movement.changed.notify_all()
-            draining = copy.state is CopyState.DRAINING and copy.transfer is not None
-            return copy.transfer if draining and copy.transfer else Transfer.finished(tier, block.spec.home)
+            draining = copy.transfer if copy.state is CopyState.DRAINING else None
+            return draining or Transfer(tier, block.spec.home, 0, skipped=True)
 
     def reserve(self, tier: str, nbytes: int) -> None:
         """Set room apart; see ``TieredStore.reserve``."""

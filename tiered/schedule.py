@@ -101,25 +101,18 @@ class Schedule:
                 return tick
         return NEVER
 
-    def at(self, tick: int) -> Iterator[Access]:
-        """Yield the accesses of exactly this tick."""
-        for access in self.used_at(tick):
-            yield Access(tick, access.key, access.tier, access.mode)
-
     def used_at(self, tick: int) -> Sequence[Access]:
-        """Return what ``at`` yields, as the accesses in the first period; makes no objects."""
+        """Return the accesses of exactly this tick, as those in the first period."""
         if not self._is_used(tick):
             return ()
         local = tick if self.period is None else tick % self.period
         return self.accesses[bisect_right(self._ticks, local - 1) : bisect_right(self._ticks, local)]
 
-    def upcoming(self, now: int) -> Iterator[Access]:
-        """Yield the accesses later than ``now`` in deadline order, at most one period of them."""
-        for tick, access in self.walk(now):
-            yield Access(tick, access.key, access.tier, access.mode)
-
     def walk(self, now: int) -> Iterator[tuple[int, Access]]:
-        """Yield what ``upcoming`` does, as the tick and the access in the first period; makes no objects."""
+        """Yield the accesses later than ``now`` in deadline order, at most one period of them.
+
+        Each comes as its tick and the access in the first period: no objects are made.
+        """
         now = max(now, self.start - 1)
         base, local = (0, now) if self.period is None else (now - now % self.period, now % self.period)
         start = bisect_right(self._ticks, local)

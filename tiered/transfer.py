@@ -55,14 +55,6 @@ class Transfer:
             self._arrived.set()
             self._done.set()
 
-    @classmethod
-    def finished(cls, src: str, dst: str, *, skipped: bool = True) -> Transfer:
-        """Return a transfer that moved nothing and is already done."""
-        transfer = cls(src, dst, 0, skipped=skipped)
-        transfer._arrived.set()
-        transfer._done.set()
-        return transfer
-
     def done(self) -> bool:
         """Return whether the transfer ended, well or badly, and all its callbacks returned."""
         return self._done.is_set()

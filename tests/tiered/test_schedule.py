@@ -23,16 +23,16 @@ def test_next_use_wraps_around_the_period_until_the_end() -> None:
     assert schedule.next_use("b", "ram", 7) == 11 and schedule.next_use("b", "ram", 11) == NEVER
 
 
-def test_upcoming_is_one_period_in_deadline_order() -> None:
+def test_a_walk_is_one_period_in_deadline_order() -> None:
     schedule = Schedule(accesses((0, "a"), (1, "b"), (1, "c"), (2, "d")), period=3)
-    coming = [(access.tick, access.key) for access in schedule.upcoming(4)]
+    coming = [(tick, access.key) for tick, access in schedule.walk(4)]
     assert coming == [(5, "d"), (6, "a"), (7, "b"), (7, "c")]
-    assert [access.key for access in schedule.at(7)] == ["b", "c"]
+    assert [access.key for access in schedule.used_at(7)] == ["b", "c"]
     once = Schedule(accesses((0, "a"), (1, "b"), (2, "d")))
-    assert [access.key for access in once.upcoming(0)] == ["b", "d"] and not list(once.upcoming(2))
+    assert [access.key for _, access in once.walk(0)] == ["b", "d"] and not list(once.walk(2))
     ends = Schedule(accesses((0, "a"), (1, "b")), period=2, end=4)
-    assert [access.tick for access in ends.upcoming(2)] == [3]
-    assert not list(Schedule([]).upcoming(0))
+    assert [tick for tick, _ in ends.walk(2)] == [3]
+    assert not list(Schedule([]).walk(0))
 
 
 def test_contains_asks_for_the_tick_in_the_period() -> None:
@@ -56,21 +56,21 @@ def deferring_schedule() -> Schedule:
 
 def test_deferred_ticks_are_missing_at_first_and_alone_at_the_end() -> None:
     schedule = deferring_schedule()
-    reached = [(a.tick, a.key) for tick in range(15) for a in schedule.at(tick)]
+    reached = [(tick, a.key) for tick in range(15) for a in schedule.used_at(tick)]
     assert reached == [(1, "a"), (2, "b"), (3, "a/m"), (4, "a"), (5, "b"), (6, "a/m"), (7, "a"), (8, "b"), (9, "a/m")]
     assert Access(0, "a/m", "ram", "rw") not in schedule
     assert Access(9, "a/m", "ram", "rw") in schedule
 
 
-def test_next_use_and_upcoming_know_deferred_ticks() -> None:
+def test_next_use_and_walk_know_deferred_ticks() -> None:
     schedule = deferring_schedule()
     assert [schedule.next_use("a/m", "ram", now) for now in (-1, 0, 2, 3, 6, 8, 9)] == [3, 3, 3, 6, 9, 9, NEVER]
     assert schedule.next_use("a", "ram", 7) == NEVER
-    assert [(a.tick, a.key) for a in schedule.upcoming(8)] == [(9, "a/m")]
-    assert [(a.tick, a.key) for a in schedule.upcoming(0)] == [(1, "a"), (2, "b"), (3, "a/m")]
+    assert [(tick, a.key) for tick, a in schedule.walk(8)] == [(9, "a/m")]
+    assert [(tick, a.key) for tick, a in schedule.walk(0)] == [(1, "a"), (2, "b"), (3, "a/m")]
 
 
 def test_a_schedule_can_start_late() -> None:
     schedule = Schedule([Access(0, "a", "ram"), Access(1, "b", "ram")], period=2, start=4, end=6, deferred=[1])
-    assert [(a.tick, a.key) for tick in range(10) for a in schedule.at(tick)] == [(4, "a"), (7, "b")]
+    assert [(tick, a.key) for tick in range(10) for a in schedule.used_at(tick)] == [(4, "a"), (7, "b")]
     assert schedule.next_use("a", "ram", -1) == 4

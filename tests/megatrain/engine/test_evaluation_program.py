@@ -46,8 +46,8 @@ def test_the_schedule_ends_with_the_last_pass() -> None:
     homes = dict.fromkeys(program.blocks, "nvme")
     schedule = program.schedule(homes, 2)
     period = len(program.ticks)
-    assert [access.tick for access in schedule.upcoming(period - 1)] == sorted(
+    assert [tick for tick, _ in schedule.walk(period - 1)] == sorted(
         period + number for number, tick in enumerate(program.ticks) for _ in tick.held
     )
-    assert not list(schedule.upcoming(2 * period - 1))
-    assert not list(program.schedule(dict.fromkeys(program.blocks, "ram"), 2).upcoming(-1))
+    assert not list(schedule.walk(2 * period - 1))
+    assert not list(program.schedule(dict.fromkeys(program.blocks, "ram"), 2).walk(-1))

@@ -60,8 +60,8 @@ def test_the_schedule_has_what_moves_and_what_changes() -> None:
     homes = {"w": "ram", "m": "gpu", "g": "gpu"}
     schedule = PROGRAM.schedule(homes, 2, first_step=3)
     period = len(TICKS)
-    reached = [access for tick in range(8 * period) for access in schedule.at(tick)]
-    found = [(access.tick, access.key, access.tier, access.mode) for access in reached]
+    reached = [(tick, access) for tick in range(8 * period) for access in schedule.used_at(tick)]
+    found = [(tick, access.key, access.tier, access.mode) for tick, access in reached]
     passes = [(FORWARD, "w", "gpu", "r"), (BACKWARD, "w", "gpu", "r"), (BACKWARD, "g", "gpu", "w")]
     updates = [(UPDATE, "w", "ram", "rw"), (UPDATE, "m", "ram", "rw"), (UPDATE, "g", "ram", "r")]
     steps = {3: passes, 4: [*updates, *passes], 5: updates}
