@@ -80,7 +80,7 @@ if [[ $is_quick ]]; then
     [[ -z ${NULL_COPY_BYTES-} ]] || short_tests+=(-p null_gpu.judge) # kernels do nothing there, so no number is right
   else
     python=("$py" tests/fakes/on_virtual_gpu.py)
-    short_tests=(tests/gpu/test_page_locking.py)
+    short_tests=(-m "not gpu" tests/gpu/test_page_locking.py) # those on a device in software
     one_step+=(--virtual)
     gpu_gb=141
   fi
