@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .main import EXIT_FAILED, RunFailedError, write_file
+from .main import write_file
 from .options import json_option, load
 
 if TYPE_CHECKING:
@@ -35,45 +35,32 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
     metavar="FILE",
     help="Also write the figures of this machine, for `plan --machine FILE` elsewhere.",
 )
-@click.option(
-    "--processes",
-    type=click.IntRange(min=1),
-    default=1,
-    metavar="N",
-    help="Then let N processes measure at once, one for each GPU: memory, drives, GPUs, and what moves between them.",
-)
 @json_option
 def command(
     paths: tuple[Path, ...],
     quick: bool,
     config_file: Path | None,
     profile_file: Path | None,
-    processes: int,
     as_json: bool,
 ) -> int:
-    """Measure RAM, processors and GPU, and the drives of PATHS; say what to fix.
+    """Measure what plans need to know of processors, GPU and the drives of PATHS; say what to fix.
 
     Keeps the rates in the user's cache folder, where `plan` finds them. Without PATHS: those of --config, else the
-    current folder. Takes up to 1 GiB of each drive while it runs, and leaves nothing there. Writes over those bytes
+    current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those bytes
     for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
     """
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.doctor.examine import examine
-    from megatrain.extras.doctor.processes import ProcessesFailedError
 
     if profile_file is not None and not os.access(profile_file.absolute().parent, os.W_OK):
         raise click.UsageError(f"--save-profile {profile_file}: its folder does not exist, or cannot be written")
     folders = [_absolute(path) for path in paths] or _paths_of(config_file)
-    try:
-        with terminated_as_interrupted():
-            examination = examine(
-                list(dict.fromkeys(folders)),
-                quick=quick,
-                num_processes=processes,
-                on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
-            )
-    except ProcessesFailedError as error:
-        raise RunFailedError(f"--processes {processes}: {error}", EXIT_FAILED) from None
+    with terminated_as_interrupted():
+        examination = examine(
+            list(dict.fromkeys(folders)),
+            quick=quick,
+            on_progress=lambda what: click.echo(f"measuring {what} ...", err=True),
+        )
     stored, problem = _store(examination)
     if profile_file is not None:
         write_file(profile_file, examination.machine_toml())
@@ -134,8 +121,6 @@ def _print(examination: Examination) -> None:
     for drive in examination.drives:
         console.print(Text(f"{drive.path}  {drive.file_system.kind} on {drive.file_system.source}"), soft_wrap=True)
         console.print(_drive_table(drive))
-    for line in _processes_lines(examination):
-        console.print(Text(line), soft_wrap=True)
     findings = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
     findings.add_column(no_wrap=True)
     findings.add_column(overflow="fold")
@@ -152,13 +137,9 @@ def _machine_lines(examination: Examination) -> list[str]:
 
     processor, gpu = examination.processor, examination.gpu
     lines = [
-        f"RAM      read {format_rate(processor.ram_read)}  copy {format_rate(processor.ram_copy)}  "
-        f"update {format_rate(processor.ram_update)}   ({processor.num_threads} threads)",
+        f"RAM      update {format_rate(processor.ram_update)}   ({processor.num_threads} threads)",
         "AdamW    "
-        + "  ".join(
-            f"{dtype} {rate / 1e9:.2f} G params/s, {processor.adamw_share(dtype):.0%} of RAM"
-            for dtype, rate in processor.adamw_params.items()
-        ),
+        + "  ".join(f"{dtype} {rate / 1e9:.2f} G params/s" for dtype, rate in processor.adamw_params.items()),
     ]
     by_device: dict[str, LayerRates | GpuResult] = {"cpu": examination.layers}
     if gpu is not None:
@@ -179,39 +160,6 @@ def _machine_lines(examination: Examination) -> list[str]:
     return lines
 
 
-def _processes_lines(examination: Examination) -> list[str]:
-    """Return what several processes did at once, beside what one did."""
-    from tiered.units import format_rate
-
-    found, alone = examination.processes, examination.processor
-    if found is None:
-        return []
-    lines = [
-        f"{found.num_processes} processes at once, together and beside one process",
-        f"RAM      copy {format_rate(found.ram_copy)}, {found.ram_copy / alone.ram_copy:.0%}",
-        "AdamW    "
-        + "  ".join(
-            f"{dtype} {rate / 1e9:.2f} G params/s, {rate / alone.adamw_params[dtype]:.0%}"
-            for dtype, rate in found.adamw_params.items()
-        ),
-    ]
-    for drive in examination.drives:
-        rates = found.drives[str(drive.path)]
-        parts = (
-            f"{name} {format_rate(getattr(rates, name))}, {getattr(rates, name) / getattr(drive.tier, name):.0%}"
-            for name in ("read", "write", "mixed")
-        )
-        lines.append(f"{drive.path}  {'  '.join(parts)}")
-    lines.append(f"each     gather {format_rate(found.gather)}  exchange {format_rate(found.exchange)}, each direction")
-    gpu = examination.gpu
-    if gpu is not None and found.h2d is not None and found.d2h is not None:
-        lines.append(
-            f"GPUs     from RAM {format_rate(found.h2d)}, {found.h2d / gpu.h2d:.0%}  to RAM {format_rate(found.d2h)}, "
-            f"{found.d2h / gpu.d2h:.0%} of one GPU alone, the slowest of them"
-        )
-    return lines
-
-
 def _flops(rate: float) -> str:
     return f"{rate / 1e12:,.1f} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.0f} GFLOP/s"
 
@@ -227,8 +175,5 @@ def _drive_table(drive: DriveResult) -> object:
     for name in (*columns, "sustained"):
         table.add_column(name, justify="right", no_wrap=True)
     end = format_rate(drive.sustained.last) if drive.sustained else "-"
-    tier, bare = ([getattr(rates, name) for name in columns] for rates in (drive.tier, drive.bare))
-    table.add_row("the tier gets", *map(format_rate, tier), end)
-    table.add_row("the drive gives", *map(format_rate, bare), "")
-    table.add_row("", *(f"{ours / theirs:.0%}" for ours, theirs in zip(tier, bare, strict=True)), "")
+    table.add_row("the tier gets", *(format_rate(getattr(drive.tier, name)) for name in columns), end)
     return table

@@ -125,6 +125,8 @@ _REMOVED_COMMANDS = {
 }
 #: (Command, removed option) -> the replacement.
 _REMOVED_OPTIONS = {
+    ("doctor", "--processes"): "Plan for several GPUs with `plan --machine FILE`: write the rate between them as "
+    "`peer` into [gpu] of the file that `doctor --save-profile FILE` makes",
     ("plan", "--what-if"): "Plan once more with other values: plan CONFIG --set tiers.ram.size=64GiB --set "
     "data.max_length=2048",
     ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megatrain.config.resolved import config_from_toml, resolved_values
     from megatrain.data.loader import StepBatch
     from megatrain.engine.weight_gradients import GradientAccumulator
-    from megatrain.machine import machine
     from megatrain.machine.files import machine_toml
     from megatrain.machine.machine import (
         DriveProfile,
@@ -54,10 +53,8 @@ if TYPE_CHECKING:
     from megatrain.plan.placement import DoesNotFitError
     from megatrain.plan.plan import RunSpec
     from megatrain.plan.planner import plan_run
-    from megatrain.ranks.affinity import cores_of_rank
     from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
     from megatrain.ranks.shards import RankLanes, RankShards
-    from megatrain.ranks.world import World, init_by_file
     from megatrain.run.loggers import METRICS_NAME
     from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
     from megatrain.run.status import FINAL_STATES, RunStatus, read_status
@@ -86,7 +83,6 @@ __all__ = [
     "cpu_name",
     "existing_parent",
     "file_system_of",
-    "machine",
     "machine_toml",
     "resolve_compute_dtype",
     "resolve_device",
@@ -135,9 +131,6 @@ __all__ = [
     "RanksDifferError",
     "RankShards",
     "check_same",
-    "World",
-    "cores_of_rank",
-    "init_by_file",
     # A run, its checkpoints and its records.
     "FINAL_STATES",
     "METRICS_NAME",
@@ -164,7 +157,6 @@ _NAMES = {
         "resolve_model",
         "resolve_tiers",
     ),
-    "machine": ("machine",),
     "machine.files": ("machine_toml",),
     "machine.machine": (
         "DriveProfile",
@@ -228,7 +220,6 @@ _NAMES = {
         "KernelThreads",
         "default_num_threads",
     ),
-    "ranks.affinity": ("cores_of_rank",),
     "ranks.collectives": (
         "Collectives",
         "RanksDifferError",
@@ -237,10 +228,6 @@ _NAMES = {
     "ranks.shards": (
         "RankLanes",
         "RankShards",
-    ),
-    "ranks.world": (
-        "World",
-        "init_by_file",
     ),
     "training.trainer": ("Trainer",),
     "checkpoint.state": (

@@ -190,12 +190,12 @@ class CpuTable(_MachineTable):
 
 
 class RamTable(_MachineTable):
-    """``[ram]``."""
+    """``[ram]``; its rates of reads and copies are for people, no plan takes them."""
 
     size: ByteFigure
     in_use: ByteFigure
-    read: Bandwidth
-    copied: Bandwidth = Field(alias="copy")
+    read: Bandwidth | None = None
+    copied: Bandwidth | None = Field(None, alias="copy")
     update: Bandwidth
 
 
@@ -325,8 +325,6 @@ def planned_machine(name: str, file: MachineFile) -> PlannedMachine:
         measured_at=_NO_DAY,
         is_quick=False,
         num_threads=cpu.cores.value,
-        ram_read_bytes_per_s=ram.read.value,
-        ram_copy_bytes_per_s=ram.copied.value,
         ram_update_bytes_per_s=ram.update.value,
         adamw_params_per_s={"bfloat16": cpu.adamw_bfloat16.value, "float32": cpu.adamw_float32.value},
         matmul_flops_per_s=by_device(),
@@ -377,9 +375,6 @@ def _drive_profile(table: DriveTable) -> DriveProfile:
         read_bytes_per_s=table.read.value,
         write_bytes_per_s=table.write.value,
         mixed_bytes_per_s=table.mixed.value,
-        bare_read_bytes_per_s=table.read.value,
-        bare_write_bytes_per_s=table.write.value,
-        bare_mixed_bytes_per_s=table.mixed.value,
         sustained_write_bytes_per_s=None if table.sustained_write is None else table.sustained_write.value,
     )
 
@@ -434,7 +429,6 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
     for dtype in ("bfloat16", "float32"):
         lines.append(line(f"adamw_{dtype}", f'"{profile.adamw_params_per_s[dtype] / 1e9:.5f}Gparam/s"'))
     lines += ["", "[ram]", size("size", profile.ram_bytes), size("in_use", max(GiB // 256, in_use_bytes))]
-    lines += [*rate("read", profile.ram_read_bytes_per_s), *rate("copy", profile.ram_copy_bytes_per_s)]
     lines += rate("update", profile.ram_update_bytes_per_s)
     for key, nbytes in drive_sizes.items():
         drive = profile.drives[key]

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
 import torch
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain.base.errors import ConfigError, Problem
 from megatrain.base.names import CHECKPOINTS_NAME
@@ -43,12 +43,25 @@ STALE_DAYS = 30
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+#: Rates that earlier versions stored, and no plan reads.
+_ENDED_RATES = frozenset(
+    f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")
+)
+
+
 class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_ended_rates(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in _ENDED_RATES}
+
 
 class DriveProfile(_Record):
-    """What one file system did, in bytes per second. ``bare`` rates are those of plain I/O without the tier.
+    """What the tier got of one file system, in bytes per second.
 
     Attributes:
         path: where it was measured.
@@ -68,9 +81,6 @@ class DriveProfile(_Record):
     read_bytes_per_s: Rate
     write_bytes_per_s: Rate
     mixed_bytes_per_s: Rate
-    bare_read_bytes_per_s: Rate
-    bare_write_bytes_per_s: Rate
-    bare_mixed_bytes_per_s: Rate
     sustained_write_bytes_per_s: Rate | None = None
     computing_s_per_byte: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     seconds_per_copy: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -103,8 +113,6 @@ class MachineProfile(_Record):
         cpu: which machine.
         ram_bytes: which machine.
         num_threads: how many computed.
-        ram_read_bytes_per_s: reads alone; bytes read and written by a copy.
-        ram_copy_bytes_per_s: reads alone; bytes read and written by a copy.
         ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
         adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
         matmul_flops_per_s: ``"cpu/float32"`` -> FLOP/s of matrix products: as in layers of a step; on a GPU of large
@@ -122,8 +130,6 @@ class MachineProfile(_Record):
     measured_at: AwareDatetime
     is_quick: bool
     num_threads: int
-    ram_read_bytes_per_s: Rate
-    ram_copy_bytes_per_s: Rate
     ram_update_bytes_per_s: Rate
     adamw_params_per_s: dict[str, Rate]
     matmul_flops_per_s: dict[str, Rate]

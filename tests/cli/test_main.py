@@ -300,6 +300,10 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
         (["run", "x.toml", "--max-steps", "0"], "0 is not in the range x>=1"),
         (["plan", "x.toml", "--wat"], "No such option"),
         (
+            ["doctor", "--processes", "2"],
+            "`doctor` no longer has --processes. Plan for several GPUs with `plan --machine FILE`",
+        ),
+        (
             ["plan", "x.toml", "--what-if", "ram=64GiB"],
             "`plan` no longer has --what-if. Plan once more with other values",
         ),

@@ -26,9 +26,6 @@ def drive(read: float, write: float, mixed: float, **more: object) -> DriveProfi
             "read_bytes_per_s": read,
             "write_bytes_per_s": write,
             "mixed_bytes_per_s": mixed,
-            "bare_read_bytes_per_s": read,
-            "bare_write_bytes_per_s": write,
-            "bare_mixed_bytes_per_s": mixed,
         }
         | more
     )
@@ -44,8 +41,6 @@ def make_machine(folder: Path, **changes: object) -> MachineProfile:
             "measured_at": NOW,
             "is_quick": False,
             "num_threads": 2,
-            "ram_read_bytes_per_s": 1e10,
-            "ram_copy_bytes_per_s": 1e10,
             "ram_update_bytes_per_s": 1e10,
             "adamw_params_per_s": {"float32": 1e8, "bfloat16": 1e8},
             "matmul_flops_per_s": {"cpu/float32": 1e11},

@@ -156,8 +156,6 @@ def test_updates_are_shared_where_rates_say_that_it_is_faster(
         measured_at=datetime.now(UTC),
         is_quick=True,
         num_threads=2,
-        ram_read_bytes_per_s=1e10,
-        ram_copy_bytes_per_s=1e10,
         ram_update_bytes_per_s=1e10,
         adamw_params_per_s=dict.fromkeys(("float32", "bfloat16"), params_per_s),
         matmul_flops_per_s=dict.fromkeys(("cuda/float32", "cuda/bfloat16"), 1e13),

@@ -1,10 +1,8 @@
-"""What a drive gives to plain reads and writes, and what the tier gets of it, in turns within one run."""
+"""The rates of a drive through the tier: reads, writes, both at once, and a long write."""
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
 import shutil
 import signal
 import statistics
@@ -15,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,13 +22,13 @@ import torch
 
 from megatrain.api import FileSystem, available_ram_bytes, file_system_of
 from tiered import NvmeTier, RamTier, TieredStore, Transfer
-from tiered.ext import HostSlab
 from tiered.units import PAGE_BYTES, GiB, KiB, MiB, format_size
 
 SCRATCH_PREFIX = ".megatrain-tier-doctor-"
 
-#: Least free space that a measurement is made with.
+#: Least free space that a measurement is made with, and the quarter of it that is then written.
 MIN_FREE_BYTES = 256 * MiB
+_LEAST_SPAN_BYTES = MIN_FREE_BYTES // 4
 
 
 class UnusablePathError(Exception):
@@ -125,8 +123,6 @@ def _handled_by(numbers: Iterable[int], handler: Callable[[int, Any], object]) -
             signal.signal(number, old)
 
 
-PART_BYTES = 16 * MiB
-_NUM_THREADS = 4
 _NUM_BLOCKS = 8
 _MIN_BLOCK_BYTES = 8 * MiB
 _MOST_WRITES_AHEAD = 2
@@ -141,96 +137,6 @@ class SustainedWrite:
     last: float
     nbytes: int
     seconds: float
-
-
-class BareFile:
-    """One preallocated file, read and written in parts of 16 MiB by four threads: what the drive gives.
-
-    A context manager. O_DIRECT where the file system has it, else the kernel's cache is dropped after each part, as
-    the tier does it.
-
-    Args:
-        path: the file's.
-        nbytes: most that it takes. A drive that needs more than half a second for it gets less.
-    """
-
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self.nbytes = nbytes // PART_BYTES * PART_BYTES
-        assert self.nbytes >= PART_BYTES, nbytes
-        self._buffers = [_random_slab(PART_BYTES) for _ in range(_NUM_THREADS)]
-        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="doctor")
-        self._fd, self.is_direct = _create(path, self.nbytes)
-        try:
-            # The first write of a preallocated file is slower than later ones: it does not count as a measurement.
-            first = min(self.nbytes, _NUM_THREADS * PART_BYTES)
-            rate = self._pass(lambda number: True, first)
-            half_a_second = int(rate / 2) // PART_BYTES * PART_BYTES
-            self.nbytes = max(first, min(self.nbytes, half_a_second))
-            self._pass(lambda number: True, self.nbytes)
-        except BaseException:
-            self.close()
-            raise
-
-    def run(self, is_write: Callable[[int], bool]) -> float:
-        """Pass over the whole file once; return bytes per second. ``is_write(n)`` says what is done with part n."""
-        return self._pass(is_write, self.nbytes)
-
-    def mixed(self, seconds: float) -> float:
-        """Read every other part and write the rest, for that long and at least once; return bytes per second."""
-        start, num_passes = time.perf_counter(), 0
-        while num_passes == 0 or time.perf_counter() < start + seconds:
-            self.run(lambda number: number % 2 == 1)
-            num_passes += 1
-        return num_passes * self.nbytes / (time.perf_counter() - start)
-
-    def _pass(self, is_write: Callable[[int], bool], nbytes: int) -> float:
-        parts = iter(range(nbytes // PART_BYTES))
-        lock = threading.Lock()
-
-        def work(slab: HostSlab) -> None:
-            with slab.view(0, PART_BYTES) as view:
-                while True:
-                    with lock:
-                        number = next(parts, None)
-                    if number is None:
-                        return
-                    if is_write(number):
-                        _renew(slab.tensor)
-                    self._move(view, number * PART_BYTES, is_write(number))
-
-        start = time.perf_counter()
-        for future in [self._threads.submit(work, slab) for slab in self._buffers]:
-            future.result()
-        return nbytes / (time.perf_counter() - start)
-
-    def _move(self, view: memoryview, offset: int, is_write: bool) -> None:
-        done = 0
-        while done < len(view):
-            with view[done:] as rest:
-                move = os.pwritev if is_write else os.preadv
-                count = move(self._fd, [rest], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, "the file ended early")
-            done += count
-        if not self.is_direct:
-            os.posix_fadvise(self._fd, offset, len(view), os.POSIX_FADV_DONTNEED)
-
-    def close(self) -> None:
-        """Stop the threads and give the memory back. Idempotent; the file stays."""
-        self._threads.shutdown(wait=True)
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-        for slab in self._buffers:
-            slab.close()
-
-    def __enter__(self) -> BareFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 class TierProbe:
@@ -355,12 +261,6 @@ def _wait(transfers: Iterable[Transfer]) -> None:
         transfer.wait()
 
 
-def _random_slab(nbytes: int) -> HostSlab:
-    slab = HostSlab(nbytes)
-    slab.tensor.random_(0, 256)  # drives may store zeros without writing them
-    return slab
-
-
 _WRITE_NUMBERS = itertools.count(1)
 
 
@@ -369,36 +269,12 @@ def _renew(contents: torch.Tensor) -> None:
     contents.view(torch.int64)[:: PAGE_BYTES // 8] = next(_WRITE_NUMBERS)
 
 
-def _create(path: Path, nbytes: int) -> tuple[int, bool]:
-    """Make a file with all its space; return its descriptor and whether it is used with O_DIRECT."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        try:
-            direct = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-        except OSError:
-            return fd, False
-        try:
-            slab = HostSlab(PAGE_BYTES)
-            with slab.view(0, PAGE_BYTES) as view:
-                os.pwritev(direct, [view], 0)  # some file systems refuse O_DIRECT only when it is used
-            slab.close()
-        except OSError:
-            os.close(direct)
-            return fd, False
-        os.close(fd)
-        return direct, True
-    except BaseException:
-        os.close(fd)
-        raise
-
-
 @dataclass(frozen=True, slots=True)
 class DriveEffort:
     """How much is spent on one drive.
 
     Attributes:
-        span_bytes: bytes of each of the two sets of files.
+        span_bytes: Bytes of the files, at most.
         turn_s: seconds of reads and writes in turns.
         mixed_s: seconds of both at once.
         beside_s: seconds of reads and writes at once while the processor computes.
@@ -414,9 +290,9 @@ class DriveEffort:
     beside_s: float = 0.0
 
 
-QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=2.0, mixed_s=1.0, beside_s=1.0)
+QUICK = DriveEffort(span_bytes=256 * MiB, turn_s=1.0, mixed_s=1.0, beside_s=1.0)
 FULL = DriveEffort(
-    span_bytes=512 * MiB, turn_s=8.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, beside_s=4.0
+    span_bytes=512 * MiB, turn_s=4.0, mixed_s=4.0, sustained_s=30.0, sustained_bytes=32 * GiB, beside_s=4.0
 )
 _NUM_SMALL, _SMALL_BYTES = 64, 64 * KiB
 _PRODUCT_SIZE = 768  # of matrices: some milliseconds, in the processor's caches
@@ -439,9 +315,8 @@ class DriveResult:
         free_bytes: before.
         is_direct: O_DIRECT worked.
         is_rotational: a disk with a motor; None where unknown.
-        tier: what the tier got.
-        bare: what plain I/O with as many threads got.
-        span_bytes: what either went over.
+        tier: Rates of the tier.
+        span_bytes: Bytes of the blocks.
         sustained: None in a quick run.
         computing_s_per_byte: what computing on all cores loses while a byte goes through the tier; None: not measured.
         seconds_per_copy: what a copy of a block, however small, costs the thread that asks for it.
@@ -454,7 +329,6 @@ class DriveResult:
     is_rotational: bool | None
     span_bytes: int
     tier: Rates
-    bare: Rates
     sustained: SustainedWrite | None = None
     computing_s_per_byte: float | None = None
     seconds_per_copy: float | None = None
@@ -463,7 +337,7 @@ class DriveResult:
 def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     """Measure the drive of a folder, in a scratch folder inside it.
 
-    Takes at most twice ``effort.span_bytes`` of disk, and a quarter of what is free; fewer on a slow drive.
+    Takes at most ``effort.span_bytes`` of disk, and a quarter of what is free; fewer on a slow drive.
 
     Raises:
         UnusablePathError: the folder cannot be used.
@@ -473,33 +347,41 @@ def measure_drive(path: Path, effort: DriveEffort) -> DriveResult:
     free_bytes = check_path(path)
     file_system = file_system_of(path)
     room = min(effort.span_bytes, free_bytes // 4, available_ram_bytes() // 4)
-    with scratch_folder(path) as folder, BareFile(folder / "bare", max(room, MIN_FREE_BYTES // 4)) as bare:
-        with TierProbe(folder / "tier", bare.nbytes) as tier:
-            turns = _AlternatingRates()
+    with scratch_folder(path) as folder:
+        span_bytes = _span_bytes(folder / "first", max(room, _LEAST_SPAN_BYTES))
+        reads, writes = list[float](), list[float]()
+        with TierProbe(folder / "tier", span_bytes) as tier:
             deadline = time.perf_counter() + effort.turn_s
-            while turns.is_empty or time.perf_counter() < deadline:
-                turns.add(tier, bare)
-            tier_mixed = tier.mixed(effort.mixed_s)
+            while not reads or time.perf_counter() < deadline:
+                reads.append(tier.read())
+                writes.append(tier.write())
+            mixed = tier.mixed(effort.mixed_s)
             lost = computing_lost(tier, effort.beside_s) if effort.beside_s else None
-            bare_mixed = bare.mixed(effort.mixed_s)
             sustained = tier.sustained_write(effort.sustained_s, effort.sustained_bytes) if effort.sustained_s else None
             is_direct = tier.is_direct
         with TierProbe(folder / "small", _NUM_SMALL * _SMALL_BYTES, _SMALL_BYTES) as small:
             small.seconds_per_copy()
             seconds_per_copy = small.seconds_per_copy()
-        return DriveResult(
-            path=path,
-            file_system=file_system,
-            free_bytes=free_bytes,
-            is_direct=is_direct,
-            is_rotational=is_rotational(file_system.device),
-            span_bytes=bare.nbytes,
-            tier=Rates(statistics.median(turns.tier_read), statistics.median(turns.tier_write), tier_mixed),
-            bare=Rates(statistics.median(turns.bare_read), statistics.median(turns.bare_write), bare_mixed),
-            sustained=sustained,
-            computing_s_per_byte=lost,
-            seconds_per_copy=seconds_per_copy,
-        )
+    return DriveResult(
+        path=path,
+        file_system=file_system,
+        free_bytes=free_bytes,
+        is_direct=is_direct,
+        is_rotational=is_rotational(file_system.device),
+        span_bytes=tier.nbytes,
+        tier=Rates(statistics.median(reads), statistics.median(writes), mixed),
+        sustained=sustained,
+        computing_s_per_byte=lost,
+        seconds_per_copy=seconds_per_copy,
+    )
+
+
+def _span_bytes(folder: Path, most_bytes: int) -> int:
+    """Return the bytes that a drive writes in half a second, within limits. Leaves nothing in the folder."""
+    with TierProbe(folder, _LEAST_SPAN_BYTES) as first:
+        half_a_second = int(first.write() / 2) // MiB * MiB
+    shutil.rmtree(folder)
+    return max(_LEAST_SPAN_BYTES, min(most_bytes, half_a_second))
 
 
 def computing_lost(tier: TierProbe, seconds: float) -> float:
@@ -534,23 +416,3 @@ def is_rotational(device: str, root: Path = Path("/sys/dev/block")) -> bool | No
         except OSError:
             continue
     return None
-
-
-@dataclass
-class _AlternatingRates:
-    """Rates of reads and writes, ours and bare ones in turns, so that both meet the same drive."""
-
-    tier_read: list[float] = field(default_factory=list)
-    tier_write: list[float] = field(default_factory=list)
-    bare_read: list[float] = field(default_factory=list)
-    bare_write: list[float] = field(default_factory=list)
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.tier_read
-
-    def add(self, tier: TierProbe, bare: BareFile) -> None:
-        self.tier_read.append(tier.read())
-        self.bare_read.append(bare.run(lambda number: False))
-        self.tier_write.append(tier.write())
-        self.bare_write.append(bare.run(lambda number: True))

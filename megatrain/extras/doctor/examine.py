@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,10 @@ from megatrain.extras.doctor.findings import (
     SystemFacts,
     drive_findings,
     gpu_findings,
-    processor_findings,
     read_system,
     system_findings,
 )
 from megatrain.extras.doctor.layers import LayerRates, measure_layers
-from megatrain.extras.doctor.processes import ProcessesResult, measure_processes
 from megatrain.extras.doctor.processors import (
     GdsResult,
     GpuResult,
@@ -49,7 +47,6 @@ class Examination:
     gpu: GpuResult | None
     gds: GdsResult
     drives: tuple[DriveResult, ...]
-    processes: ProcessesResult | None = None
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -57,7 +54,6 @@ class Examination:
         return (
             *system_findings(self.system, self.gpu),
             *gpu_findings(self.system, self.gpu, self.gds),
-            *processor_findings(self.processor),
             *drive_findings(self.drives),
         )
 
@@ -77,8 +73,6 @@ class Examination:
             measured_at=self.measured_at,
             is_quick=self.is_quick,
             num_threads=processor.num_threads,
-            ram_read_bytes_per_s=processor.ram_read,
-            ram_copy_bytes_per_s=processor.ram_copy,
             ram_update_bytes_per_s=processor.ram_update,
             adamw_params_per_s=dict(processor.adamw_params),
             matmul_flops_per_s=by_device("matmul_flops"),
@@ -91,7 +85,6 @@ class Examination:
                 h2d_bytes_per_s=gpu.h2d,
                 d2h_bytes_per_s=gpu.d2h,
                 update_bytes_per_s=gpu.update,
-                peer_bytes_per_s=self.processes.peer if self.processes else None,
             )
             if gpu
             else None,
@@ -108,9 +101,6 @@ class Examination:
             read_bytes_per_s=drive.tier.read,
             write_bytes_per_s=drive.tier.write,
             mixed_bytes_per_s=drive.tier.mixed,
-            bare_read_bytes_per_s=drive.bare.read,
-            bare_write_bytes_per_s=drive.bare.write,
-            bare_mixed_bytes_per_s=drive.bare.mixed,
             sustained_write_bytes_per_s=drive.sustained.last if drive.sustained else None,
             computing_s_per_byte=drive.computing_s_per_byte,
             seconds_per_copy=drive.seconds_per_copy,
@@ -134,7 +124,6 @@ class Examination:
             "gpu": asdict(self.gpu) if self.gpu else None,
             "gds": asdict(self.gds),
             "drives": drives,
-            "processes": asdict(self.processes) if self.processes else None,
             "findings": [asdict(finding) for finding in self.findings],
         }
 
@@ -143,25 +132,22 @@ def examine(
     paths: Sequence[Path],
     *,
     quick: bool,
-    num_processes: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Examination:
     """Measure this machine and the drives of some folders.
 
-    Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 1 GiB of each drive meanwhile.
-    With several processes about as long again, and as much of each drive for each of them.
+    Takes about 30 s when ``quick`` (with one path), else a minute and a half, and up to 512 MiB of each drive.
 
     Raises:
         UnusablePathError: a folder cannot be used; known before anything is measured.
         TieredError: a drive failed.
         OSError: a drive failed.
-        ProcessesFailedError: one of several processes could not measure.
     """
     for path in paths:
         check_path(path)
     system = read_system()  # before we are a load ourselves
     span_bytes, seconds = _QUICK_PROCESSOR if quick else _FULL_PROCESSOR
-    on_progress("RAM, optimizer")
+    on_progress("the optimizer")
     processor = measure_processor(span_bytes=span_bytes, seconds=seconds)
     on_progress("GPU")
     gpu = measure_gpu(seconds=seconds)
@@ -171,12 +157,6 @@ def examine(
     for path in paths:
         on_progress(str(path))
         drives.append(measure_drive(path, QUICK if quick else FULL))
-    processes = None
-    if num_processes > 1:
-        on_progress(f"{num_processes} processes at once")
-        # Not the long write: it tells of the drive alone, and is made already.
-        effort = replace(QUICK if quick else FULL, sustained_s=0.0, beside_s=0.0)
-        processes = measure_processes(num_processes, paths, effort, span_bytes=span_bytes, seconds=seconds)
     return Examination(
         measured_at=datetime.now(UTC).replace(microsecond=0),
         is_quick=quick,
@@ -186,5 +166,4 @@ def examine(
         gpu=gpu,
         gds=check_gds(),
         drives=tuple(drives),
-        processes=processes,
     )

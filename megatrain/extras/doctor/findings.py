@@ -17,8 +17,8 @@ import torch
 
 from megatrain.api import Nature, cpu_name, default_num_threads, total_ram_bytes
 from megatrain.extras.doctor.drives import DriveResult
-from megatrain.extras.doctor.processors import GdsResult, GpuResult, ProcessorResult
-from tiered.units import GB, GiB, KiB, format_rate, format_size
+from megatrain.extras.doctor.processors import GdsResult, GpuResult
+from tiered.units import GB, format_rate, format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,6 @@ class SystemFacts:
         cpu_quota: CPUs that a cgroup grants; None without a limit.
         ram_bytes: RAM of the machine.
         ram_limit_bytes: what a cgroup leaves of it.
-        huge_pages: setting of transparent huge pages, e.g. "madvise"; "" where the kernel has none.
-        reserved_huge_page_bytes: the pool of explicit huge pages; this program cannot use it.
         memlock_bytes: most that this user may pin; None without a limit.
         has_nvidia_driver: the machine has one, whatever torch was built for.
     """
@@ -47,8 +45,6 @@ class SystemFacts:
     load: float
     ram_bytes: int
     ram_limit_bytes: int
-    huge_pages: str
-    reserved_huge_page_bytes: int
     memlock_bytes: int | None
     has_nvidia_driver: bool
 
@@ -56,7 +52,6 @@ class SystemFacts:
 def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemFacts:
     """Read the facts; what the kernel does not report counts as no limit."""
     soft_limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    setting = re.search(r"\[(\w+)\]", _text(sys / "kernel" / "mm" / "transparent_hugepage" / "enabled"))
     return SystemFacts(
         host=platform.node(),
         kernel=platform.release(),
@@ -67,8 +62,6 @@ def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemF
         load=os.getloadavg()[0],
         ram_bytes=psutil.virtual_memory().total,
         ram_limit_bytes=total_ram_bytes(sys / "fs" / "cgroup"),
-        huge_pages=setting[1] if setting else "",
-        reserved_huge_page_bytes=_reserved_huge_pages(_text(proc / "meminfo")),
         memlock_bytes=None if soft_limit == resource.RLIM_INFINITY else soft_limit,
         has_nvidia_driver=(proc / "driver" / "nvidia" / "version").exists(),
     )
@@ -77,11 +70,6 @@ def read_system(sys: Path = Path("/sys"), proc: Path = Path("/proc")) -> SystemF
 def _cpu_quota(cgroup: Path) -> float | None:
     match = re.fullmatch(r"(\d+) (\d+)", _text(cgroup / "cpu.max").strip())  # "max 100000" without a limit
     return int(match[1]) / int(match[2]) if match else None
-
-
-def _reserved_huge_pages(meminfo: str) -> int:
-    found = {name: int(value) for name, value in re.findall(r"^(HugePages_Total|Hugepagesize):\s+(\d+)", meminfo, re.M)}
-    return found.get("HugePages_Total", 0) * found.get("Hugepagesize", 0) * KiB
 
 
 def _text(path: Path) -> str:
@@ -93,8 +81,6 @@ def _text(path: Path) -> str:
 
 Severity = Literal["ok", "note", "warn"]
 
-#: The tier should get this share of what the drive gives, the optimizer's kernel this share of RAM bandwidth.
-TIER_SHARE, KERNEL_SHARE = 0.8, 0.6
 #: A drive slows if the end of a long write has less than this share of its start.
 SUSTAINED_SHARE = 0.7
 
@@ -105,7 +91,6 @@ _ELSEWHERE: Mapping[Nature, str] = {
     "program": "use a local drive for [[tiers.nvme]]",
 }
 _SLOW_BYTES_PER_S = 0.5 * GB
-_LITTLE_ROOM_BYTES = 10 * GiB
 _BUSY_SHARE = 0.5
 
 
@@ -128,25 +113,6 @@ class Finding:
 
 def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Finding]:
     """Yield what the kernel's settings mean."""
-    yield _huge_pages(facts)
-    if facts.reserved_huge_page_bytes >= GiB:
-        yield Finding(
-            "note",
-            "huge pages",
-            f"{format_size(facts.reserved_huge_page_bytes)} of RAM are reserved as explicit huge pages: nobody else "
-            "can use them, and we do not",
-            "unless something else needs them: sysctl vm.nr_hugepages=0",
-        )
-    if facts.ram_limit_bytes < facts.ram_bytes:
-        yield Finding(
-            "note",
-            "RAM limit",
-            f"a cgroup limits this process to {format_size(facts.ram_limit_bytes)} of the machine's "
-            f"{format_size(facts.ram_bytes)}",
-            'tiers.ram.size = "auto" obeys it; raise the limit of the container or job to use more',
-        )
-    else:
-        yield Finding("ok", "RAM limit", f"none below the machine's {format_size(facts.ram_bytes)}")
     if facts.cpu_quota is not None and facts.cpu_quota < facts.num_cpus:
         yield Finding(
             "warn",
@@ -169,18 +135,6 @@ def system_findings(facts: SystemFacts, gpu: GpuResult | None) -> Iterator[Findi
             "measure again when nothing else runs; these figures may be too low",
         )
     yield _page_locking(facts, gpu)
-
-
-def _huge_pages(facts: SystemFacts) -> Finding:
-    if facts.huge_pages in ("madvise", "always"):
-        return Finding("ok", "huge pages", f"transparent huge pages are on ({facts.huge_pages})")
-    seen = 'transparent huge pages are off ("never")' if facts.huge_pages else "this kernel has no transparent ones"
-    return Finding(
-        "warn" if facts.huge_pages else "note",
-        "huge pages",
-        f"{seen}: allocating, page-locking and direct I/O of large blocks cost more time",
-        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled" if facts.huge_pages else "",
-    )
 
 
 def _page_locking(facts: SystemFacts, gpu: GpuResult | None) -> Finding:
@@ -224,18 +178,6 @@ def gpu_findings(facts: SystemFacts, gpu: GpuResult | None, gds: GdsResult) -> I
             yield Finding("ok", "GPUDirect Storage", "kvikio and nvidia-fs are there")
 
 
-def processor_findings(result: ProcessorResult) -> Iterator[Finding]:
-    """Yield how the optimizer's kernel compares with what RAM gives."""
-    for dtype in result.adamw_params:
-        share = result.adamw_share(dtype)
-        seen = f"{dtype} weights: {result.adamw_params[dtype] / 1e6:,.0f} M parameters/s, {share:.0%} of RAM bandwidth"
-        if share >= KERNEL_SHARE:
-            yield Finding("ok", "AdamW", seen)
-        else:
-            advice = "more CPUs would help: the kernel computes longer than RAM takes. Nothing is wrong with the RAM"
-            yield Finding("note", "AdamW", seen, advice)
-
-
 def drive_findings(drives: Sequence[DriveResult]) -> Iterator[Finding]:
     """Yield what is to be known of each path, and of paths together."""
     by_file_system: dict[str, list[DriveResult]] = defaultdict(list)
@@ -267,23 +209,10 @@ def _kind_of_drive(drive: DriveResult) -> Iterator[Finding]:
         )
     else:
         yield Finding("ok", path, f"{kind} with O_DIRECT, {format_size(drive.free_bytes)} free")
-    if drive.free_bytes < _LITTLE_ROOM_BYTES:
-        advice = "16 bytes per parameter is what a whole model in fp32 takes, gradients included"
-        yield Finding("note", path, f"only {format_size(drive.free_bytes)} are free", advice)
 
 
 def _speed_of_drive(drive: DriveResult) -> Iterator[Finding]:
     path = str(drive.path)
-    for what in ("read", "write", "mixed"):
-        tier, bare = getattr(drive.tier, what), getattr(drive.bare, what)
-        if tier < TIER_SHARE * bare:
-            yield Finding(
-                "warn",
-                path,
-                f"{what}: the tier gets {format_rate(tier)}, {tier / bare:.0%} of the {format_rate(bare)} that plain "
-                "I/O got in the same run",
-                "measure again on an idle machine; if it stays, more CPUs for this process, or report it",
-            )
     if drive.tier.mixed < _SLOW_BYTES_PER_S:
         motor = " It says that it has a motor." if drive.is_rotational else ""
         yield Finding(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from megatrain.api import (
@@ -27,9 +26,6 @@ from megatrain.optim.threads import cut
 from megatrain.trace.trace import CountingMode
 from tiered.ext import HostSlab
 from tiered.units import MiB
-
-#: Bytes of RAM that an update of a parameter touches: master, m and v read and written, the gradient read.
-ADAMW_BYTES_PER_PARAM = 2 * 12 + 4
 
 _FLOAT_BYTES = 4
 _MIN_REPEATS = 3
@@ -46,29 +42,21 @@ class ProcessorResult:
     """Bytes and parameters per second, the best of several runs; all with ``num_threads`` threads.
 
     Attributes:
-        ram_read: as in `megatrain.machine.machine.MachineProfile`.
-        ram_copy: as in `megatrain.machine.machine.MachineProfile`.
         ram_update: as in `megatrain.machine.machine.MachineProfile`.
         adamw_params: dtype of the weights -> parameters per second.
     """
 
     num_threads: int
-    ram_read: float
-    ram_copy: float
     ram_update: float
     adamw_params: Mapping[str, float]
 
-    def adamw_share(self, dtype: str) -> float:
-        """Return the kernel's bytes per second as a share of the most that RAM gave to any of the three."""
-        return self.adamw_params[dtype] * ADAMW_BYTES_PER_PARAM / max(self.ram_read, self.ram_copy, self.ram_update)
-
 
 def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads | None = None) -> ProcessorResult:
-    """Measure RAM and the AdamW kernels of the CPU.
+    """Measure additions in RAM and the AdamW kernels of the CPU.
 
     Args:
         span_bytes: RAM to work on, far more than the processor's caches; an eighth of what is free at most.
-        seconds: about how long each of the five measurements takes.
+        seconds: about how long each of the three measurements takes.
         threads: run the kernels; default: one per usable CPU, as in a run.
     """
     kernel_threads = threads or KernelThreads()
@@ -79,8 +67,6 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
                 array.uniform_(-1.0, 1.0)
             v.uniform_(0.0, 1.0)
             nbytes = num_elements * _FLOAT_BYTES
-            ram_read = 2 * nbytes / _best_s(lambda: torch.dot(weight, m), seconds)
-            ram_copy = 2 * nbytes / _best_s(lambda: _copy(m, weight, kernel_threads), seconds)
             ram_update = 3 * nbytes / _best_s(lambda: _add(weight, gradient, kernel_threads), seconds)
             adamw = {
                 dtype: num_elements / _best_s(update, seconds)
@@ -89,7 +75,7 @@ def measure_processor(*, span_bytes: int, seconds: float, threads: KernelThreads
     finally:
         if threads is None:
             kernel_threads.close()
-    return ProcessorResult(kernel_threads.num_threads, ram_read, ram_copy, ram_update, adamw)
+    return ProcessorResult(kernel_threads.num_threads, ram_update, adamw)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -210,11 +196,6 @@ def _arrays(num_elements: int) -> Iterator[list[torch.Tensor]]:
     finally:
         for slab in slabs:
             slab.close()
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor, threads: KernelThreads) -> None:
-    to, of = target.numpy(), source.numpy()
-    threads.run(partial(np.copyto, to[start:stop], of[start:stop]) for start, stop in cut(0, to.size))
 
 
 def _add(total: torch.Tensor, addend: torch.Tensor, threads: KernelThreads) -> None:

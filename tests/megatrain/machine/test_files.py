@@ -187,7 +187,7 @@ def test_doctor_writes_a_file_that_can_be_planned_for(tmp_path: Path, monkeypatc
     assert profile is not None and found.num_published == found.num_estimated == 0
     assert "measured there by doctor" in found.origin
     assert found.profile.adamw_params_per_s == pytest.approx(profile.adamw_params_per_s, rel=0.02, abs=1e4)
-    assert found.profile.ram_copy_bytes_per_s == pytest.approx(profile.ram_copy_bytes_per_s, rel=0.01)
+    assert found.profile.ram_update_bytes_per_s == pytest.approx(profile.ram_update_bytes_per_s, rel=0.01)
     (measured,), (planned,) = profile.drives.values(), found.profile.drives.values()
     assert planned.mixed_bytes_per_s == pytest.approx(measured.mixed_bytes_per_s, rel=0.01, abs=1e5)
     plan = plan_run(resolve(load_config(config_at(tmp_path, drives=1), (), ["device=cpu"]).config, found))

@@ -18,7 +18,7 @@ NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def drive(path: str = "/somewhere", **rates: float) -> DriveProfile:
-    names = ("read", "write", "mixed", "bare_read", "bare_write", "bare_mixed")
+    names = ("read", "write", "mixed")
     values = {f"{name}_bytes_per_s": 1e9 for name in names} | rates
     return DriveProfile(path=path, filesystem="ext4", measured_at=NOW, is_quick=True, is_direct=True, **values)
 
@@ -31,8 +31,6 @@ def make_machine(**changes: object) -> MachineProfile:
         "measured_at": NOW,
         "is_quick": False,
         "num_threads": 2,
-        "ram_read_bytes_per_s": 3e10,
-        "ram_copy_bytes_per_s": 2e10,
         "ram_update_bytes_per_s": 2e10,
         "adamw_params_per_s": {"float32": 1e9},
         "matmul_flops_per_s": {"cpu/float32": 1e11},
@@ -104,16 +102,32 @@ def test_a_damaged_file_is_named_and_replaced(tmp_path: Path, contents: bytes) -
     assert load_profile(path).machine == make_machine()
 
 
+def test_a_profile_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """It holds rates of plain reads, writes and copies, which no plan takes."""
+    path = tmp_path / "profile.json"
+    store_profile(make_machine(), path)
+    values = json.loads(path.read_text())
+    stored = values["machines"][make_machine().key]
+    stored |= {"ram_read_bytes_per_s": 3e10, "ram_copy_bytes_per_s": 2e10}
+    for each in stored["drives"].values():
+        each |= {f"bare_{name}_bytes_per_s": 2e9 for name in ("read", "write", "mixed")}
+    path.write_text(json.dumps(values))
+    assert load_profile(path).machine == make_machine()
+    stored["other_bytes_per_s"] = 1e9
+    path.write_text(json.dumps(values))
+    assert load_profile(path).machine is None
+
+
 @pytest.mark.parametrize("rate", [0, -1.0, "fast", None, float("inf"), float("nan")])
 def test_a_rate_that_is_none_makes_the_file_damaged(tmp_path: Path, rate: object) -> None:
     path = tmp_path / "profile.json"
     store_profile(make_machine(), path)
     values = json.loads(path.read_text())
-    next(iter(values["machines"].values()))["ram_read_bytes_per_s"] = rate
+    next(iter(values["machines"].values()))["ram_update_bytes_per_s"] = rate
     path.write_text(json.dumps(values))
     loaded = load_profile(path)
     assert loaded.machine is None
-    assert (loaded.note is not None and "ram_read_bytes_per_s" in loaded.note) or rate != rate or rate == float("inf")
+    assert (loaded.note is not None and "ram_update_bytes_per_s" in loaded.note) or rate != rate or rate == float("inf")
 
 
 def test_a_folder_in_its_place_is_no_traceback(tmp_path: Path) -> None:

@@ -232,8 +232,6 @@ def test_the_estimate_is_shorter_by_one_forward(tmp_path: Path) -> None:
         measured_at=datetime.now(UTC),
         is_quick=True,
         num_threads=2,
-        ram_read_bytes_per_s=1e10,
-        ram_copy_bytes_per_s=1e10,
         ram_update_bytes_per_s=1e10,
         adamw_params_per_s={"float32": 1e8},
         matmul_flops_per_s={"cpu/float32": 1e11},

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.engine.step import StepEngine
-from megatrain.extras.doctor import examine, processors
+from megatrain.extras.doctor import examine
 from megatrain.extras.doctor.drives import DriveEffort
 from megatrain.plan import measure
 from megatrain.plan.measure import (
@@ -195,7 +195,6 @@ def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
 def test_the_command(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, beside_s=0.1))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    monkeypatch.setattr(processors, "_MATMUL_SIZES", (64,))
     group = importlib.import_module(f"{PACKAGE}.main").command_group
     path = write(ram="6MiB", placement='optimizer = ["nvme"]')
     plain = CliRunner().invoke(group, ["plan", str(path), "--measure"])

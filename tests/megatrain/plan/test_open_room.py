@@ -27,7 +27,7 @@ def make_plan(folder: Path, ram: str, **tables: str) -> Plan:
 def profile(folder: Path, *, drive: float, flops: float = 1e11) -> LoadedProfile:
     now = datetime.now(UTC)
     rates = dict.fromkeys(
-        ("read", "write", "mixed", "bare_read", "bare_write", "bare_mixed"),
+        ("read", "write", "mixed"),
         drive,
     )
     measured = DriveProfile(
@@ -45,8 +45,6 @@ def profile(folder: Path, *, drive: float, flops: float = 1e11) -> LoadedProfile
         measured_at=now,
         is_quick=True,
         num_threads=2,
-        ram_read_bytes_per_s=2e10,
-        ram_copy_bytes_per_s=2e10,
         ram_update_bytes_per_s=2e10,
         adamw_params_per_s={"float32": 1e9, "bfloat16": 1e9},
         matmul_flops_per_s={"cpu/float32": flops},

@@ -1,4 +1,4 @@
-"""Measuring a drive: both sides move what they say, within the room they were given, and leave nothing."""
+"""Measuring a drive: the tier moves what it says, within the room it was given, and leaves nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatrain.extras.doctor import drives
-from megatrain.extras.doctor.drives import PART_BYTES, BareFile, DriveEffort, TierProbe, is_rotational, measure_drive
+from megatrain.extras.doctor.drives import DriveEffort, TierProbe, is_rotational, measure_drive
 from tiered import MiB
 
 BRIEF = DriveEffort(span_bytes=64 * MiB, turn_s=0.0, mixed_s=0.0)
@@ -33,8 +33,8 @@ def test_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = measure_drive(tmp_path, effort)
     assert os.listdir(tmp_path) == []
     assert result.span_bytes == 64 * MiB
-    assert 0 < most <= 2 * effort.span_bytes + MiB
-    rates = [getattr(side, what) for side in (result.tier, result.bare) for what in ("read", "write", "mixed")]
+    assert 0 < most <= effort.span_bytes + MiB
+    rates = [getattr(result.tier, what) for what in ("read", "write", "mixed")]
     assert min(rates) > 0
     assert result.sustained is not None
     assert result.sustained.nbytes == 192 * MiB  # the first whole round past the limit
@@ -60,40 +60,20 @@ def test_nothing_is_left_after_an_error(
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize(("rate", "span"), [(40 * MiB, 64), (200 * MiB, 100), (4000 * MiB, 128)])
+def test_a_slow_drive_is_measured_with_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rate: int, span: int
+) -> None:
+    """As much as it writes in half a second."""
+    monkeypatch.setattr(TierProbe, "write", lambda self: float(rate))
+    assert measure_drive(tmp_path, DriveEffort(128 * MiB, 0.0, 0.0)).span_bytes // MiB in (span, span // 8 * 8)
+    assert os.listdir(tmp_path) == []
+
+
 def test_little_room_takes_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drives, "check_path", lambda path: 256 * MiB)
     result = measure_drive(tmp_path, DriveEffort(1024 * MiB, 0.0, 0.0))
     assert result.span_bytes == 64 * MiB
-
-
-def test_the_bare_file_reads_and_writes_what_it_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[tuple[bool, int]] = []
-    move = BareFile._move
-
-    def noted(self: BareFile, view: memoryview, offset: int, is_write: bool) -> None:
-        moved.append((is_write, offset))
-        move(self, view, offset, is_write)
-
-    with BareFile(tmp_path / "bare", 70 * MiB) as bare:
-        assert bare.nbytes == 64 * MiB
-        monkeypatch.setattr(BareFile, "_move", noted)
-        assert bare.mixed(0.0) > 0
-        assert sorted(moved) == [(False, 0), (False, 2 * PART_BYTES), (True, PART_BYTES), (True, 3 * PART_BYTES)]
-    assert (tmp_path / "bare").read_bytes().count(0) < 64 * MiB // 128  # random, not zeros
-
-
-def test_the_bare_file_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    open_file = os.open
-
-    def refuse(path: str, flags: int, mode: int = 0o777) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return open_file(path, flags, mode)
-
-    monkeypatch.setattr(drives.os, "open", refuse)
-    with BareFile(tmp_path / "bare", 64 * MiB) as bare:
-        assert not bare.is_direct
-        assert bare.run(lambda number: False) > 0
 
 
 def test_the_tier_moves_whole_blocks(tmp_path: Path) -> None:
@@ -134,12 +114,6 @@ def pages(folder: Path) -> list[bytes]:
 def test_a_drive_gets_no_page_twice_and_none_that_can_be_made_smaller(tmp_path: Path) -> None:
     """Drives and file systems that compress, or keep equal pages once, would else be measured too fast."""
     written: list[set[bytes]] = []
-    with BareFile(tmp_path / "bare", 64 * MiB) as bare:
-        for _ in range(2):
-            bare.run(lambda number: True)
-            written.append(set(pages(tmp_path)))
-            assert len(written[-1]) == 64 * MiB // 4096
-    (tmp_path / "bare").unlink()
     with TierProbe(tmp_path / "tier", 16 * MiB) as tier:
         written.append(set(pages(tmp_path)))
         for write in (tier.write, lambda: tier.mixed(0.0), lambda: tier.sustained_write(0.0, 1)):

@@ -37,7 +37,7 @@ def test_an_examination_and_its_profile(tmp_path: Path) -> None:
     drive = stored.drive_of(tmp_path)
     assert drive is not None
     assert drive.mixed_bytes_per_s == seen.drives[0].tier.mixed
-    assert drive.bare_read_bytes_per_s == seen.drives[0].bare.read
+    assert drive.read_bytes_per_s == seen.drives[0].tier.read
     assert stored.is_quick and drive.is_quick
     assert stored.adamw_params_per_s.keys() == {"float32", "bfloat16"}
     for rates in (stored.matmul_flops_per_s, stored.attention_flops_per_s, stored.elementwise_bytes_per_s):
@@ -56,16 +56,14 @@ def test_paths_are_looked_at_before_anything_is_measured(tmp_path: Path, monkeyp
     with pytest.raises(UnusablePathError, match="does not exist"):
         examine.examine([tmp_path, tmp_path / "none"], quick=True)
     assert os.listdir(tmp_path) == []
-    assert drives.QUICK.span_bytes * 2 <= 1024 * MiB and drives.FULL.span_bytes * 2 <= 1024 * MiB
+    assert max(drives.QUICK.span_bytes, drives.FULL.span_bytes) <= 512 * MiB
 
 
 def test_the_processor() -> None:
     threads = KernelThreads(1)
     found = measure_processor(span_bytes=8 * MiB, seconds=0.0, threads=threads)
     assert found.num_threads == 1
-    assert min(found.ram_read, found.ram_copy, found.ram_update, *found.adamw_params.values()) > 0
-    best = max(found.ram_read, found.ram_copy, found.ram_update)
-    assert found.adamw_share("float32") == pytest.approx(found.adamw_params["float32"] * 28 / best)
+    assert min(found.ram_update, *found.adamw_params.values()) > 0
 
 
 def test_products_count_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:

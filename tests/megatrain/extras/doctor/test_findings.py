@@ -14,26 +14,24 @@ from megatrain.extras.doctor.findings import (
     SystemFacts,
     drive_findings,
     gpu_findings,
-    processor_findings,
     read_system,
     system_findings,
 )
-from megatrain.extras.doctor.processors import ADAMW_BYTES_PER_PARAM, GdsResult, GpuResult, ProcessorResult, check_gds
+from megatrain.extras.doctor.processors import GdsResult, GpuResult, check_gds
 from megatrain.machine.machine import FileSystem
 from tiered import GB, GiB, MiB
 
 FACTS = SystemFacts(
     host="h", kernel="6", cpu="c", num_cpus=8, num_torch_threads=8, cpu_quota=None, load=0.1, ram_bytes=64 * GiB,
-    ram_limit_bytes=64 * GiB, huge_pages="madvise", reserved_huge_page_bytes=0, memlock_bytes=None,
+    ram_limit_bytes=64 * GiB, memlock_bytes=None,
     has_nvidia_driver=False,
 )  # fmt: skip
 GPU = GpuResult("G", 24 * GiB, True, 25e9, 25e9, {"float32": 5e13, "bfloat16": 2e14})
 DRIVE = DriveResult(
     path=Path("/fast"), file_system=FileSystem("1:2", "xfs", "/dev/nvme0n1", "/fast"), free_bytes=500 * GiB,
-    is_direct=True, is_rotational=False, span_bytes=512 * MiB, tier=Rates(5e9, 4e9, 4.5e9), bare=Rates(5e9, 4e9, 4.5e9),
+    is_direct=True, is_rotational=False, span_bytes=512 * MiB, tier=Rates(5e9, 4e9, 4.5e9),
     sustained=SustainedWrite(4e9, 3.9e9, 32 * GiB, 9.0),
 )  # fmt: skip
-PROCESSOR = ProcessorResult(8, 5e10, 5e10, 5e10, {"float32": 0.9 * 5e10 / ADAMW_BYTES_PER_PARAM})
 
 
 def bad(findings: list[Finding]) -> list[Finding]:
@@ -50,19 +48,14 @@ def test_nothing_is_wrong_with_a_good_machine() -> None:
     findings = [
         *system_findings(FACTS, GPU),
         *gpu_findings(FACTS, GPU, GdsResult(True, True, ())),
-        *processor_findings(PROCESSOR),
         *drive_findings([DRIVE]),
     ]
     assert bad(findings) == []
     assert all(not finding.advice for finding in findings)
-    assert {finding.subject for finding in findings} >= {"huge pages", "page-locking", "GPU", "AdamW", "/fast"}
+    assert {finding.subject for finding in findings} >= {"page-locking", "GPU", "/fast"}
 
 
 SYSTEM_CASES = {
-    "no huge pages": ({"huge_pages": "never"}, "warn", "huge pages", "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"),
-    "kernel without": ({"huge_pages": ""}, "note", "huge pages", ""),
-    "reserved": ({"reserved_huge_page_bytes": 32 * GiB}, "note", "huge pages", "vm.nr_hugepages=0"),
-    "ram limit": ({"ram_limit_bytes": 16 * GiB}, "note", "RAM limit", "tiers.ram.size"),
     "cpu limit": ({"cpu_quota": 2.0}, "warn", "CPU limit", "taskset -c 0-1"),
     "threads": ({"num_torch_threads": 1}, "note", "threads", "OMP_NUM_THREADS"),
     "load": ({"load": 7.0}, "note", "load", "measure again"),
@@ -103,12 +96,6 @@ def test_what_gds_needs(tmp_path: Path) -> None:
     assert len(found.missing) == (0 if found.has_kvikio else 1)
 
 
-def test_a_slow_kernel() -> None:
-    slow = replace(PROCESSOR, adamw_params={"float32": 0.3 * 5e10 / ADAMW_BYTES_PER_PARAM})
-    finding = only(list(processor_findings(slow)))
-    assert finding.severity == "note" and "30%" in finding.seen
-
-
 def on(kind: str) -> dict[str, object]:
     return {"file_system": replace(DRIVE.file_system, kind=kind)}
 
@@ -117,9 +104,7 @@ DRIVE_CASES = {
     "no O_DIRECT": ({"is_direct": False}, "warn", "refuses O_DIRECT", "ext4 or xfs"),
     "memory": (on("tmpfs"), "warn", "is RAM", "tiers.ram"),
     "network": (on("nfs4"), "warn", "not on a drive of this machine", "local drive"),
-    "full": ({"free_bytes": GiB}, "note", "only 1.00 GiB", "16 bytes per parameter"),
-    "slow tier": ({"tier": Rates(5e9, 4e9, 3e9)}, "warn", "mixed: the tier gets 3.00 GB/s, 67% of the 4.50 GB/s", "again"),
-    "slow drive": ({"tier": Rates(0.2e9, 0.2e9, 0.2e9), "bare": Rates(0.2e9, 0.2e9, 0.2e9)}, "warn", "slow for this", "2 to 12 GB/s"),
+    "slow drive": ({"tier": Rates(0.2e9, 0.2e9, 0.2e9)}, "warn", "slow for this", "2 to 12 GB/s"),
     "cache": ({"sustained": SustainedWrite(4e9, 1e9, 32 * GiB, 20.0)}, "warn", "slows under a long write", "rate at the end"),
 }  # fmt: skip
 
@@ -133,7 +118,7 @@ def test_drives(changes: dict[str, object], severity: str, seen: str, advice: st
 
 
 def test_a_motor_is_named() -> None:
-    slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB), bare=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
+    slow = replace(DRIVE, tier=Rates(0.1 * GB, 0.1 * GB, 0.1 * GB))
     assert "motor" in only(list(drive_findings([replace(slow, is_rotational=True)]))).seen
     # virtual disks say so as well: no reason to doubt a fast one
     assert bad(list(drive_findings([replace(DRIVE, is_rotational=True)]))) == []
@@ -148,22 +133,15 @@ def test_two_paths_on_one_drive() -> None:
 
 
 def test_the_kernel_is_asked(tmp_path: Path) -> None:
-    settings = tmp_path / "sys" / "kernel" / "mm" / "transparent_hugepage"
-    settings.mkdir(parents=True)
-    (settings / "enabled").write_text("always madvise [never]\n")
     cgroup = tmp_path / "sys" / "fs" / "cgroup"
     cgroup.mkdir(parents=True)
     (cgroup / "cpu.max").write_text("150000 100000\n")
     (cgroup / "memory.max").write_text(f"{MiB}\n")
     (cgroup / "memory.current").write_text("0\n")
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc" / "meminfo").write_text("MemTotal: 1 kB\nHugePages_Total:      16\nHugepagesize:    2048 kB\n")
     facts = read_system(tmp_path / "sys", tmp_path / "proc")
-    assert (facts.huge_pages, facts.cpu_quota, facts.ram_limit_bytes) == ("never", 1.5, MiB)
-    assert facts.reserved_huge_page_bytes == 32 * MiB
+    assert (facts.cpu_quota, facts.ram_limit_bytes) == (1.5, MiB)
     assert not facts.has_nvidia_driver
     (cgroup / "cpu.max").write_text("max 100000\n")
     assert read_system(tmp_path / "sys", tmp_path / "proc").cpu_quota is None
     nothing = read_system(tmp_path / "none", tmp_path / "none")
-    assert (nothing.huge_pages, nothing.reserved_huge_page_bytes) == ("", 0)
     assert nothing.ram_limit_bytes == nothing.ram_bytes > 0
