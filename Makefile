@@ -17,7 +17,7 @@ test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores
 
 # For development
 
-docs: $(VENV)/.docs-installed ## the site of the documentation, in site/; a broken link fails
+docs: $(VENV)/.docs-installed ## the site of the documentation, in site/; a broken link fails. Search needs a web server
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(VENV)/.lint-installed ## lint, format, types, spelling

@@ -32,7 +32,7 @@ _EXAMPLE_FOLDER = "megatrain-example"
 @click.argument("path", required=False, type=click.Path(path_type=Path), metavar="[PATH]")
 @click.option(
     "--task",
-    type=click.Choice(["sft", "pretrain", "distill", "dpo"]),
+    type=click.Choice(["sft", "pretrain", "distill", "dpo", "reward"]),
     help="What to train on. Default: dpo where the data is preferences, pretrain where it is plain text, else sft.",
 )
 @click.option(
@@ -179,7 +179,7 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
             return DataFacts(written, problem=f"{written}: there is no such file yet")
         return DataFacts(written)  # nothing is fetched before `check`
     try:
-        look = look_at(place, is_preference=None if task is None else task == "dpo")
+        look = look_at(place, is_preference=None if task is None else task in ("dpo", "reward"))
     except DataError as error:
         return DataFacts(written, problem=str(error))
     return DataFacts(written, look.format, look.columns, look.fields, look.problem, look.is_judged)

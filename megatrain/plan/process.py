@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["HEAP_BYTES", "ProcessMemory", "most_resident_bytes", "own_bytes", "process_memory", "resident_bytes"]
 
-#: Measured on Linux, x86-64 (`bench/process_memory.py`): numba with LLVM, compiled kernels, and what the first step
-#: loads of torch. 93 MiB where the kernels come from numba's cache, 120 where the first run compiles them.
-_KERNELS_BYTES = 104 * MiB
+#: numba with LLVM, compiled kernels, and the parts of torch that the first step loads. Measured on Linux, x86-64
+#: (`bench/process_memory.py`): 93 MiB if the kernels come from numba's cache, 120 if the first run compiles them.
+_KERNELS_BYTES = 120 * MiB
 #: Rows, batches, threads of the tokenizer: 2 MiB where the rows are in the cache, 30 where they are tokenized.
 _DATA_BYTES = 14 * MiB
 #: Memory of a tokenizer for each byte of its ``tokenizer.json``, measured with 128,000 words.
 _TOKENIZER_FACTOR = 26
-#: What steps leave in the heap: tensors too small to be mapped alone. 0 to 67 MiB in the cases of that bench.
-HEAP_BYTES = 24 * MiB
+#: Freed memory of steps in the heap: tensors too small to be mapped alone. 0 to 80 MiB in the cases of that bench.
+HEAP_BYTES = 40 * MiB
 _KERNELS_MODULE = "megatrain.optim.kernels"
 
 

@@ -115,7 +115,7 @@ def test_a_hub_name_stays_a_name(here: Path) -> None:
     assert (config.model.model_name_or_path, config.data.train[0].path) == ("org/model", "org/chats")
 
 
-@pytest.mark.parametrize("task", ["sft", "pretrain", "distill", "dpo"])
+@pytest.mark.parametrize("task", ["sft", "pretrain", "distill", "dpo", "reward"])
 @pytest.mark.parametrize("has_lora", [False, True])
 @pytest.mark.parametrize("gpu", [None, 24 * GiB])
 @pytest.mark.parametrize(

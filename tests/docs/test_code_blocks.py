@@ -29,7 +29,7 @@ NOT_EXECUTED = {
     "docs/embedding.md": 2,
     "docs/heads.md": 1,
     "docs/gpu.md": 3,
-    "docs/lora_in_ten_minutes.md": 2,
+    "docs/lora_first_run.md": 2,
     "docs/mutants.md": 1,
     "docs/null_gpu.md": 2,
     "docs/pairs.md": 1,
@@ -58,7 +58,7 @@ PLACEHOLDERS = {
 #: Pages whose blocks call trainers of others, which warn of what is none of our business.
 WARNS = ("docs/any_module.md", "docs/embedding.md", "docs/heads.md", "docs/teachers.md")
 #: Pages whose runs are called otherwise, or are there before the first block.
-OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_in_ten_minutes.md": "outputs/lora"}
+OUTPUT_DIRS = {"docs/checkpoints.md": "out", "docs/lora_first_run.md": "outputs/lora"}
 WITH_A_RUN = ("README.md", "docs/cli.md", "docs/after_training.md")
 
 MINIMAL = 'task = "sft"\noutput_dir = "o"\n[model]\nmodel_name_or_path = "m"\n[[data.train]]\npath = "d.jsonl"\n'

@@ -26,7 +26,7 @@ from megatrain.extras.translate.draft import NOTHING_LIKE_IT, Section, Translati
 from megatrain.extras.translate.read import TranslationError, read_mapping
 from megatrain.extras.translate.templates import compared
 
-_OUR_TASKS = 'There are "sft", "pretrain" and "dpo"'
+_OUR_TASKS = 'It translates "sft", "pretrain" and "dpo". For a reward model: megatrain-tier init --task reward'
 _OWN_TEMPLATE = "the model's chat template is used"
 
 #: Defaults of transformers.
@@ -86,7 +86,7 @@ def _llama_factory(draft: Translation) -> None:
     stage, kind = draft.get("stage", "sft"), draft.get("finetuning_type", "lora")
     if not isinstance(stage, str) or stage not in _STAGES:
         name = _OTHER_STAGES.get(str(stage), f"stage: {stage}")
-        raise draft.refuse(f"{name} is not supported here", _OUR_TASKS)
+        raise draft.refuse(f"{name} is not supported by `import`", _OUR_TASKS)
     if kind not in ("full", "lora"):
         raise draft.refuse(f"finetuning_type: {kind} is not supported here", 'There are "full" and "lora"')
     if kind == "full":
@@ -316,7 +316,7 @@ def _refuse_axolotl(draft: Translation, adapter: Any, rl: Any) -> None:
     refuse_quantized(draft, *(() if adapter else ("load_in_4bit", "load_in_8bit")), "gptq")
     if kind := (rl not in _AXOLOTL_RL and rl) or draft.get("reward_model") or draft.get("process_reward_model"):
         name = str(kind).upper() if isinstance(kind, str) else "reward model training"
-        raise draft.refuse(f"{name} is not supported here", _OUR_TASKS)
+        raise draft.refuse(f"{name} is not supported by `import`", _OUR_TASKS)
 
 
 def _axolotl_sources(draft: Translation, name: str) -> list[Section]:
@@ -468,7 +468,7 @@ def _refuse_trl(draft: Translation, task: str) -> None:
         refuse_quantized(draft, "load_in_4bit", "load_in_8bit")
     for name, kind in _OTHER_TRAINERS.items():
         if draft.get(name) is not None:
-            raise draft.refuse(f"`{name}` is of {kind}, which is not supported here", _OUR_TASKS)
+            raise draft.refuse(f"`{name}` is of {kind}, which is not supported by `import`", _OUR_TASKS)
     if task == "sft" and "beta" in draft.source.values:
         raise draft.refuse("`beta` is of preference training, and trl sft is none", "Write trl dpo")
 
