@@ -21,7 +21,6 @@ class CapacityError(TieredError):
     """A tier has no room. Raised at once when waiting could never help.
 
     Attributes:
-        tier: name of the tier.
         need_bytes: bytes that were asked for.
         free_bytes: bytes not held by any slot.
         pinned_bytes: bytes held by pinned copies.
@@ -119,7 +118,6 @@ class CorruptBlockError(TieredError):
     """The bytes on disk are not the bytes that were written.
 
     Attributes:
-        key: the block.
         expected: the checksum of what was written.
         found: the checksum of what was read.
         place: files and offset ranges.

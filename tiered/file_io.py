@@ -173,7 +173,6 @@ def replace_file(path: Path, text: str, *, durable: bool = False) -> None:
 
     Args:
         path: the file that is written; ``<path>.tmp`` is used meanwhile.
-        text: its contents.
         durable: return once it survives a power cut.
     """
     temporary = path.with_suffix(".tmp")
@@ -206,7 +205,6 @@ def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> byte
     """Return the contents of a small file that a stranger may have made: a named pipe there makes nobody wait.
 
     Args:
-        path: the file.
         max_bytes: most bytes that are read.
 
     Raises:

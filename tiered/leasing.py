@@ -239,7 +239,6 @@ class Leasing:
         """End leases together; see ``Lease.release`` and ``Lease.abandon``.
 
         Args:
-            leases: that are ended.
             abandoned: whether what leases of mode ``w`` have written is dropped.
             stream: as for ``Lease.release``.
         """

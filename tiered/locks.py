@@ -88,7 +88,6 @@ class DirectoryLock:
     """The lock of a directory, held by this process.
 
     Attributes:
-        path: the directory.
         dead_owner: the process that locked it last, if that died without unlocking.
     """
 

@@ -293,7 +293,6 @@ class Movement:
         """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet.
 
         Args:
-            block: that gets it.
             tier: where the slot is taken.
             for_use: as for ``bring``.
             demand: as for ``bring``.

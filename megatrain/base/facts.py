@@ -14,7 +14,6 @@ class Drive:
 
     Attributes:
         path: the folder, as it is written.
-        free_bytes: on its drive.
         kind: its file system.
         objection: why it is better not used, or "".
     """

@@ -194,7 +194,6 @@ def entries_within(layout: UnitLayout, start: int, stop: int) -> Iterator[tuple[
     Args:
         layout: how the block's tensors lie in it.
         start: first element of the block.
-        stop: end.
     """
     for entry in layout.entries:
         first, last = max(entry.offset, start), min(entry.offset + entry.numel, stop)
@@ -222,11 +221,9 @@ class Piece:
     """What of a parameter lies in one part: some of its rows, or a range of one row.
 
     Attributes:
-        part: Number of the part.
         start: First element inside the part's block.
         rows: Indexes along the parameter's first dimension. A scalar has one row.
         inside: Range of elements within the only row; None: all of the rows.
-        shape: Of the piece.
     """
 
     part: int

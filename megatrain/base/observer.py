@@ -22,7 +22,6 @@ class RunInfo:
     """What is known when training starts.
 
     Attributes:
-        run_name: as in the config.
         task: ``sft``, ``pretrain`` or ``dpo``.
         device: what computes, ``cpu`` or ``cuda:0``.
         output_dir: folder of the run.
@@ -44,7 +43,6 @@ class StepMetrics:
 
     Attributes:
         step: steps done, this one included.
-        max_steps: steps of the run.
         epoch: passes over the data, a fraction.
         loss: mean over the step's trained tokens, before the update.
         grad_norm: global norm before clipping.
@@ -148,7 +146,6 @@ class Sample:
     Attributes:
         prompt: beginning of the row.
         generated: what the model writes behind it.
-        reference: what the row has there.
     """
 
     prompt: str
@@ -162,13 +159,11 @@ class EvaluationMetrics:
 
     Attributes:
         step: steps done; the weights are those after them.
-        max_steps: steps of the run.
         name: evaluation set, as in metrics.
         loss: cross entropy, mean over all tokens with a label, without dropout, smoothing and auxiliary terms; of
             preferences their loss, mean over all examples.
         num_tokens: tokens with a label.
         seconds: that training was paused for it.
-        preferences: as of steps.
         samples: continuations of its first rows, if the config asks for them.
     """
 

@@ -42,7 +42,6 @@ class Size:
     """A size that may depend on the machine. Exactly one of bytes, share and neither ("auto") is set.
 
     Attributes:
-        text: what the config said.
         nbytes: bytes, when the config gave a size with a unit.
         fraction: share of the machine's total, 0 to 1, when the config gave a percentage.
     """

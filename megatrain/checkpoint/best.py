@@ -23,8 +23,6 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        metric: its name.
-        value: What it was.
         step: steps done before.
         num_worse: evaluations since then, none of which was better by more than the threshold.
     """
@@ -118,9 +116,7 @@ class BestSpec:
         """Return the best evaluation, now that there is one more. A value that is NaN is never better.
 
         Args:
-            best: The best one before.
             step: steps done before this one.
-            value: its figure.
         """
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)

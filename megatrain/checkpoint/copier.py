@@ -54,7 +54,6 @@ class CheckpointCopier:
     Each rank copies its own part, and all call the same methods in the same order.
 
     Args:
-        spec: which checkpoints are copied, and where.
         drive_bytes: Bytes of one checkpoint that lie on drives and are copied, by all ranks together. 0: checkpoints
             are whole without copies.
         tell: called with messages for the user.
@@ -143,7 +142,6 @@ class CheckpointCopier:
         """Wait until no checkpoint that the next commit prunes is being copied.
 
         Args:
-            outgoing: the checkpoints that go.
             should_stop: whether a stop was requested.
         """
         self.poll()

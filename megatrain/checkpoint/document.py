@@ -78,7 +78,6 @@ class RankGeneration:
 
     Attributes:
         path: directory of its store, beside the document: ``"rank00003"``; "" where one process has the folder itself.
-        generation: number there.
         xxh3_64: checksum of the generation's manifest, so that no other generation can stand for it; "" where that
             manifest is the document.
     """
@@ -97,12 +96,10 @@ class Checkpoint:
     Attributes:
         folder: directory that the document lies in.
         number: Larger than that of any earlier checkpoint; where one process wrote it, its generation's.
-        ranks: what each rank has of it.
         meta: ``RunState`` as JSON; empty where it cannot be read.
         lanes: in which gradients were added (``ranks/lanes.py``).
         elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
         nbytes: Bytes of all blocks.
-        lost: what of it is gone, for each drive.
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
         is_newest: whether a run would continue from it.

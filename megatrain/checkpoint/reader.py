@@ -28,7 +28,6 @@ class CheckpointReader:
     Takes no lock. Reads whole pieces of each rank's shard, all of them verified.
 
     Args:
-        checkpoint: whose blocks these are.
         search: paths of file tiers, for parts that are not where they were written; default: those that the last
             config of its run names.
 

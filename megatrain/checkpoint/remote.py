@@ -119,7 +119,6 @@ class RemotePart:
 
     Attributes:
         path: Folder of the rank, as in ``RankGeneration``.
-        generation: number of the generation there.
         num_objects: how many objects ``OBJECTS.json`` names.
         nbytes: Size of all objects.
         sha256: Checksum of ``OBJECTS.json``.
@@ -318,7 +317,6 @@ class RemoteFolder:
         there. Memory: some 110 MiB, with what s3fs holds.
 
         Args:
-            reader: Reads the generation.
             name: folder of the copy at the URL.
             path: Folder of the rank in it.
             upload: what an earlier try has sent.
@@ -444,7 +442,6 @@ class RemoteFolder:
         What was fetched before a cut is compared and not fetched again.
 
         Args:
-            checkpoint: which one.
             output_dir: folder of the run; no process trains in it.
             min_free_bytes: Bytes that stay free on its drive.
 

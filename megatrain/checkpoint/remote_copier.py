@@ -43,12 +43,10 @@ class _Job:
     """One copy: first each rank sends its parts, then rank 0 writes the document and removes old copies.
 
     Attributes:
-        checkpoint: What is copied.
         number: Number that the copy gets.
         uploads: by part of this rank, what has been sent.
         parts: What all ranks have sent, once they have.
         num_failed: tries that failed since the last one that did not.
-        thread: The one that works on it.
         found: Parts that this rank has sent.
         notice: What is told once the copy is there.
         problem: The kind of error, and its message; None: there was none.
@@ -168,7 +166,6 @@ class RemoteCopier:
         Where a stop was requested and the URL is out of reach, they go without: the newest steps are worth more.
 
         Args:
-            outgoing: the checkpoints that go.
             should_stop: whether a stop was requested.
         """
         going = [identity(each) for each in outgoing]

@@ -241,7 +241,6 @@ def check_changes(
 
     Args:
         changes: what differs between the checkpoint's config and this run's.
-        checkpoint: to go on from.
         model: as in ``RunState``, of this run.
         data_fingerprint: Checksum of the rows, as ``BatchLoader.fingerprint`` returns it.
         allow: Whether such a checkpoint is continued.

@@ -109,7 +109,6 @@ class RunState:
         model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config,
             tokens that a micro-batch aims at; on a CPU, torch's threads; where tensors of its folder are kept as they
             are, their number and their checksum.
-        run_name: as in the config.
         saved_at: date and time, ISO 8601; for people.
         versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.

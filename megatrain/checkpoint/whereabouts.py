@@ -70,7 +70,6 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
     """Return what of a generation is gone with drives; nothing where a living run has just removed all of it.
 
     Args:
-        directory: Where generations are.
         search: paths where parts may have moved.
     """
     missing = _missing_parts(manifest, directory, search)

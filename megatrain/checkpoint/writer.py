@@ -37,8 +37,6 @@ class CheckpointFolder:
     All ranks call the same methods in the same order. One rank alone tells itself.
 
     Args:
-        path: Where it is.
-        rank: number of this one.
         gather: Returns what each rank gave; a collective.
         keep: checkpoints that stay at most.
         tell: called, on rank 0, where something old could not be removed: that costs no checkpoint.
@@ -145,7 +143,6 @@ class CheckpointWriter:
     """The two phases of a save. All ranks call the same methods in the same order.
 
     Args:
-        folder: Where the checkpoints are.
         store: That of this rank. From now on its commits leave what checkpoints name, and nothing else that is older.
         lanes: Lanes in which gradients are added up.
         elements: Block -> elements, without what shards have past its end.
@@ -299,9 +296,7 @@ class CopyWriter:
         """Make what all ranks have copied a copy of the checkpoint.
 
         Args:
-            checkpoint: that was copied.
             figures: What this rank's copy took; None: there is none.
-            error: why not.
 
         Returns:
             Bytes that all ranks together have copied and linked; or None, and why there is no copy.

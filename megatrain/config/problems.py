@@ -80,8 +80,6 @@ def syntax_problem(source: str, text: str, error: tomllib.TOMLDecodeError) -> Pr
     """Return the problem behind an error of the TOML reader.
 
     Args:
-        source: the file.
-        text: its contents.
         error: what ``tomllib`` raised.
     """
     said = str(error)
@@ -176,11 +174,7 @@ def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
-    """Return the problem behind one complaint of the schema; None where another problem already covers it.
-
-    Args:
-        detail: what pydantic says.
-    """
+    """Return the problem behind one complaint of the schema; None where another problem already covers it."""
     path = _field_path(detail["loc"])
     key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
     schema, context = KEYS.get(name, {}), detail.get("ctx", {})

@@ -48,7 +48,6 @@ class KeyDescription:
 
     Attributes:
         key: dotted, without the numbers of array tables.
-        meaning: its description.
         values: what may be written, as a sentence.
         default: as TOML, or why there is none.
         alters: "yes", "no", or "by contents": the model or the data may be another one.

@@ -182,7 +182,6 @@ class Line:
     """One line of a resolved config.
 
     Attributes:
-        text: as TOML has it.
         key: what it sets; "" for a header or an empty line.
         origin: ``file:line``, ``--set`` or "default"; "" where there is no key.
     """
@@ -363,7 +362,6 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a config with other values of some keys, which are not validated.
 
     Args:
-        config: Config to start from.
         values: Value by dotted key, such as ``"model.revision"``.
     """
     for key, value in values.items():
@@ -378,7 +376,6 @@ def with_decided(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     """Return a config with a run's choices in place of "auto"; keys with another value, or without effect, keep it.
 
     Args:
-        config: Config to start from.
         values: Value by key, for keys of `DECIDED_BY_RUNS`.
     """
     return with_values(config, {key: value for key, value in values.items() if _is_open(config, key)})

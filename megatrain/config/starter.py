@@ -37,7 +37,6 @@ class DataFacts:
         path: as it is written, or a name on the hub.
         format: what the row is read as; "": not known.
         columns: our field -> theirs, where theirs are others.
-        fields: those of the row.
         problem: why the row cannot be used as it is, or "".
         is_judged: whether it is one answer with a label.
     """

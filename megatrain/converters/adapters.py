@@ -140,12 +140,10 @@ class Adapters(ModelConverter):
 
     Args:
         table: Which layers get adapters, and which.
-        images: What becomes of what reads images.
 
     Attributes:
         config: peft's ``LoraConfig``, with the modules that it chose; known once the skeleton is converted, as all is.
         names: Names of the trained tensors in the graph's layouts: adapters, and modules that are saved whole.
-        adapter_names: Those of the adapters.
         num_layers: Number of modules that have adapters.
     """
 
@@ -702,7 +700,6 @@ def export_adapter(
     """Write the adapters of a graph as a folder that peft opens, with the tokenizer's files beside them.
 
     Args:
-        graph: Has adapters.
         source: Gives the master weights of one layout at a time.
         out_dir: As in `export_model`.
         base_model: Folder or hub name of the model that the adapters belong to, for ``adapter_config.json``.

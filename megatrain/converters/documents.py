@@ -109,8 +109,6 @@ class DocumentMask(Tensor):
         """Return a mask of these documents.
 
         Args:
-            documents: what it keeps apart.
-            make_dense: returns the dense tensor.
             on_dense: called with what needs it, before that is made.
         """
         shape = (documents.num_rows, 1, documents.row_tokens, documents.row_tokens)

@@ -79,7 +79,6 @@ class ExpertsPart(nn.Module):
     """Some of the experts of a layer, a `LayerPart`.
 
     Args:
-        experts: The module with all of them.
         first: Number of its first expert.
         stop: Number behind its last one.
 

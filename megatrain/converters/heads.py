@@ -115,7 +115,6 @@ def _with_loss(
     """Run a model's own forward without labels, and add the loss of its rewards.
 
     Args:
-        forward: forward of the model.
         loss: returns the summed loss and the number of pairs, from rewards, labels and margins.
         labels: labels of the texts, one place later than the texts.
         num_items_in_batch: pairs of the whole step; None for those of this micro-batch.
@@ -140,7 +139,6 @@ def reward_loss(
         logits: Rewards [2 P, 1], those of all chosen texts first.
         labels: [2 P, 2 or more], -100 in the second column of pairs that are none.
         margin: By how much each chosen text should win [P]; None: by any.
-        center: Weight of the centering.
     """
     chosen, rejected = logits.squeeze(-1).chunk(2)
     is_there = labels[: len(chosen), 1] != IGNORED_LABEL

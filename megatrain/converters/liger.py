@@ -49,9 +49,6 @@ def apply_liger_kernels(model: PreTrainedModel, *, with_mlps: bool) -> None:
     Results are rounded in other places, at every placement in the same ones. A trace counts what these kernels read
     and write (``engine/kernel_work.py``).
 
-    Args:
-        with_mlps: also the MLPs.
-
     Raises:
         UnsupportedModelError: as above, or its layers are not what liger takes them for.
     """

@@ -50,9 +50,6 @@ def settle_packing(
     "concat" promises no border between texts, so that it suits every model of text.
 
     Args:
-        model: the model that is trained.
-        graph: its graph.
-        packing: as the config has it.
         is_default: the config does not ask for it.
 
     Raises:

@@ -67,7 +67,6 @@ class CacheEntry:
         report: What ``DataReport.to_json`` returned.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
-        largest_id: the largest token id.
     """
 
     tokens: npt.NDArray[np.int32]
@@ -355,7 +354,6 @@ def cache_key(
     """Return 32 hex digits. Names and places of files do not count, their contents and order do.
 
     Args:
-        files: Files of each source.
         cache: remembers checksums of files.
         image_processor: what prepares images, in words; "": rows have none. Else places of files count, as paths of
             images are relative to them.

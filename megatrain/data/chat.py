@@ -33,7 +33,6 @@ class Encoded:
     """Tokens of one row.
 
     Attributes:
-        tokens: ids.
         trained: for each token, whether the loss asks for it. Never true for the first: nothing predicts it.
         is_text: whether it is plain text, which may be cut into pieces.
         untrained_turns: why turns of the assistant are not trained that should be, one sentence each.
@@ -74,7 +73,6 @@ class _Texts:
         row: the conversation as it was rendered.
         rendered: the conversation before placeholders of images were inserted.
         inserted: places of these placeholders.
-        images: images of the row.
         left_out: fields of the row that the chat template does not show.
         special_tokens: special tokens that the text of the row itself holds.
     """

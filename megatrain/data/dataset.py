@@ -287,7 +287,6 @@ def source_checksums(files: Sequence[Sequence[Path]], cache: TokenCache | None) 
     """Return the checksum of each source's files: their contents, kinds and order, not their names.
 
     Args:
-        files: Files of each source.
         cache: Remembers checksums of files. None: the files are read.
     """
     of_file = read_checksum if cache is None else cache.file_checksum

@@ -219,7 +219,6 @@ class CutDocument:
     """A document that was cut out of a text.
 
     Attributes:
-        tokens: token ids.
         trained: which tokens have a loss.
         num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
     """

@@ -142,7 +142,6 @@ def read_file(file: Path, json_key: str | None = None) -> Iterator[tuple[str, An
     """Yield (where, value) of each row of a file that is no .txt; a value should be an object with fields.
 
     Args:
-        file: Where the rows are.
         json_key: In a .json file that is one object: where its list of rows is, keys joined by dots. None: where it
             has a single list of rows.
 

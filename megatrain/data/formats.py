@@ -112,7 +112,6 @@ class Tokenized:
     """Tokens made by the user's own tokenization.
 
     Attributes:
-        tokens: ids.
         trained: for each, whether it is trained; None: all, and it may be cut into pieces as plain text is.
         unread: columns of the row that its format does not read.
     """

@@ -62,7 +62,6 @@ class ImageRef:
         """Return what a row says of an image: a path, a `file:` or `data:` address, bytes, or a mapping of these.
 
         Args:
-            value: as the row has it.
             folder: that relative paths begin at: of the data file.
             where: file and row, for errors.
 
@@ -137,7 +136,6 @@ class NamedImage:
 
     Attributes:
         value: as ``ImageRef.of`` takes it.
-        folder: that relative paths begin at.
         where: file and row.
     """
 
@@ -186,9 +184,6 @@ class ImageProcessor:
         folder: with the processor's files.
         tokenizer: The model's, with its tokens for images.
         max_length: tokens of a row: its images must not have more pixels than a row of that length full of images.
-
-    Attributes:
-        chat_template: its own, if it has one.
 
     Raises:
         DataError: the folder has no processor of images, or a package that it needs is missing.

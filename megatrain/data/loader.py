@@ -77,14 +77,11 @@ class BatchLoader:
     are spread.
 
     Args:
-        dataset: the documents.
         micro_batch_size: rows of a micro-batch; of preferences even, two for an example.
-        num_micro_batches: micro-batches of a step.
         max_length: tokens in a packed row; the longest row otherwise.
         packing: whether rows hold several documents.
         data_seed: decides packing and order.
         pad_token_id: fills rows.
-        position: where to start.
         images: prepares those of a micro-batch; None: documents have none.
         teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
 

@@ -59,7 +59,6 @@ class ChatRenderer:
     """Renders conversations with one tokenizer's chat template and finds the assistant's part.
 
     Args:
-        tokenizer: with the template.
         in_parts: give it messages as lists of parts, texts and images, as templates of image-text models want them.
 
     Raises:
@@ -155,7 +154,6 @@ class ChatRenderer:
         prove nothing until a field has changed a rendering once: a short name is in many texts.
 
         Args:
-            messages: the conversation.
             text: the result of :meth:`render`.
             where: file and row, for errors.
             tools: the tools that it was rendered with.
@@ -204,11 +202,9 @@ class ChatRenderer:
         """Return for each chosen assistant message its span in ``text``, without the end of turn, or why it has none.
 
         Args:
-            messages: the conversation.
             text: what :meth:`render` made of it.
             where: file and row, for errors.
             chosen: indices of assistant messages.
-            tools: what it was rendered with.
         """
         found: dict[int, MessageSpan | str] = {index: EMPTY for index in chosen}
         wanted = [index for index in chosen if _is_simple(messages[index]) or messages[index].get("tool_calls")]

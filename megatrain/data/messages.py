@@ -31,7 +31,6 @@ def read_messages(
         value: what the row has in the field ``name``: a list of messages, or the same as JSON.
         where: file and row, for errors.
         columns: our field name -> theirs, for ``role`` and ``content``.
-        images: notes the images of the messages.
 
     Raises:
         RowError: not a list of messages, an unknown role, or content that is no text.
@@ -155,7 +154,6 @@ class ImagePlaces:
         """Return the images, none of which is read yet.
 
         Args:
-            folder: that relative paths begin at.
             where: file and row.
 
         Raises:

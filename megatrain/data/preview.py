@@ -78,7 +78,6 @@ def preview_rows(
     """Return the first ``n`` rows of the data, or row number ``row`` alone. Reads no further, and no cache.
 
     Args:
-        data: what is read.
         tokenizer: The model's tokenizer.
         n: how many.
         row: which one, from 1, counted over all sources, dropped rows included.
@@ -229,7 +228,6 @@ class DataStats:
         percentiles: percent -> tokens of a document: 0, 50, 90, 99 and 100 percent are no longer.
         histogram: documents by length, the bounds doubling up to ``data.max_length``.
         num_documents: documents of an epoch, source weights applied.
-        num_tokens: tokens of an epoch.
         num_trained_tokens: Those of them with a loss.
         num_rows: rows of ``data.max_length`` tokens in an epoch, or one for each document without packing.
         num_steps: optimizer steps of an epoch.
@@ -267,7 +265,6 @@ def dataset_stats(
     """Return figures of all training data, from the cache where it holds them.
 
     Args:
-        data: what is read.
         tokenizer: The model's tokenizer.
         rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
         micro_batch_rows: documents that are padded to one length, where nothing is packed; a divisor of

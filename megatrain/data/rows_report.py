@@ -49,7 +49,6 @@ class Dropped:
     """Rows, turns of conversations, or files, that are not trained for one reason.
 
     Attributes:
-        reason: a sentence.
         count: how many.
         example: the first: its file and row.
     """
@@ -69,7 +68,6 @@ class SourceCounts:
     """What became of the rows of one source.
 
     Attributes:
-        num_rows: rows read.
         num_truncated: conversations cut to max_length.
         num_too_long: dropped for their length.
         num_untrained: dropped because no token of theirs would be trained.
@@ -135,12 +133,10 @@ class DataReport:
     """What became of the rows.
 
     Attributes:
-        num_rows: rows read.
         num_documents: what is trained on (rows, or pieces of long text).
         num_truncated: conversations cut to max_length.
         num_too_long: conversations dropped for their length.
         num_untrained: rows dropped because no token of theirs would be trained.
-        num_tokens: tokens of all documents.
         num_trained_tokens: Those of them with a loss.
         first_untrained: file and row of the first of those, or "".
         dropped: rows that cannot be trained, by reason, the most frequent first.

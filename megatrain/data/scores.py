@@ -65,18 +65,13 @@ class ScoreKind:
     Attributes:
         model: name or folder.
         weights: checksum of samples of its weights.
-        dtype: that it computed in.
-        attention: its kernel.
         mlp_rows: tokens that an MLP ran over at a time.
         split_experts: whether fused experts came in parts: sums over these have other bits.
         tokenizer: checksum of the tokenizer.
         data: fingerprint of the data set.
         max_length: tokens of a row.
         packing: several documents share a row.
-        data_seed: What their packing comes from.
-        num_rows: in all.
         top_k: words for each token.
-        temperature: What logits are divided by.
         embeddings: vectors of documents, of their last hidden states: "none", "mean" or "last".
         formats: forms in which all of it is written.
     """
@@ -149,7 +144,6 @@ class DocumentScores:
         key: checksum of its tokens, and of which of them are trained.
         document: number in the data set.
         source: number of its ``[[data.train]]``.
-        num_tokens: Tokens of the document.
         positions: [n] int32, places in the document of the tokens that are scored: those that are trained.
         token_ids: [n] int32, these tokens.
         log_probs: [n] fp32, of each after what is before it.
@@ -416,7 +410,6 @@ class TeacherScores:
     """Reads the scores of documents, to train on them.
 
     Args:
-        folder: Where the scores are.
         top_k: likeliest words that are wanted; the scores may have more, which join the rest.
         vocab_size: words that the student knows.
 
@@ -450,7 +443,6 @@ class TeacherScores:
         """Refuse a data set some of whose documents have no scores.
 
         Args:
-            dataset: to train on.
             tokenizer: checksum of its tokenizer.
 
         Raises:

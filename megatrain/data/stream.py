@@ -91,7 +91,6 @@ class Cursor:
     """Where a run stands in its streams: all there is to save.
 
     Attributes:
-        window: number of the window.
         step: step that the first row of the window is used in, from 0.
         place: number of that row within its step.
         used: rows of the window that have been used.
@@ -121,7 +120,6 @@ class _Window:
     Attributes:
         cursor: where the streams stood before it.
         after: where each source stands behind it.
-        dataset: its documents.
         rows: the documents of each row that is trained on, in the order of their use.
         first_ends: source -> row of the window from which on the source is used again, if its first turn ends here.
     """
@@ -135,11 +133,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """What is known of streams before they are read.
-
-    Attributes:
-        text: what is said of them.
-    """
+    """What is known of streams before they are read."""
 
     text: str = ""
 
@@ -152,9 +146,7 @@ class StreamDataset(TokenDataset):
     """Sources that are read while the run goes on. As a data set it has no documents.
 
     Attributes:
-        data: What is read.
         tokenizer: Makes tokens of it.
-        streams: The shards of each source.
         on_message: Called with messages for the user.
     """
 
@@ -285,7 +277,6 @@ class StreamLoader(BatchLoader):
     another order.
 
     Args:
-        dataset: the sources.
         max_steps: steps of the run: what stands for an epoch, as nobody knows where one ends.
         num_embeddings: tokens that the model has embeddings for.
         arguments: as for ``BatchLoader``.
@@ -424,7 +415,6 @@ class _WindowDraft:
     """The rows of one window, drawn and encoded.
 
     Args:
-        streams: the sources.
         cursor: where they stand.
         data_seed: decides the order of shards.
 
@@ -554,10 +544,7 @@ class _RowStream:
     """The rows of a source from a cursor on, without an end.
 
     Args:
-        source: its table.
-        shards: its shards.
         seed: decides their order.
-        at: where to begin.
         on_message: called where a server had to be asked again.
     """
 

@@ -58,9 +58,6 @@ class AttentionCall:
     Attributes:
         backend: family of kernels.
         is_backward: whether it computes gradients.
-        num_rows: sequences.
-        num_heads: heads of queries.
-        num_key_heads: heads of keys and values.
         num_queries: query tokens of all sequences.
         num_keys: key tokens of all sequences.
         longest_keys: key tokens of the longest sequence.
@@ -151,9 +148,7 @@ class AttentionCall:
         short sequences come in several calls and are copied together: each is at most half of all.
 
         Args:
-            device: where it runs.
             is_deterministic: whether it must sum in the same order at every run.
-            flash: kernels of flash attention.
 
         Raises:
             UnsupportedModelError: these kernels cannot compute the call.

@@ -81,7 +81,6 @@ class RunningSoftmax:
     Args:
         labels: [rows], each a word.
         vocab_size: words of all parts.
-        num_items: what the sum is divided by.
         smoothing: 0: none.
         z_loss: 0: none.
     """

@@ -227,10 +227,8 @@ def gradient_of_logits(
         start: First word.
         log_sums: [rows] fp32, log of the sum of the exponentials of all logits.
         weights: [rows] fp32, of the rows; None: 1 / num_items each.
-        num_items: What the loss is divided by.
         z_loss: Factor of the square of ``log_sums`` in the loss.
         share: Of the target, for every word.
-        at_label: Of the target, for the label beside that.
     """
     logits = _with_vectors(logits)
     num_rows, num_columns = logits.shape

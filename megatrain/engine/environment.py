@@ -39,7 +39,6 @@ def deterministic_kernels(device: torch.device, model_type: str, *, enabled: boo
     ``megatrain`` sets it, so that import must come first.
 
     Args:
-        device: compute device.
         model_type: class of the model, for the error about an operation without such a kernel.
         enabled: False does nothing.
 
@@ -86,9 +85,6 @@ def cublas_setting_read(device: torch.device) -> Iterator[None]:
     have one order with any size, and all products of a run have the same one. Without the setting it is torch's own
     size. The workspace of the first product is freed, because torch would pass it on with the new size. A smaller
     size that a user asks for stays. Later versions of torch parse the setting once, and nothing is done.
-
-    Args:
-        device: compute device.
     """
     global _is_read
     setting = os.environ.get(_CUBLAS)

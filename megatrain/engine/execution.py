@@ -35,7 +35,6 @@ class TapeExecution:
         activity: Progress within the step, for status.
 
     Attributes:
-        model: What runs.
         op: The present op; None: none has begun, or the step is over.
         background: Runs updates beside the layers. The caller of ``start`` leaves it when the step is over.
     """

@@ -76,7 +76,6 @@ def flash_kernels(kernels: FlashKernels, repeatable_on: torch.device | None = No
     """Let torch's flash attention compute with these kernels.
 
     Args:
-        kernels: kernels of flash attention.
         repeatable_on: device on which a package must give the same bits at every run; None for no check.
 
     Raises:

@@ -106,7 +106,6 @@ class SummedLoss:
 
     Attributes:
         terms: Sums over tokens with a label; added exactly (`math.fsum`), so their grouping does not matter.
-        num_tokens: Number of these tokens.
     """
 
     terms: tuple[float, ...]
@@ -141,7 +140,6 @@ class LayerRunner:
     Args:
         graph: The model; its buffers are moved to `device`.
         access: Weights, gradient accumulators and activations.
-        device: Compute device.
         order: Of micro-batches and pieces of logits.
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
@@ -369,7 +367,6 @@ class LayerRunner:
         Args:
             micro_batches: As in `forward_backward`.
             k: Likeliest words of each place.
-            temperature: Of their probabilities.
             on_hidden: Called with the number of each micro-batch and its last hidden states [B, S, H].
 
         Returns:
@@ -508,9 +505,7 @@ class LayerRunner:
         Args:
             batches: By number of the micro-batch, on the compute device.
             rows: Positions that have a label, and their shifted labels.
-            losses_by_number: The loss of each micro-batch.
             num_items: Trained tokens that the loss is the mean over.
-            seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
         """
         with (
@@ -647,10 +642,8 @@ class Trunk:
     """Runs the forwards of all micro-batches to the cut before the head, or to their end where there is no cut.
 
     Args:
-        graph: The model.
         visits: Takes those of the running pass; has what they share.
         bounds: Every unit's module with slots for its weights, by index.
-        device: Compute device.
         head: Where the model is cut; None: its forward runs to the end.
         trace: Expected visits, which the forward is checked against; None: no check.
         mirror: Entered while a model's own code runs: the host mirror of its inputs. None: it reads them from the
@@ -696,7 +689,6 @@ class Trunk:
 
         Args:
             batches: By number of the micro-batch, on the compute device.
-            seed: Seed of the step.
             first_number: Number in the step of the micro-batch with number 0.
 
         Raises:

@@ -69,7 +69,6 @@ def give_back_beyond_limit(store: object, op_bytes: int) -> None:
     """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may.
 
     Args:
-        store: Of the run.
         op_bytes: Memory that the op computes in.
     """
     limit = _limits.get(store)

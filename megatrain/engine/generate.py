@@ -70,7 +70,6 @@ class GenerationRunner:
     Args:
         graph: The model; its buffers are moved to `device`.
         access: Weights and the cache.
-        device: Compute device.
         bounds: Every unit's module with slots for its weights, by index; None: they are made.
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
         num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
@@ -372,9 +371,7 @@ def frozen_program(
     """Return a program without ticks: the weights of a model that is not trained, a block for each layout.
 
     Args:
-        graph: The model.
         compute_tier: Where layers run.
-        frozen: Where the weights come from.
     """
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
@@ -401,10 +398,8 @@ def generation_program(
 
     Args:
         program: With the weights; of a training step, of which only what outlives it is there.
-        graph: The model.
         trace: Visits of a forward, none of which is of a head.
         cache_nbytes: Visit -> what the cache holds of it at its fullest, for one micro-batch.
-        num_micro_batches: That generate together.
         is_first: Nothing is in the cache yet.
     """
     blocks = {key: block for key, block in program.blocks.items() if block.kind in DURABLE_KINDS}

@@ -23,7 +23,6 @@ class StepGradients:
     """Gradients of the running step, by layout. Used by the thread that runs the step.
 
     Args:
-        model: What is trained.
         threads: Threads of sums and norms.
 
     Attributes:

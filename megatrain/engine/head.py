@@ -141,7 +141,6 @@ class ChunkedHead:
         Args:
             outputs: As in ``run``.
             k: Likeliest words of each row.
-            temperature: Of their probabilities.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)

@@ -40,7 +40,6 @@ class TrunkOutput:
         rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
         labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
-        loss: The loss of the micro-batch.
     """
 
     micro_batch: int
@@ -60,7 +59,6 @@ class HeadRows:
         item: The micro-batch.
         output: The trunk's output with these rows alone.
         rows: Their positions.
-        labels: Their labels.
         leaf: Their hidden states [1, rows, H].
         loss: Their loss; None: the model's own loss function computes it.
         kept: Logits that the second pass need not make again, by part.
@@ -88,7 +86,6 @@ class HeadModel:
     """What a model computes behind its trunk.
 
     Args:
-        model: The model.
         trunk: The submodule whose output the head starts from.
         stand_in: Stands for the weight that makes the logits, which come in parts; None: they are whole.
         is_product: As in ``HeadPlan``.

@@ -144,7 +144,6 @@ class _HeadProbe:
     """Tries a model's head on made-up rows on the meta device.
 
     Args:
-        graph: The model.
         candidates: Submodules around the layers, outermost first; the first one that the model calls is the trunk.
         num_columns: Make so many columns of the logits; None: all.
 
@@ -152,9 +151,6 @@ class _HeadProbe:
         trunks: Candidates that were called.
         called: Indexes of the units that were called.
         losses: Shape of the logits at every call of the loss, and whether the labels were passed through.
-        cut_weight: As in the plan.
-        logit_nbytes: As in the plan.
-        is_product: As in the plan.
         has_own_term: Whether the model changes the value of the loss function, which pieces could not reproduce.
     """
 

@@ -42,7 +42,6 @@ class Leaves:
         Args:
             piece: What the graph was made of.
             output: End of the graph.
-            gradient: Of it.
             trained: More leaves of the graph, with targets that their gradients go to.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []

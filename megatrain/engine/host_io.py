@@ -38,9 +38,6 @@ _ALIGNMENT_BYTES = 64
 class MicroBatches:
     """Copies the micro-batches of a pass to the compute device.
 
-    Args:
-        device: Compute device.
-
     Attributes:
         mirror: Host mirror of the copied tensors; None where reads from the device cost nothing.
     """
@@ -99,7 +96,6 @@ class Staging:
     A few bytes per token, outside of the RAM tier like the micro-batches themselves.
 
     Args:
-        device: Compute device.
         make_slab: Returns pinned memory of at least that many bytes.
     """
 

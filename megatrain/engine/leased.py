@@ -50,7 +50,6 @@ class ShardingHooks(Protocol):
 
     Attributes:
         weights: How leased blocks become weights.
-        gradients: Where gradients are summed.
         window_bytes: The most that full copies of weights, sums of gradients and what was received took together.
     """
 
@@ -206,7 +205,6 @@ class LeasedWeights:
         """Yield the parameters of a layout whose blocks do not hold them as they are.
 
         Args:
-            layout: Layout of the weights.
             visit: The visit that uses them.
             blocks: What is leased already, by key: all blocks of the layout, or none.
         """

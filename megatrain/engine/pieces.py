@@ -89,7 +89,6 @@ class LeasedParts:
 
     Args:
         layout: Layout of the matrix alone.
-        keys: Keys of the parts.
         held: Blocks that are leased already, by key: all of the parts or none.
         lease: Leases blocks by their keys, where none is.
     """
@@ -136,7 +135,6 @@ class PassingGradient:
         gradients: Is told what got a gradient.
         layout: Layout of the matrix alone.
         visit: The visit that is the use site.
-        keys: Keys of the parts.
     """
 
     def __init__(

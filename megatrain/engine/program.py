@@ -106,7 +106,6 @@ class TracedVisit:
             and the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
-        forward: Work of the forward.
         backward: That of recompute and backward, as they are run. Both are none for visits of the head.
         by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
             of its gradient.
@@ -151,7 +150,6 @@ class VisitTrace:
     """The visits of one forward in order, the head's last.
 
     Attributes:
-        visits: All visits.
         head_nbytes: Peak of the head phase of one micro-batch on top of what is held: one piece of logits with its
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
@@ -376,9 +374,6 @@ class StepProgram:
         ticks: The step, in order.
         compute_tier: Where layers run.
         cuts: Which layouts are blocks of parts, and which parts pass one by one.
-        updates: When and where groups are updated.
-        recompute: What is kept for the backward.
-        sharding: What this rank has of the step.
         encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with: it is decoded
             in the compute tier for each visit.
         occupants: (tick, key) -> the gradient that a shared block holds in that tick (``sharing.py``).
@@ -609,7 +604,6 @@ class MatrixParts(Protocol):
 
     Attributes:
         shape: [rows, columns] of the matrix.
-        rows: Which rows each part has.
         passes: whether one part is leased at a time, each once in a tick; else all are there.
     """
 
@@ -770,7 +764,6 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
 
     Args:
         program: An evaluation pass.
-        graph: the model.
         kind: The kind of state that averages are.
     """
     encodings, read = dict(program.encodings), dict[str, Group]()
@@ -1165,7 +1158,6 @@ def gathers_before(ticks: Sequence[Tick], weights: Sequence[Group], ahead: int) 
 
     Args:
         ticks: Forward, head and backward of the running model, in order.
-        weights: that each of them uses.
         ahead: how many ticks before it is needed a weight is gathered.
     """
     waiting = deque(

@@ -326,7 +326,6 @@ class _Leaving:
     """Sums of gradients that are being sent.
 
     Attributes:
-        sums: Their memory.
         event: Behind what sends them: their memory is free after it.
     """
 
@@ -338,7 +337,6 @@ class FullCopies:
     """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``.
 
     Args:
-        collectives: The ranks.
         execution: Leases shards.
         window: Memory of the copies.
         turns: Order of parts that pass within a tick.
@@ -467,7 +465,6 @@ class ExchangedGradients:
     A ``GradientPlace``.
 
     Args:
-        collectives: The ranks.
         execution: Leases shards.
         gradients: What is known of the running step's gradients.
         window: Memory of the sums.

@@ -32,9 +32,6 @@ def _is_fake() -> bool:
 class RandomStates:
     """Reads and writes the random state of the CPU and of one compute device.
 
-    Args:
-        device: Compute device.
-
     On fake tensors (a trace) nothing is drawn: there all methods do nothing, and ask no device.
     """
 

@@ -73,7 +73,6 @@ class StepEngine:
 
     Args:
         store: Holds every block of the model's program, with contents for weights and optimizer state.
-        model: What is trained.
         recipe: How its steps are computed.
         collectives: The ranks among whom the program shares blocks.
         threads: Threads of gradient sums and norms; None: as many as torch has.
@@ -321,7 +320,6 @@ class EvaluationEngine:
         """Run pass ``number`` (from 0) of those whose schedule the store has.
 
         Args:
-            micro_batches: What passes the layers.
             head: Has the layers run them, once, and returns what is asked of them: a method of ``LayerRunner``.
             number: Counts the passes of a schedule.
 

@@ -54,7 +54,6 @@ class StepRecipe:
             ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
         seed: Random numbers of dropout and noise come from it.
         order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time.
-        objective: What is minimised.
         compiler: Compiles layers; None: they run eagerly.
     """
 

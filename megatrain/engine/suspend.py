@@ -50,7 +50,6 @@ class SuspendedForward:
         micro_batch: Number of the micro-batch in the step.
         function: Runs the forward, given this object; every unit call inside reaches `suspend`.
         random: Random state of the compute device, swapped at every switch.
-        device: Compute device.
         seed: Seed of the forward's random stream.
         mirror: Entered while the model's code runs, left while the engine does; None: no mirror.
 

@@ -179,7 +179,6 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        program: The step.
         homes: Block key -> tier.
         stays: Which copies wait for which next use.
         updates: include the deferred updates, which finish the step before.
@@ -217,7 +216,6 @@ class TapeStore:
     """Carries out on a store what a tape says of copies. Used by the thread that runs the step.
 
     Args:
-        store: Has the blocks.
         homes: block key -> tier.
     """
 
@@ -238,7 +236,6 @@ class TapeStore:
         once for both, or finds what the prefetcher had brought before this was known. So no more is moved than planned.
 
         Args:
-            use: a read.
             tier: Where the op leased them.
         """
         assert use.mode == "r", use
@@ -260,7 +257,6 @@ class TapeStore:
         """Release copies as the tape says. Call it after their leases have ended.
 
         Args:
-            uses: What the leases were for.
             tier: Where the op leased them.
         """
         # A layer's update discards a gradient between every two other blocks: without those at home it is one call.

@@ -168,8 +168,6 @@ class Updater:
 
         Args:
             index: Number of the layout.
-            part: Number of the part.
-            tier: Where the tensors are.
             tensors: by block key: the layout's weight, and the part's state and gradient.
             update: Step count and learning rate, with the factor on this gradient.
             filled: parameters that got a gradient.
@@ -193,8 +191,6 @@ class Updater:
 
         Args:
             index: Number of the layout.
-            num_parts: Number of its parts.
-            tier: Where the tensors are.
             tensors: Blocks of all parts by key.
             update: Step count and learning rate, with the factor on this gradient.
             filled: Parameters that got a gradient.

@@ -73,7 +73,6 @@ class UnitVisit:
 
     Args:
         number: Ordinal of the visit in the forward.
-        bound: The unit.
         visits: The pass that this visit belongs to.
         anchor: A scalar that requires grad: ties the outputs of units without differentiable inputs to the graph.
         keeps_graph: Whether the graph of the forward is kept for the backward: nothing is offloaded or recomputed. The
@@ -570,11 +569,9 @@ class BoundUnit:
 
     Args:
         unit: The unit; its module must not be stubbed yet.
-        device: Compute device.
         compiler: Compiles layers; None: they run eagerly.
 
     Attributes:
-        unit: The unit.
         forward: Its module's own forward, or the compiled one.
         backward: Runs the backward of a visit, given the gradients of its outputs; returns those of its inputs.
         trainable: Full names of its trainable parameters.
@@ -763,7 +760,6 @@ class BoundUnit:
         """Run the unit once for one micro-batch, in the current grad mode.
 
         Args:
-            captured: The call.
             tensors: Its tensors, with leaves for the activations.
             record_keys: Keys of the active output recorders.
             keep_graph: False where the unit is recomputed: autograd saves nothing then.
@@ -940,7 +936,6 @@ class PartedWeight(AbsentWeight):
     looked up beforehand (``BoundUnit.look_up``), so that each block comes once.
 
     Attributes:
-        parts: The blocks.
         target: Takes the gradient; None: the weight is not trained.
     """
 

@@ -33,7 +33,6 @@ def vocabulary_ranges(vocab_size: int, columns: int, borders: Sequence[int] = ()
     Between two borders they are equally large.
 
     Args:
-        vocab_size: words.
         columns: most words of a part.
         borders: words that a part begins with in any case: blocks of the weight begin there.
     """

@@ -165,7 +165,6 @@ class LaneAccumulator:
     The first open sum is the gradient's own memory; there is room for the others from when they first get a gradient.
 
     Args:
-        lanes: that are summed.
         first: accumulators of the first open sum.
         room: makes accumulators with memory of their own, with the same parameters.
     """
@@ -430,10 +429,8 @@ def looked_up(ids: Tensor, rows: Tensor, leaf: Tensor, padding_idx: int | None, 
 
     Args:
         ids: Indexes of the rows, of any shape.
-        rows: what is returned.
         leaf: stands for the matrix in the graph; it gets no gradient.
         padding_idx: row without a gradient.
-        target: Takes the gradient.
     """
     if padding_idx is not None and padding_idx < 0:
         padding_idx += len(leaf)

@@ -48,9 +48,6 @@ class Transient:
     """Memory of the compute tier that is in no block, for some turns of a step.
 
     Attributes:
-        name: What it holds.
-        nbytes: Its size.
-        first: The turn in which it is made.
         last: The last turn that has it.
     """
 
@@ -80,15 +77,7 @@ def peak_bytes(transients: Iterable[Transient]) -> int:
 def step_workspace_bytes(
     graph: ModelGraph, trace: VisitTrace, program: StepProgram, num_micro_batches: int, device: torch.device
 ) -> int:
-    """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs.
-
-    Args:
-        graph: The model.
-        trace: Its visits.
-        program: Its step, or pass.
-        num_micro_batches: Micro-batches that are there together.
-        device: that computes.
-    """
+    """Return what the compute tier holds outside blocks at the fullest of a step, but for kept graphs."""
     in_visits = peak_bytes(visit_transients(graph, trace, program, num_micro_batches, device))
     # Collectives may have a stream of their own on a device: neither takes the memory that the other one has freed.
     return round_up(in_visits, PAGE_BYTES) + peak_bytes(collective_transients(graph, program))
@@ -124,10 +113,8 @@ def kept_graphs(
     """Yield the graphs of visits that wait for their backward; one of them is in what its own visit computes in, too.
 
     Args:
-        trace: All visits.
         program: A step; its ticks are the same, whatever it keeps.
         visits: Those whose graphs are kept.
-        num_micro_batches: Micro-batches that are there together.
     """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
     for visit in visits:

@@ -216,7 +216,6 @@ class MachineFile(_MachineTable):
     """A whole file.
 
     Attributes:
-        title: what it is, in some words.
         note: what a user should know, or "".
         unified_memory: size of the one memory that is the GPU's and RAM; it is the size of both then.
     """
@@ -383,7 +382,6 @@ def machine_toml(profile: MachineProfile, in_use_bytes: int, drive_sizes: Mappin
     """Return the file of a machine that doctor measured.
 
     Args:
-        profile: what doctor found.
         in_use_bytes: RAM that everything else uses.
         drive_sizes: key of a drive in the profile -> bytes of its file system.
     """

@@ -65,7 +65,6 @@ class DriveProfile(_Record):
 
     Attributes:
         path: where it was measured.
-        filesystem: its type.
         is_direct: O_DIRECT was used.
         mixed_bytes_per_s: reads and writes together, at the same time.
         sustained_write_bytes_per_s: at the end of a long write; None where that was not measured.
@@ -109,9 +108,6 @@ class MachineProfile(_Record):
     """All that was measured on one machine.
 
     Attributes:
-        host: which machine.
-        cpu: which machine.
-        ram_bytes: which machine.
         num_threads: how many computed.
         ram_update_bytes_per_s: two reads and a write per element, in place, with one addition.
         adamw_params_per_s: dtype of the weights -> parameters that the AdamW kernel updates per second.
@@ -161,7 +157,6 @@ class PlannedDrive:
 
     Attributes:
         key: name of its rates in the profile.
-        name: for people.
         total_bytes: size of its file system.
         max_written_bytes: that its maker promises; None: not known.
     """
@@ -178,15 +173,12 @@ class PlannedMachine:
 
     Attributes:
         name: file that has the figures, without its ending.
-        title: what it is, for people.
         note: what its user should know, or "".
-        ram_bytes: all of its RAM.
         free_ram_bytes: what the system leaves of it.
         gpu_bytes: memory of one GPU; None: it has none.
         num_gpus: GPUs of that kind; a process uses one.
         unified_bytes: size of the one memory that is the GPU's and RAM; None: they have their own.
         drives: in the order in which a config's ``[[tiers.nvme]]`` take them.
-        profile: its rates.
         num_published: figures with a source.
         num_estimated: figures that somebody estimated.
     """
@@ -246,7 +238,6 @@ class LoadedProfile:
     """The profile of a machine, or None.
 
     Attributes:
-        machine: its rates.
         note: why there are none although there is a file, or None.
         origin: a line on where they come from; "": doctor measured them on this machine.
         ranks: lines on the ranks whose rates these are, of several; none: they do not differ.
@@ -397,7 +388,6 @@ def stripe_rates(paths: Sequence[Path], given: Sequence[float], planned: Planned
 
     Args:
         paths: folders of the NVMe tier, in order.
-        given: one for each path, or not for all.
         planned: the machine; None: this one, as it was measured.
     """
     if len(paths) <= 1 or len(given) == len(paths):

@@ -174,8 +174,6 @@ def plan_export(
     what ``from_pretrained`` and other tools expect. The targets of all steps are the names in the file.
 
     Args:
-        model: the skeleton.
-        tensors: what is exported.
         loaded: how a folder filled the model; then every tensor gets the name back that it had there.
 
     Raises:

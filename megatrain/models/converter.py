@@ -120,7 +120,6 @@ class InnerUnit:
 
     Attributes:
         path: Path inside of the layer.
-        module: What the layer calls.
         part: The part of a larger module that it is; None: it is a module of the model.
     """
 

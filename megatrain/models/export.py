@@ -477,7 +477,6 @@ class _OpenWeights:
 
     Args:
         model: the skeleton, with its buffers.
-        layouts: each with what reads it.
     """
 
     def __init__(self, model: PreTrainedModel, layouts: Sequence[tuple[UnitLayout, ReadMaster]]) -> None:

@@ -303,9 +303,6 @@ class ModelFolder(Tensors):
     Args:
         path: a folder with ``model.safetensors``, or with shards and ``model.safetensors.index.json``.
 
-    Attributes:
-        path: the folder.
-
     Raises:
         ModelFolderError: a file is missing, cut off or damaged, or the folder has no safetensors.
     """

@@ -187,7 +187,6 @@ class ModelGraph:
         units: All units in definition order; together they own every parameter.
         layouts: Block groups by name; one or two (`<unit>`, `<unit>.frozen`) for every unit that owns parameters.
         owner_of: Other name of a tied parameter -> name under which its owner's layout has it.
-        dtype: What the skeleton computes in.
         converters: What changed the skeleton, and changes passes and exports of it.
         optional_units: Indexes of the units that a micro-batch may leave out, as one without images does.
     """
@@ -290,7 +289,6 @@ def cut_otherwise(graph: ModelGraph, stored: Collection[str]) -> str:
     """Return a layer whose experts stored blocks have in parts and the graph has not, or the other way; "": none.
 
     Args:
-        graph: The model.
         stored: Keys of the blocks of a checkpoint.
     """
     names = {key.rpartition("/")[0].removesuffix(".frozen") for key in stored}
@@ -359,7 +357,6 @@ class _Units:
         names: Every parameter with all its names, the owner's name first.
 
     Attributes:
-        found: The units.
         layouts: Block groups by name, each of the unit that was found first with its parameters.
         covered: Owner's names of the parameters that are in a layout.
         optional: Indexes of the units that a micro-batch may leave out.
@@ -408,7 +405,6 @@ class _Units:
         Args:
             path: Of the part, which the model has no module at.
             module: Runs as one unit, with parameters of its own.
-            part: The rows.
             inside: Path of the layer.
         """
         names = {name: self._owner[id(parameter)] for name, parameter in part.whole.named_parameters(recurse=False)}

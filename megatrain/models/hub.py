@@ -54,7 +54,6 @@ class HubModel:
     """A model of the hub in the cache, as it was at one commit.
 
     Attributes:
-        id: as on the hub.
         commit: whole hash.
         folder: folder of this commit in the cache; weights are in it once they were fetched.
     """
@@ -170,7 +169,6 @@ def fetch_weights(model: HubModel, on_fetched: OnFetched | None = None, *, shows
     """Fetch the files of weights that the cache lacks, one after the other. Does nothing where all are there.
 
     Args:
-        model: as located.
         on_fetched: is called after each file.
         shows_bar: draw a bar on stderr, where that is a terminal.
 
@@ -198,7 +196,6 @@ def push(folder: Path, name: str, *, is_private: bool = False) -> str:
     """Send a folder to the hub, as one commit, and return its address. The repository is made if there is none.
 
     Args:
-        folder: folder of an export.
         name: id of the repository.
         is_private: whether a new repository is private.
 

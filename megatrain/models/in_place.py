@@ -65,7 +65,6 @@ class FrozenBlock:
     """What a block of frozen weights is read from.
 
     Attributes:
-        layout: layout of the weights.
         ranges: ranges of the files that fill it; empty where nobody has looked into the folder.
         gaps: bytes that no range fills, and that are zeroed.
         nbytes: bytes of the block.
@@ -85,7 +84,6 @@ def frozen_blocks(loader: WeightLoader, layouts: Iterable[UnitLayout], dtype: to
     Left out are those with a weight that the files have in another form than the model, or do not have.
 
     Args:
-        loader: what knows the folder.
         layouts: layouts of the model; those that are trained are passed over.
         dtype: that layers compute in.
     """

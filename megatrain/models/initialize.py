@@ -145,12 +145,10 @@ class _Operation:
     """One operation of a rule on a parameter.
 
     Attributes:
-        name: name of the parameter.
         function: function of torch that changes its first argument in place.
         arguments: arguments behind the tensor.
         before: the draw before it that continues the same numbers; None: it begins with the seed.
         seed: seed of a draw; of other operations without meaning.
-        num_elements: elements of the parameter.
         box: what of the parameter it fills; None: all.
         position: the next element to be drawn.
         state: the generator's state before it; None: nothing was drawn yet.

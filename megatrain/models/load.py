@@ -42,7 +42,6 @@ class Origin:
     """The folder that a model was loaded from, as far as an export has to give it back.
 
     Attributes:
-        folder: its tensors.
         plan: how they fill the model.
         carried: those that an export copies.
         trained: names of the model's tensors that an export writes, under each name that a file has.

@@ -56,7 +56,6 @@ class PlainWeight:
 
     Attributes:
         source: the box in the file.
-        target: where it goes.
         offset: first byte in the block, of a layout with quantized weights.
     """
 
@@ -88,7 +87,6 @@ class Packing:
     """How a layout lies in a block of packed bytes; an ``Encoding``.
 
     Attributes:
-        plain: its weights that are not quantized.
         weights: those that are; none: the block is an ordinary one.
         raw: (name of a tensor in the files, range of its bytes) that is in the block as it is -> (offset, decoder).
         gaps: bytes of the block that nothing fills.
@@ -178,7 +176,6 @@ def pack(
     Args:
         layout: the frozen weights.
         regions_of: what of the folder's tensors makes a parameter.
-        folder: the model's folder.
         dtype: that layers compute in.
     """
     plain: list[PlainWeight] = []

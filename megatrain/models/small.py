@@ -215,7 +215,6 @@ class SmallModel:
 
     Attributes:
         folder: folder of the model that was written.
-        tokenizer: folder of its tokenizer.
         text: JSON lines.
         family: ``model_type``.
         num_layers: layers of the copy.

@@ -265,9 +265,6 @@ class MatrixOptimizer(Optimizer, Protocol):
 
         Args:
             blocks: As there; of packed state, the tensors that `Segment.state_starts` tells the places in.
-            gradient: As there.
-            segments: As there.
-            update: As there.
             directions: What was made of them.
         """
         ...
@@ -284,7 +281,6 @@ def bytes_per_parameter(kinds: Sequence[StateKind], layout: UnitLayout | None = 
     """Return the bytes that `kinds` take together for one parameter.
 
     Args:
-        kinds: Kinds of blocks.
         layout: Count its blocks, padding included. None: no padding; kinds with `elements_of` count as nothing.
     """
     if layout is None:
@@ -299,7 +295,6 @@ def decays(entry: TensorEntry, exclude: Sequence[str]) -> bool:
     in every architecture, whatever their names. `exclude` takes out more by name. Where it is empty, all decay.
 
     Args:
-        entry: The parameter.
         exclude: Globs matched against its full name, case-sensitively.
     """
     if not exclude:
@@ -319,7 +314,6 @@ def build_segments(
 
     Args:
         layout: Offsets of the parameters.
-        weight_decay: Decay of the parameters that decay.
         exclude: Globs of parameter names that do not; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
         kinds: Kinds of the optimizer; needed where one has `elements_of`.

@@ -60,7 +60,6 @@ def optimizers_by_tier(
         host: updates blocks in RAM.
         on_device: updates those in the compute tier; None: ``host`` does.
         compute_tier: "ram", or that of a device with memory of its own.
-        device: the compute device.
     """
     if compute_tier != "ram" or device.type != "cuda":
         return {compute_tier: on_device or host, "ram": host}

@@ -54,7 +54,6 @@ class ElementwiseOptimizer(ABC):
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
         state_dtype: Format of the moments.
-        seed: Of the random bits.
     """
 
     kernel_name: ClassVar[str]
@@ -212,8 +211,6 @@ def flat_block(name: str, tensor: Tensor, dtype: torch.dtype, num_elements: int)
     Args:
         name: Kind of the block, for assertions.
         tensor: 1-D contiguous CPU tensor.
-        dtype: Expected.
-        num_elements: Expected.
     """
     tensor = tensor.detach()
     assert tensor.dtype == dtype, (name, tensor.dtype, dtype)

@@ -45,7 +45,6 @@ def make_optimizer(
     """Return the optimizer of a run.
 
     Args:
-        table: Its settings.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
         vocabulary: Full names of the parameters of embeddings and heads, for optimizers that treat these otherwise.
         seed: Seed of the rounding of moments in bf16.

@@ -62,8 +62,6 @@ class Matrices(Protocol):
         """Fill, make orthogonal and use the directions of one matrix after the other.
 
         Args:
-            optimizer: Makes one.
-            shapes: Of the matrices.
             fill: Writes the directions of a matrix, by number, into a flat bf16 tensor of the host.
             use: Is given what was made of them, in the same order. Of one matrix it is called after its `fill`, and
                 maybe after that of the next one.
@@ -217,9 +215,6 @@ def update_by_matrix(
         matrices: Make one orthogonal.
         is_matrix: Whether a parameter is one, or a stack of them.
         blocks: As in `Optimizer.update`; matrices come whole.
-        gradient: As there.
-        segments: As there.
-        update: As there.
     """
     found: list[tuple[Segment, slice]] = []
     others: list[Segment] = []

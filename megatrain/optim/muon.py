@@ -44,7 +44,6 @@ def newton_schulz(
         matrix: [rows, columns] in bf16, contiguous, on any device.
         room: uint8, at least `newton_schulz_bytes` long, on the same device.
         num_steps: Steps of the Newton-Schulz iteration.
-        coefficients: Of the iteration.
         eps: The least norm that the matrix is divided by.
     """
     a, b, c = coefficients
@@ -95,11 +94,8 @@ class Muon:
         is_matrix: Tells those that are by full name and shape.
         momentum: At least 0 and below 1.
         nesterov: Look one step of momentum ahead.
-        num_steps: Of the iteration.
         adjust_lr: "original" is sqrt(max(1, rows / columns)), "match_rms_adamw" 0.2 * sqrt(max(rows, columns)): with it
             updates are as large as AdamW's, and one learning rate serves both.
-        coefficients: Of the iteration.
-        eps: Of the iteration.
         matrices: Where `update` makes them orthogonal; None: on the host.
         fused: Parameters that hold several logical matrices, by full name.
     """

@@ -65,7 +65,6 @@ class UpdateTable:
 
     Attributes:
         rows: The table on the device, ``[num_rows, columns]``, see `triton_kernels`.
-        num_programs: Programs of the launch.
         examples: Empty tensors with the dtypes of the arrays, in the order of the kernel's arguments.
         segment: Has the settings of all ranges.
     """
@@ -269,9 +268,6 @@ class TritonOptimizer:
 class TritonWeightAverage:
     """`WeightAverage` over flat blocks on a GPU, as `TritonOptimizer` is the host's optimizer there.
 
-    Args:
-        host: The host's.
-
     Raises:
         DeviceKernelError: As for `TritonOptimizer`.
     """
@@ -339,8 +335,6 @@ def _rows_on_device(rows: Sequence[Sequence[int]], block_elements: int, device: 
 
     Args:
         rows: Number of elements, then addresses, in the order of `triton_kernels.ROW_COLUMNS`.
-        block_elements: Elements of a program.
-        device: Where the arrays are.
     """
     num_programs, width = 0, len(_import_kernels().ROW_COLUMNS)
     numbers = list[list[int]]()

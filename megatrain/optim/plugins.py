@@ -27,7 +27,6 @@ def make_custom_optimizer(name: str, arguments: Mapping[str, Any]) -> Optimizer:
     """Return an optimizer of an installed package.
 
     Args:
-        name: Of its entry point.
         arguments: Passed by keyword.
 
     Raises:

@@ -149,7 +149,6 @@ class Collectives:
         Args:
             shard: [N], the same length on all ranks; written.
             shards: one for each rank, on the source alone.
-            source: rank.
         """
         self._dist.scatter(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], source, group=self._group
@@ -161,7 +160,6 @@ class Collectives:
         Args:
             shard: [N], the same length on all ranks.
             shards: one for each rank, on the target alone; written.
-            target: rank.
         """
         self._dist.gather(
             _bytes(shard), None if shards is None else [_bytes(each) for each in shards], target, group=self._group
@@ -202,7 +200,6 @@ class Alone:
 
     Attributes:
         rank: 0.
-        size: 1.
         moved_bytes: Nothing.
     """
 

@@ -103,7 +103,6 @@ class RankGroup:
         """Take this rank's cores, and form the group in which tensors travel, with the ranks that have met.
 
         Args:
-            device: as the config names it.
             table: settings of the run.
 
         Raises:
@@ -215,7 +214,6 @@ class RankGroup:
         """End all ranks because this one failed; returns in none.
 
         Args:
-            message: for the user.
             exit_code: Status with which all processes end.
             is_own: see ``Watcher.fail``.
         """

@@ -99,8 +99,6 @@ def num_merges(lane: int, num_lanes: int, own: range) -> int:
     never more than ``most_open_sums`` at a time.
 
     Args:
-        lane: that is complete.
-        num_lanes: Lanes of a step.
         own: the lanes that are taken.
     """
     (found,) = ((first, stop) for first, stop in subtrees(0, num_lanes, own.start, own.stop) if first <= lane < stop)
@@ -122,7 +120,6 @@ def most_open_sums(num_lanes: int, own: range | None = None) -> int:
     """Return how many sums are open at once when lanes are taken in order.
 
     Args:
-        num_lanes: Lanes of a step.
         own: the lanes that are taken; None: all. The sums of its subtrees stay open to the end.
     """
     own = range(num_lanes) if own is None else own
@@ -139,8 +136,6 @@ class Lanes:
     """The lanes of a step, and those of them that are summed here.
 
     Attributes:
-        num_lanes: Lanes of a step.
-        num_micro_batches: Micro-batches of a step.
         own: the lanes that are summed here.
     """
 

@@ -41,10 +41,6 @@ class _Rank:
     """A process that was started.
 
     Attributes:
-        number: its rank.
-        process: the process.
-        line: to it.
-        said: the failure it told of.
         is_done: it said that it ends as it should.
         is_open: whether it may still say something.
     """

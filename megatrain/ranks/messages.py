@@ -109,7 +109,6 @@ def broadcast_message(item: object, *, source: int = 0) -> Any:
 
     Args:
         item: as ``encode`` takes it; used on ``source`` alone.
-        source: rank.
     """
     import torch.distributed as dist
 

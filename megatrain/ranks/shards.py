@@ -72,9 +72,7 @@ def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
     """Return the links between a tier and other ranks.
 
     Args:
-        tier: that layers run in.
         size: number of ranks.
-        num_hosts: that these are on.
     """
     places = [PEER] * (size > num_hosts) + [NETWORK] * (num_hosts > 1)
     return [link for place in places for link in (f"{place}->{tier}", f"{tier}->{place}")]

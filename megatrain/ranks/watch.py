@@ -220,7 +220,6 @@ class Watcher:
         """End all ranks because this one failed.
 
         Args:
-            message: for the user.
             exit_code: Status with which all processes end.
             is_own: the error is one of this rank's own. Else it may be what the end of another looks like from here, a
                 collective that broke: then the reason is waited for.

@@ -60,7 +60,6 @@ class World:
         size: number of processes.
         local_rank: number of this process on its host, from 0.
         local_size: number of processes on each host.
-        host: name of this one.
         num_hosts: all have ``local_size`` ranks; rank r is on the host with number ``r // local_size``.
     """
 

@@ -65,7 +65,6 @@ class RunFolder:
 
     Attributes:
         path: absolute.
-        checkpoints: folder of the checkpoints.
         final: folder of the trained model.
         dead_owner: after entering, the process that died holding the lock.
 
@@ -147,7 +146,6 @@ class LockKeeper(RunObserver):
     """Checks once a second, and after each step, that the run still holds the lock of its folder.
 
     Args:
-        folder: The folder of the run, locked.
         tell: called with messages for the user.
     """
 

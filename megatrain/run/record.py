@@ -31,7 +31,6 @@ def write_plan(plan: Plan, continued_from: int | None) -> Path:
     A run that is continued has several starts: the earlier ones are kept.
 
     Args:
-        plan: Of this start.
         continued_from: Steps done before, if the run is continued; None: it starts anew, and the record of an earlier
             run is replaced.
 

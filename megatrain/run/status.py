@@ -56,9 +56,7 @@ class RunStatus:
         state: ``starting`` until the first step; ``paused`` while a drive is full; the last three are final.
         pid: Number of the process that wrote this.
         host: Name of the machine where that process is.
-        run_name: as in the config.
         step: steps done.
-        max_steps: steps of the run.
         metrics: Figures of the last step; None before the first.
         checkpoint_step: step of the newest checkpoint; None if there is none.
         checkpoint_at: when that checkpoint was done.
@@ -156,8 +154,6 @@ class StatusWriter(RunObserver):
     Args:
         path: the run's folder, locked. What the last run wrote stands until the first event, as far as the checkpoint
             that this run continues reaches.
-        run_name: as in the config.
-        activity: what the run is doing.
         is_paused: whether the run waits for space on a drive. Called at every message.
         exit_code_of: returns the exit code of the process after an error, or after a summary.
         on_interval: called by the thread that writes, once a second. It must not raise.

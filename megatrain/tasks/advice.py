@@ -120,7 +120,6 @@ def warmup_notice(first: float, peak: float, num_steps: int, *, is_start: bool) 
     Args:
         first: Learning rate of the first step.
         peak: Learning rate that it rises to.
-        num_steps: Steps that this takes.
         is_start: Whether the first step is still to come.
     """
     text = f"warm-up: the learning rate rises from {first:.3g} to {peak:.3g} over "

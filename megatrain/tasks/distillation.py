@@ -91,7 +91,6 @@ class TaughtRows(MicroBatchLoss):
     """The distillation of one micro-batch.
 
     Attributes:
-        loss: The loss of the step.
         teacher: What the teacher says of the rows with a label.
     """
 
@@ -110,10 +109,8 @@ class RunningDistillation:
 
     Args:
         labels: [rows], each a word.
-        teacher: what the teacher says of these rows.
         vocab_size: words of all parts.
         num_items: what the sum over the rows is divided by.
-        spec: the loss.
     """
 
     def __init__(

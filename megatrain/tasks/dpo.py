@@ -24,11 +24,7 @@ _Answers = Sequence[tuple[Mapping[str, "Tensor"], Sequence[float]]]
 
 
 class PreferenceTask:
-    """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``.
-
-    Args:
-        loss: What the steps minimise.
-    """
+    """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``."""
 
     def __init__(self, loss: Loss | None) -> None:
         assert isinstance(loss, PreferenceLoss), loss

@@ -64,8 +64,6 @@ class EvaluationSource:
     """Rows of one ``[[data.eval]]``.
 
     Attributes:
-        name: as in metrics.
-        label: what messages call it.
         data: how they are read.
     """
 
@@ -103,11 +101,7 @@ class EvaluationSpec:
         return f"{name}_average" if weights == "average" and len(self.weights) > 1 else name
 
     def evaluations_of(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all evaluations of a step, in order.
-
-        Args:
-            names: Names of the sets.
-        """
+        """Return the names of all evaluations of a step, in order."""
         names = list(names)
         return [self.name_of(name, weights) for weights in self.weights for name in names]
 
@@ -117,7 +111,6 @@ class EvaluationSet:
     """Rows that are only evaluated on.
 
     Attributes:
-        name: as in metrics.
         loader: one epoch of it is an evaluation.
         num_micro_batches: in a step of the loader.
         num_together: how many of them share a pass.
@@ -231,7 +224,6 @@ def plans_of_evaluations(spec: EvaluationSpec, plan: Plan) -> dict[EvaluatedWeig
 
     Args:
         spec: Which weights are evaluated.
-        plan: The plan of the steps.
 
     Raises:
         DoesNotFitError: a tier is too small; it names the size that would do.
@@ -256,10 +248,7 @@ class Evaluator:
     """Evaluates when the config asks for it. Used by the thread that trains.
 
     Args:
-        spec: when, and on what.
-        plan: The plan of the steps.
         store: Holds the weights.
-        sets: what to evaluate on.
         observer: gets each evaluation.
         steps_per_epoch: Steps in which all rows that are trained on pass once.
         max_steps: Steps of the whole run.
@@ -271,7 +260,6 @@ class Evaluator:
         samplers: continue rows of each set, by the weights that do; none: no evaluation does.
 
     Attributes:
-        samplers: as given.
         latest: name -> that last evaluation; the same figures on all ranks, but for seconds.
     """
 
@@ -462,7 +450,6 @@ class Sampler:
         Args:
             spec: How many rows are continued, and how far.
             plan: How the weights pass.
-            sets: that have the rows.
             tokenizer: The model's tokenizer.
             gather: returns what each rank gave; a collective.
 
@@ -520,7 +507,6 @@ class Sampler:
         """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
 
         Args:
-            name: Name of the set.
             store: Holds the weights.
             activity: progress, for status.
             should_stop: asked before each pass; the same on all ranks.
@@ -570,7 +556,6 @@ def make_samplers(
     Args:
         spec: How many rows are continued, and how far.
         plans: Those of passes, as ``plans_of_evaluations`` returns them.
-        sets: that are evaluated.
         tokenizer: The model's tokenizer.
         gather: returns what each rank gave; a collective.
 

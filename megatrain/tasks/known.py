@@ -18,7 +18,6 @@ def task_of(name: str, loss: Loss | None) -> Task:
     """Return the task of a run; of the files that have tasks its own alone is imported.
 
     Args:
-        name: As in the config.
         loss: What the steps minimise; None: cross entropy.
     """
     file, _, made = TASK_FACTS[name].made_by.partition(".")

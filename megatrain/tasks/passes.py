@@ -33,7 +33,6 @@ class Passes:
 
     Args:
         plan: Of a training step, whose forward is a pass, or of passes.
-        store: With the weights.
         timeline: Records every op; None: nothing is recorded.
         activity: Progress within a pass, for status.
         collectives: The ranks that share the weights; None: one process has them.

@@ -49,7 +49,6 @@ class StepSize:
     """What the terms of a step are divided by.
 
     Attributes:
-        num_examples: Examples of the step.
         num_chosen_tokens: Tokens of their first answers.
     """
 
@@ -171,7 +170,6 @@ class PreferenceLoss(Loss):
         Args:
             logps: Log-probabilities of the answers of all rows [2 P], empty ones included.
             examples: At least one.
-            size: Of the step.
         """
         first, second = logps[examples.rows[0]], logps[examples.rows[1]]
         if not self.is_paired:
@@ -198,8 +196,6 @@ class PreferenceLoss(Loss):
 
         Args:
             row_logps: Log-probabilities of all labelled tokens of the micro-batch, in order [N].
-            examples: Of the micro-batch.
-            size: Of the step.
         """
         if not examples.num_examples:
             return torch.zeros((), device=row_logps.device), torch.zeros_like(row_logps), []
@@ -274,7 +270,6 @@ class ComparedRows(MicroBatchLoss):
     """A loss over the preferences of one micro-batch.
 
     Attributes:
-        loss: The loss of the step.
         examples: The micro-batch's.
         size: What the mean over the step is divided by.
     """
@@ -316,7 +311,6 @@ class CollectedExamples:
         Args:
             batch: With ``REFERENCE`` and ``DESIRABLE``.
             shifted: Labels for the next token.
-            logps: Of each row.
             part: Number of the pass that it was in.
         """
         described = describe_examples(batch, shifted)

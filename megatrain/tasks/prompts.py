@@ -59,7 +59,6 @@ def prompt_tokens(
 
     Args:
         tokenizer: The model's tokenizer.
-        prompt: what the user says.
         system: the message in front, "" for none.
         earlier: messages of the conversation.
 

@@ -63,7 +63,6 @@ class Before:
     """What there is before the first step of a run, for a task that has to look at all rows first.
 
     Attributes:
-        plan: The plan of the run.
         store: With the weights that the run goes on from.
         loaders: Those of the rows to train on, and of all sets that are evaluated.
         kept: What the checkpoint that the run goes on from keeps for the task; None: the run starts from the model.
@@ -89,7 +88,6 @@ class Note:
 
     Attributes:
         severity: "ok", "note" (worth knowing) or "warning" (seldom meant).
-        text: A sentence.
     """
 
     severity: Literal["ok", "note", "warning"]

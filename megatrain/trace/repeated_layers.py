@@ -51,7 +51,6 @@ class Gradient:
     Attributes:
         shape: Its shape; its elements have no gaps.
         dtype: Its dtype.
-        device: Compute device.
     """
 
     shape: torch.Size
@@ -68,11 +67,9 @@ class CountedBackward:
     """A backward that ran and was counted.
 
     Attributes:
-        visit: Whose it was.
         owners: The unit's parameters, in their order, by owner's name.
         work: Of all its operators, the recompute among them.
         peak_nbytes: On top of what was held when it began.
-        gradients: What it returned.
     """
 
     visit: int
@@ -88,9 +85,7 @@ def gradients_of(
     """Return what a backward returned; None: some of it shares memory, or was there before.
 
     Args:
-        found: The gradients.
         num_before: How many storages were made before the backward.
-        counts: The counts.
     """
     storages = set[int]()
     for tensor in found:
@@ -105,11 +100,7 @@ def gradients_of(
 
 
 class RepeatedLayers:
-    """The backwards of the layers of a trace, by what their forwards did.
-
-    Args:
-        counts: The counts of the trace.
-    """
+    """The backwards of the layers of a trace, by what their forwards did."""
 
     def __init__(self, counts: _Counts) -> None:
         self._counts = counts
@@ -143,12 +134,7 @@ class RepeatedLayers:
         return result
 
     def key(self, visit: int, gradients: Sequence[Tensor | None]) -> Hashable:
-        """Return what a backward follows from; None: it has to run.
-
-        Args:
-            visit: The visit.
-            gradients: Those that arrive.
-        """
+        """Return what a backward follows from; None: it has to run."""
         forward = self._forwards.pop(visit, None)
         if forward is None:
             return None
@@ -207,7 +193,6 @@ class _CallRecord:
     """What was done, in values that can be compared.
 
     Attributes:
-        counts: The counts.
         entries: What was done, in order.
         is_complete: Whether all of it could be described.
     """

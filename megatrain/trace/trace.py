@@ -93,9 +93,6 @@ def trace_visits(
         seq_len: Tokens per row.
         compute_dtype: Must be the graph's.
         device: Compute device: kernels and their workspaces differ between devices.
-        head_rows: As for the runner.
-        head_columns: As for the runner.
-        objective: As for the runner.
         padded: Whether rows may have padding or hold several documents. If not, each row is one document.
         is_compiled: Whether layers are compiled, as `ModelGraph.computing` is told. If not, the memory of rows of
             several documents may be that of rows of one.
@@ -157,7 +154,6 @@ def trace_generation(
         graph: The model; unchanged, and nothing is allocated on `device`.
         batch_size: Prompts of a micro-batch.
         seq_len: Tokens of a prompt and its completion together.
-        device: Compute device.
 
     Returns:
         The trace, whose visits are none of a head's, and visit -> bytes that the cache holds of it then.
@@ -789,9 +785,7 @@ class CountingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count work that no operator of torch does.
 
         Args:
-            work: What is known of it.
             uncounted: What is not, in words; "": nothing.
-            tensors: That it reads or writes.
         """
         self.work += work
         if self.on_launch is not None:

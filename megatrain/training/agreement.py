@@ -26,9 +26,7 @@ def check_alike(plan: Plan, config: Mapping[str, Any], group: RankGroup) -> None
     """Make sure that all ranks have the same config, model and program. A collective.
 
     Args:
-        plan: What this rank trains.
         config: Key -> value of the whole config.
-        group: The ranks of the run.
 
     Raises:
         WorldError: names what differs.
@@ -47,10 +45,6 @@ class Agreement:
 
     A run of one process asks its signals whenever it wants to know. Several ranks do what followed from the records
     that they gathered at the end of the last step, so that none waits for another that went another way.
-
-    Args:
-        group: The ranks of the run.
-        signals: Those of this process.
     """
 
     def __init__(self, group: RankGroup, signals: RunSignals) -> None:
@@ -86,7 +80,6 @@ class Agreement:
         """Gather records at the end of a step, and return those of all ranks; of one process none. A collective.
 
         Args:
-            usage: What the step took here.
             is_due: Whether the config asks for a checkpoint; the first rank's answer counts.
             is_paused: Whether this rank waits for space on a drive.
         """

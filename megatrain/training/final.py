@@ -33,9 +33,7 @@ class FinalExport:
     """Writes ``output_dir/final``, unit by unit. All ranks call it; the first one writes.
 
     Attributes:
-        plan: The plan of the run.
         weights: The trained weights, in the store.
-        group: The ranks of the run.
         signals: A stop that they ask for ends the export.
         activity: Kept current for a live view.
         tell: Called with messages for the user.

@@ -65,7 +65,6 @@ def open_run(
     """Open the store of a plan, without blocks; leaving closes it.
 
     Args:
-        plan: Of steps, or of passes.
         tell: Called with messages for the user of the run.
         activity: Kept current for a live view; None: an own one.
         group: The ranks of the run; None: this process is alone.
@@ -132,7 +131,6 @@ def open_weights(plan: Plan, tell: Callable[[str], None] = lambda text: None) ->
     """Check the headers, sizes and names of a run's weights. Fetches a model of the hub; reads no other weight.
 
     Args:
-        plan: Of steps, or of passes.
         tell: Called after each file that was fetched.
 
     Raises:
@@ -177,18 +175,11 @@ class OpenRun:
     """The open store of a plan. Used by one thread.
 
     Args:
-        plan: Of steps, or of passes.
         store: Without blocks.
-        weights: Those of the store.
-        timeline: Of the steps during which it is on.
-        activity: What is being done.
         tell: Called with messages for the user of the run.
 
     Attributes:
-        plan: As given.
         store: All blocks, once ``load`` has filled them.
-        weights: Those of the store.
-        timeline: Of the steps during which it is on.
         engine: The last one that ``make_engine`` returned, until ``end_steps``.
     """
 

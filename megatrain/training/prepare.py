@@ -161,12 +161,10 @@ class Preparation:
     in the order in which they stand.
 
     Args:
-        plan: Plan of the run.
         config: Config of the run, with the choices of the plan.
 
     Attributes:
         dataset: Rows to train on; None before they are read.
-        loader: Batches of these rows.
         num_steps: Steps of the whole run.
         learning_rate: Learning rate by step.
         evaluation_sets: Rows to evaluate on.

@@ -25,8 +25,6 @@ def make_copier(plan: Plan, group: RankGroup, tell: Callable[[str], None]) -> Ch
     """Return what copies checkpoints of all ranks. A collective.
 
     Args:
-        plan: What this rank trains.
-        group: The ranks of the run.
         tell: Called with messages for the user.
     """
     drive_bytes = sum(group.gather(plan.checkpoint_bytes_on_drives))  # homes may differ between ranks
@@ -46,9 +44,7 @@ def make_writer(
     """Return what writes checkpoints, together with the other ranks.
 
     Args:
-        plan: What this rank trains.
         store: With the blocks of the plan.
-        group: The ranks of the run.
         tell: Called with messages for the user.
         loaded: The checkpoint that the run goes on from; None: it starts anew.
         best: That of the best evaluation so far, which is kept; None: there is none.

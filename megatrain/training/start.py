@@ -47,7 +47,6 @@ class RunStart:
     """Finds what a run goes on from, and makes the state of its first step.
 
     Attributes:
-        plan: The plan of the run.
         config_toml: The config of the run as ``RunState`` keeps it.
         changes_from: Returns what differs in it from another one, which is in the same form.
         loader: The batches of the run; they are sought to where the run goes on.

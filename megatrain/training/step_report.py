@@ -49,7 +49,6 @@ class StepUsage:
 
     Attributes:
         step_s: Seconds, from before its batch was read.
-        moved: What the store did meanwhile.
         links: What each link moved: blocks, and what the engine moves beside them.
         process: Processor time and page faults of the process; see ``StepMetrics.process_usage``.
     """
@@ -64,9 +63,7 @@ class StepMeter:
     """Measures steps of a run, one after the other, from the first one of this start on.
 
     Args:
-        plan: The plan of the run.
         store: The store that the steps use.
-        engine: What runs them.
         steps_per_epoch: Steps in which all rows pass once.
         first_step: Steps done before.
     """
@@ -112,8 +109,6 @@ class StepMeter:
 
         Args:
             state: Where the run stands after it.
-            batch: The rows of the step.
-            result: What the engine computed.
             lr: The learning rate of the step.
             usage: What ``stop`` returned.
             records: Those of all ranks; none: the run has one process.

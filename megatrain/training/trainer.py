@@ -76,7 +76,6 @@ class Trainer:
             engine.step(micro_batches, number=0, lr=1e-3)
 
     Args:
-        config: What the run does, and with what.
         observer: is called at every step, evaluation, checkpoint and message; None: nothing is.
         plan: The plan of this config, if it is made already.
         activity: kept current for a live view; None: an own one.
@@ -88,7 +87,6 @@ class Trainer:
         config: As given, with ``data.packing`` as the model allows it, and the commit of a model on the hub.
         plan: Where everything lies, and what each step moves.
         run: The values that the plan was made of.
-        activity: What the run is doing.
         prepared: Rows, evaluation sets and learning rates, once ``prepare`` has made them.
         opened: While ``train`` runs, its store.
         state: While ``train`` runs, where the run stands.

@@ -104,7 +104,6 @@ class AdaptedWeights:
     """The weights of a model's folder, and those of the adapters on it.
 
     Args:
-        graph: has adapters.
         loader: Reads the model's own weights.
         seed: What new adapters are drawn from.
         folder: Where the adapters are that it starts from; None: they are new.
@@ -569,9 +568,7 @@ class GatheredWeights:
     """The weights of a run of several ranks, each of which has a shard of them: rank 0 reads, the others serve.
 
     Args:
-        weights: What this rank holds.
         plan: Where this rank holds it.
-        group: The ranks of the run.
         should_stop: whether a stop was requested; rank 0's counts, and is asked before each read.
     """
 
@@ -640,7 +637,6 @@ class _OneLease:
     """A lease on the block that was read last. A context manager.
 
     Args:
-        store: has the blocks.
         evict: drops the copy of a block that is not at home in RAM.
     """
 

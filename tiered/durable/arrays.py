@@ -80,7 +80,6 @@ def chunk_files(
 
     Args:
         folder: where the array's files lie.
-        spec: the block's.
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
         chunk_bytes: the size of the files, if it was read already.
 
@@ -138,7 +137,6 @@ def write_array(root: Path, spec: BlockSpec, contents: Contents, *, num_threads:
 
     Args:
         root: folder of a generation.
-        spec: the block's.
         contents: called once for every piece, by ``num_threads`` threads; 1: in order, by the caller's.
         num_threads: pieces under way at once.
 
@@ -229,7 +227,6 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
 
     Args:
         files: all of the block, in order.
-        spec: the block's.
         into: takes the contents: contiguous, 1-D uint8, on any device.
 
     Returns:
@@ -250,7 +247,6 @@ def read_small(path: str, into: torch.Tensor) -> str | None:
     """Read the first bytes of a file with as few calls as possible, and return their checksum.
 
     Args:
-        path: the file.
         into: takes the contents: 1-D uint8 of at most ``SMALL_BYTES``, on any device. Undefined without a checksum.
 
     Returns:
@@ -283,7 +279,6 @@ def read_piece(
 
     Args:
         files: all of the block, in order.
-        spec: the block's.
         piece: first byte and end.
         into: takes the piece, and has its size.
     """
@@ -342,7 +337,6 @@ def check_pieces(
 
     Args:
         key: the block's, for the error.
-        files: that were read.
         nbytes: size of its contents.
         expected: the recorded checksums.
         found: those of what was read.

@@ -152,7 +152,6 @@ class FrozenBlocks:
         movement: the store's.
         leasing: the store's.
         identity: the store's id.
-        generation: its number.
         full: waits for room on the drive of the store's directory.
         counted: the tier that has this directory as a path, and counts what is written there; or None.
     """

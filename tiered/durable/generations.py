@@ -319,7 +319,6 @@ class Generations:
 
         Args:
             generation: Its number. None: the newest whole one; newer ones that are damaged are reported.
-            register: Registers a block.
             unregister: Forgets blocks.
 
         Raises:
@@ -373,7 +372,6 @@ class Generations:
         """Fill the store from the newest whole generation that is older than a damaged one; None if there is none.
 
         Args:
-            newest: The damaged one.
             problems: Gets a text for each older one that is damaged or does not fit, and for the one that is used.
         """
         for number in newest_first(self._known_path()):
@@ -454,7 +452,6 @@ def refuse_clashes(tiers: Iterable[Tier], path: str | None) -> None:
     """Refuse folders of tiers and of generations that contain each other: a tier empties what its folder contains.
 
     Args:
-        tiers: all of the store.
         path: directory of the generations; it may be one of the folders of a tier itself.
 
     Raises:
@@ -638,7 +635,6 @@ def remove_generation(
 
     Args:
         path: directory of the generations.
-        generation: its number.
         search: paths of file tiers beside those that the manifests name.
 
     Raises:

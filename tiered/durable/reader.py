@@ -315,7 +315,6 @@ class GenerationReader:
 
         Args:
             key: the block's name.
-            files: that were read.
             found: their checksums.
         """
         record = self.blocks[key]
@@ -426,7 +425,6 @@ class _Inspection:
 
         Args:
             folder: where the document lies.
-            wanted: what it must say.
             with_members: returns the same with the members listed that are there now.
             may_lag: any list of members will do: it is for people who look, and nothing reads it back.
         """

@@ -49,7 +49,6 @@ class CopyFigures:
     """What a copy took.
 
     Attributes:
-        generation: its number.
         copied_bytes: size of the files that were written.
         linked_bytes: size of those that lay in the source's own directory, on this drive, and were linked.
     """
@@ -108,7 +107,6 @@ class WholeCopies:
         caller keeps the generation from being removed meanwhile. After an error nothing of the copy is left.
 
         Args:
-            source: a reader of the generation.
             on_piece: called after each piece of at most 16 MiB was read, written or compared; what it raises ends the
                 copy.
 

@@ -25,7 +25,6 @@ class LinkUsage:
         num_bytes: contents moved (not padding).
         busy_s: wall seconds with at least one transfer under way.
         inflight_bytes: bytes under way now.
-        num_transfers: finished transfers.
         path: the way they took.
     """
 

@@ -51,7 +51,6 @@ class KvikioMover:
     cache) are a third of the speed.
 
     Args:
-        tier: that has the files.
         has_gds: a probe has shown that GPUDirect Storage carries bytes here. Otherwise kvikio is kept from opening
             libcufile's driver, which may never return.
 

@@ -27,9 +27,7 @@ class KvikioProbe:
 
     Attributes:
         installed: kvikio can be imported.
-        version: that kvikio says it has.
         libcuda: the NVIDIA driver's library can be loaded.
-        driver_opened: libcufile opened its driver.
         host_bytes: moved between the file and host memory, and right.
         gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.
         gds_bytes: carried between the file and GPU memory by GPUDirect Storage, by kvikio's own counters. 0 where

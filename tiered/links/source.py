@@ -38,8 +38,6 @@ class SourceTier:
     holds it: register it with ``durable=False``. Copies are read into a RamTier.
 
     Args:
-        source: reads the blocks.
-        name: what the store calls it.
         path: what statistics call the way that bytes take.
         num_threads: parts that are read at once.
     """

@@ -198,7 +198,6 @@ def device_view(memory: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Args:
         memory: 1-D uint8. It must stay mapped, and pinned if the device needs that, while the device uses the view.
-        device: that computes.
     """
     if not memory.numel():
         return torch.empty(0, dtype=torch.uint8, device=device)

@@ -179,7 +179,6 @@ class Ledger:
 
     Args:
         tier: name of the tier, for messages.
-        capacity_bytes: the bound.
     """
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:

@@ -24,7 +24,6 @@ class Leftovers:
     """The scratch in one directory.
 
     Attributes:
-        path: the directory.
         num_files: chunk files that can go.
         nbytes: space on the drive that this frees.
         num_foreign: files in their folders that no tier made, and that stay.
@@ -122,8 +121,6 @@ class Orphan:
 
     Attributes:
         path: its folder, ``<path>/snap/<generation>``.
-        generation: its number.
-        store_path: the directory of its store.
         nbytes: space that removing all orphans of this path frees, as far as it is this one's.
         is_store_gone: no such store is in ``store_path`` any more. It may have been moved, or its drive may be away:
             ask before removing; otherwise the store is there and does not name the generation.

@@ -246,9 +246,7 @@ class WearLimitError(TieredError):
     """A write would pass the limit that was set for a path. Nothing of it was written.
 
     Attributes:
-        path: the directory.
         limit_bytes: what may be written in its whole life.
-        written_bytes: what was.
         need_bytes: size of the write that was refused.
     """
 

@@ -188,7 +188,6 @@ class ChunkFile:
     Attributes:
         path: a file of a tier's slot: the file itself, never a symbolic link.
         offset: where its contents start in the block.
-        nbytes: its size.
         path_index: which of the tier's paths it is on.
     """
 

@@ -46,7 +46,6 @@ class NvmeTier:
     Args:
         paths: directories, made if missing; each must be empty or from an earlier run. The first holds the arrays.
         capacity_bytes: bound over all paths together.
-        name: what the store calls it.
         rates: relative speed of each path (default equal); blocks are striped in this proportion.
         chunk_bytes: largest file (multiple of 4096); default 512 MiB on one path, 16 MiB on several.
         engine: what moves the bytes; ``kvikio`` needs the extra ``gds`` and an NVIDIA driver.

@@ -236,7 +236,6 @@ class HostSlab:
 
     Attributes:
         nbytes: the rounded size.
-        is_pinned: pinned for CUDA.
         has_huge_pages: huge pages were asked for and are allowed.
         populate_s: seconds that it took to make the bytes resident.
         pin_s: seconds that it took to pin them.
@@ -388,7 +387,6 @@ class RamTier:
 
     Args:
         capacity_bytes: bound on the memory of all slots and reservations together.
-        name: what the store calls it.
         pin_memory: pin the slabs for CUDA. None: when the machine has a CUDA device.
 
     Attributes:
