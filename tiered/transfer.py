@@ -22,7 +22,7 @@ class Transfer:
         nbytes: bytes moved.
         path: which way they went, e.g. ``posix-direct``.
         skipped: a prefetch that had no room, or nothing to do; it is done and moved nothing.
-        event: a recorded device event that ends after the copy, or None.
+        event: a recorded device event that ends after the copy, or None. Its ``query()`` says whether it has ended.
     """
 
     __slots__ = (

@@ -255,7 +255,7 @@ class Killer:
         start_s = time.monotonic()
         due_s = start_s + aim.delay_s if aim is not None and aim.phase is None else None
         where: str | None = None
-        progress, hung_at_s, delayed_s = b"", 0.0, 0.0
+        progress, hung_at_s, delayed_s = b"", 0.0, dict[str, float]()
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
             now_s = time.monotonic()
@@ -265,7 +265,7 @@ class Killer:
                 return (self._board.where() if number == signal.SIGKILL else where) if is_hit else None, code, False
             if (contents := self._board.contents()) != progress:
                 progress, hung_at_s, delayed_s = contents, now_s + HUNG_AFTER_S, seconds_delayed(pid)
-            if now_s > hung_at_s and now_s > hung_at_s + seconds_delayed(pid) - delayed_s:
+            if now_s > hung_at_s and now_s > hung_at_s + longest_delay_s(delayed_s, seconds_delayed(pid)):
                 os.kill(pid, signal.SIGABRT)  # its faulthandler says where all threads are
                 os.waitpid(pid, 0)
                 return where, -signal.SIGABRT, True
@@ -277,13 +277,18 @@ class Killer:
             time.sleep(_POLL_S)
 
 
-def seconds_delayed(pid: int) -> float:
-    """Return how long the threads of a process have waited for a core: on a loaded machine, most of the time."""
-    total_ns = 0
+def seconds_delayed(pid: int) -> dict[str, float]:
+    """Return how long each thread of a process has waited for a core: on a loaded machine, most of the time."""
+    found: dict[str, float] = {}
     for path in Path("/proc", str(pid), "task").glob("*/schedstat"):
         with contextlib.suppress(OSError):  # a thread that ended meanwhile
-            total_ns += int(path.read_text().split()[1])
-    return total_ns / 1e9
+            found[path.parent.name] = int(path.read_text().split()[1]) / 1e9
+    return found
+
+
+def longest_delay_s(before: Mapping[str, float], now: Mapping[str, float]) -> float:
+    """Return how long the thread that waited longest for a core did so since; threads wait side by side."""
+    return max((seconds - before.get(thread, 0.0) for thread, seconds in now.items()), default=0.0)
 
 
 def codes_allowed(start: Start) -> tuple[int, ...]:

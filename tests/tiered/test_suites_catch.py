@@ -6,6 +6,7 @@ import itertools
 import threading
 import unittest
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,6 +266,13 @@ class HoldsALock(HostLink):
             super()._run(*arguments)
 
 
+class LeavesItsEventOpen(HostLink):
+    def submit(self, src_slot: Slot, dst_slot: Slot, nbytes: int) -> Transfer:
+        transfer = super().submit(src_slot, dst_slot, nbytes)
+        transfer.event = SimpleNamespace(query=lambda: False)
+        return transfer
+
+
 class ClosesInAHurry(HostLink):
     def close(self) -> None:
         with self._workers._changed:
@@ -287,6 +295,7 @@ def test_sound_links_pass() -> None:
         (RaisesInSubmit, "failures_end_in_the_transfer"),
         (TellsItsOwnErrors, "failures_end_in_the_transfer"),
         (HoldsALock, "submit_and_usage_wait_for_no_callback"),
+        (LeavesItsEventOpen, "bytes_of_every_size_come_back"),
         (ClosesInAHurry, "close_finishes_what_is_under_way"),
     ],
 )

@@ -49,6 +49,7 @@ class LinkSuite(PairSubject):
                 rig.write(fast, data)
                 transfer = rig.send(fast, slow)
                 assert transfer.done() and transfer.error is None and not transfer.skipped, vars_of(transfer)
+                assert transfer.event is None or transfer.event.query() is True, "it has ended, but not its event"
                 assert (transfer.src, transfer.dst) == (rig.fast.name, rig.slow.name), vars_of(transfer)
                 assert (transfer.nbytes, transfer.path) == (nbytes, rig.down.path), vars_of(transfer)
                 assert torch.equal(rig.read(fast), data), f"the source of {nbytes} bytes was changed"
