@@ -195,7 +195,7 @@ def test_json_never_asks(tmp_path: Path, run: Run) -> None:
     result = run(tmp_path, "--json")
     assert result.exit_code == 2
     (store,) = json.loads(result.stdout)["stores"]
-    assert store["nbytes"] > 0 and not store["removed"]
+    assert store["nbytes"] == allocated(tmp_path) > 0 and not store["removed"]
 
 
 def test_nothing_there(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

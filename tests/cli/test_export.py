@@ -49,7 +49,7 @@ def test_options(run: SavedRun, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout) == {"model": str(tmp_path / "out")}
     shards = sorted((tmp_path / "out").glob("model-*.safetensors"))
-    assert len(shards) > 1
+    assert len(shards) == 4
     assert {value.dtype for shard in shards for value in load_file(shard).values()} == {torch.float32}
     assert json.loads((tmp_path / "out/export.json").read_text())["step"] == 2
 

@@ -41,7 +41,8 @@ def test_the_count_goes_on_from_run_to_run(tmp_path: Path) -> None:
         with open_store(tmp_path, 2) as store:
             store.register("block", (NUM_BYTES,), torch.uint8, home="nvme")
             write(store, number)
-            assert count(tmp_path) >= GiB, "while it runs the file is ahead of the truth"
+            most_bytes = (number + 1) * NUM_BYTES + GiB
+            assert GiB <= count(tmp_path) <= most_bytes, "while it runs the file is ahead of the truth"
             assert sum(store.stats().written_bytes.values()) == NUM_BYTES
         assert count(tmp_path, 0) + count(tmp_path, 1) == (number + 1) * NUM_BYTES
     with open_store(tmp_path, 2):
@@ -148,7 +149,7 @@ def test_the_file_is_moved_ahead_in_steps(tmp_path: Path) -> None:
     for _ in range(30):
         counter.add(100)
         on_disk.append(json.loads((tmp_path / WEAR_NAME).read_text())["written_bytes"])
-        assert on_disk[-1] >= counter.written_bytes
+        assert counter.written_bytes <= on_disk[-1] <= counter.written_bytes + 1000
     assert len(set(on_disk)) == 3, "one write of the file per step, not per write"
     assert WearCounter(tmp_path).written_bytes == on_disk[-1]
     counter.close()

@@ -65,7 +65,7 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
     assert all(torch.equal(kept_gradients[name], gradients[name]) for name in gradients)
     graphs = NUM_MICRO_BATCHES * sum(visit.graph_nbytes for visit in trace.visits if not visit.is_head)
     libraries_bytes = 64 * MiB if virtual is None else 0  # their own workspaces come on top
-    assert peak <= graphs + planned_workspace(graph, trace, NUM_MICRO_BATCHES) + libraries_bytes
+    assert graphs / 2 < peak <= graphs + planned_workspace(graph, trace, NUM_MICRO_BATCHES) + libraries_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

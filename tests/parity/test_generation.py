@@ -120,7 +120,7 @@ def test_every_family_continues_as_transformers_does(family: str) -> None:
     found = runner.run([continuing(0), continuing(1)], caches, [0, 1])
     for batch, tokens in zip(batches, found, strict=True):
         assert torch.equal(model.generate(batch, attention_mask=torch.ones_like(batch), **options), tokens)
-    assert access.largest and max(access.largest.values()) <= max(nbytes.values())
+    assert 0 < max(access.largest.values()) <= max(nbytes.values())
 
 
 class InMemory:

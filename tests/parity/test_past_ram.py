@@ -141,7 +141,7 @@ def test_less_passes_ram(tiny_model: Path, tmp_path: Path, baseline: Baseline) -
 
 def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_path: Path) -> None:
     plan = plan_of(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME, tiers=ON)
-    assert plan.traffic["nvme->gpu"] > 0 and plan.traffic["gpu->nvme"] > 0
+    assert 0 < plan.traffic["gpu->nvme"] < plan.traffic["nvme->gpu"], "weights are read alone"
     assert not plan.traffic["ram->gpu"] and not plan.traffic["gpu->ram"]
     assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram" in messages(plan)
     replayed = simulate_step(plan, 384, SimulatedRates(2e9, 1e12, 1e9))

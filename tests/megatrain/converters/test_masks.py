@@ -28,15 +28,16 @@ def most_held(family: str, length: int, attention: str = "sdpa", **options: bool
 @pytest.mark.parametrize("padded", [True, False])
 def test_memory_is_linear_in_the_length_of_a_row(family: str, padded: bool) -> None:
     """Packed, padded or one document each, with windows and without."""
-    assert most_held(family, 4096, padded=padded) < 2.5 * most_held(family, 2048, padded=padded)
-    assert most_held(family, 4096, padded=padded) < 4096 * 4096
+    half = most_held(family, 2048, padded=padded)
+    assert 1.9 * half < most_held(family, 4096, padded=padded) < 2.1 * half < 4096 * 4096
 
 
 @pytest.mark.parametrize(("attention", "by_documents"), [("eager", True), ("sdpa", False)])
 def test_it_is_quadratic_where_a_mask_is_needed(attention: str, by_documents: bool) -> None:
     """Eager attention computes with masks, and compiled layers are made for one shape of them."""
     options = {} if by_documents else {"padded": True, "is_compiled": True}
-    assert most_held("llama", 8192, attention, **options) > 3.5 * most_held("llama", 4096, attention, **options)
+    half = most_held("llama", 4096, attention, **options)
+    assert 3.5 * half < most_held("llama", 8192, attention, **options) <= 4 * half
 
 
 @pytest.mark.parametrize(("rows", "packing"), [(1, "false"), (2, "false"), (1, "true")])

@@ -288,12 +288,12 @@ def test_there_is_no_first_pass(tokenizer: Any, counted: type[CountingFiles]) ->
     position = [batch.position for batch in itertools.islice(loader, 30)][-1]
     loader._makes.result()  # the window that is made ahead
     num_before = len(set(counted.opened))
-    assert num_before < 12
+    assert 30 * 2 / 8 <= num_before < 12
     counted.opened.clear()
     again = loader_of(tokenizer, {"path": "counted://rows"}, packing=False, rows=1, count=2, position=position)
     next(again)
     again._makes.result()
-    assert len(set(counted.opened)) <= 5, "what was used is not read again"
+    assert 1 <= len(set(counted.opened)) <= 5, "what was used is not read again"
 
 
 def test_a_server_that_fails_is_asked_again(tokenizer: Any, counted: type[CountingFiles]) -> None:

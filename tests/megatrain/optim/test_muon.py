@@ -195,5 +195,6 @@ def test_flops_and_room_of_fused_matrices() -> None:
         == sum(make().orthogonalize_flops(rows, 24) for rows in (28, 8, 8))
         < make().orthogonalize_flops(44, 24)
     )
-    assert muon.orthogonalize_bytes(16, 36) >= newton_schulz_bytes(16, 36) + 2 * 16 * 36
+    copied_bytes = muon.orthogonalize_bytes(16, 36) - newton_schulz_bytes(16, 36)
+    assert 2 * 16 * 36 <= copied_bytes < 2 * 16 * 36 + 256, "in bf16, aligned"
     assert make(fused={"qkv": FusedMatrix((28, 8, 8))}).orthogonalize_bytes(44, 24) == newton_schulz_bytes(44, 24)

@@ -80,7 +80,8 @@ def test_that_of_a_generation_as_well() -> None:
     """Whose rooms for the cache, as large as one likes, are fake too."""
     graph = build_graph(tiny_config("llama"), dtype=torch.bfloat16, is_trained=False)
     (trace, nbytes), (on_cpu, same) = (trace_generation(graph, 2, 16, device=name) for name in ("cuda", "cpu"))
-    assert nbytes == same and min(nbytes.values()) > 0
+    # Keys and values of two rows of 16 tokens, two heads of 8 numbers each, in bf16.
+    assert nbytes == same and set(nbytes.values()) == {2 * 2 * 16 * 2 * 8 * 2}
     assert trace.exact and [visit.unit for visit in trace.visits] == [visit.unit for visit in on_cpu.visits]
 
 
@@ -161,7 +162,8 @@ def test_rows_of_several_lengths_in_one() -> None:
     copied = 1000 * (8 + 2 + 2) * 64 * 2 // 2  # of gradients, where short sequences take several calls
     hidden = 9 * rows * 8 * 64 * 4 + rows * 8 * 4 + expanded + copied
     assert found.hidden_nbytes(CUDA, is_deterministic=True) == hidden
-    assert found.hidden_nbytes(CUDA, is_deterministic=False) >= 2 * 1000 * 8 * 64 * 4, "of as many as a call may have"
+    least = 2 * 1000 * 8 * 64 * 4
+    assert least <= found.hidden_nbytes(CUDA, is_deterministic=False) < 2 * least, "of as many as a call may have"
 
 
 def test_it_is_in_the_plan_of_a_layer() -> None:
@@ -176,7 +178,7 @@ def test_it_is_in_the_plan_of_a_layer() -> None:
             assert (
                 visit.backward_nbytes > 33 * one_split > visit.backward_nbytes - other.backward_nbytes > 20 * one_split
             )
-            assert other.backward_nbytes > one_split and visit.forward_nbytes == other.forward_nbytes
+            assert one_split < other.backward_nbytes < 4 * one_split and visit.forward_nbytes == other.forward_nbytes
 
 
 @pytest.fixture
@@ -288,7 +290,7 @@ def test_the_command_says_whether_the_plan_is_exact(
         room = "768.0 MiB of free GPU memory are outside of the tier; libraries are allowed 102.4 MiB"
         assert room in found["messages"] and room in plain.stdout.replace("\n", " ")
     assert found["workspace_is_exact"] is is_exact and len(found["guesses"]) == (0 if is_exact else 1)
-    assert next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] > MiB
+    assert MiB < next(row for row in found["rows"] if row["kind"] == "workspace")["bytes"]["gpu"] < 4 * MiB
 
 
 @pytest.mark.usefixtures("gpu_of_a_gib")
