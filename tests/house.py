@@ -98,6 +98,12 @@ FACTOR_WORDS: Mapping[str, str] = {
 #: An entry that begins with one of these repeats its name; a good one begins with a noun or a unit.
 VAGUE = r"(of|what|that|as)\b"
 
+#: Words in the names of a run's figures, `nbytes` or `link_bytes` among them.
+FIGURE_WORDS = (
+    "bytes|calls|capacity|drops|flops|generations|high|kept|launches|linked|loss|losses|moved|nbytes|norm|norms|num|passes"
+    "|peak|planned|prefetch|rate|reads|room|s|saved|size|sizes|stall|step|steps|stored|tokens|totals|traffic|used|written"
+)
+
 #: The figures of `bounds`, which only `python -m tests.house --lower` changes, and only downward.
 BOUNDS = Path(__file__).with_name("house_bounds.json")
 
@@ -335,6 +341,66 @@ def vague_entries() -> tuple[int, int]:
     return vague, total
 
 
+def assertions(tree: ast.Module) -> Iterator[list[ast.Assert]]:
+    """Yield the assertions of each function that has any, those of functions within it aside."""
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            found, left = [], list(function.body)
+            while left:
+                node = left.pop()
+                if isinstance(node, ast.Assert):
+                    found.append(node)
+                elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                    left += [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]
+            if found:
+                yield found
+
+
+def comparisons(test: ast.expr) -> Iterator[ast.Compare]:
+    """Yield the comparisons that an assertion is about: of `and`, `or`, `all` and `any` each part."""
+    if isinstance(test, ast.Compare):
+        yield test
+    elif isinstance(test, ast.BoolOp):
+        for value in test.values:
+            yield from comparisons(value)
+    elif isinstance(test, ast.Call) and ast.unparse(test.func) in ("all", "any"):
+        for value in test.args:
+            if isinstance(value, ast.GeneratorExp | ast.ListComp):
+                yield from comparisons(value.elt)
+
+
+def one_sided_figures(tree: ast.Module) -> Iterator[ast.Compare]:
+    """Yield the comparisons that give a figure of a run one bound alone; `abs` is of a tolerance, which has one."""
+    for found in assertions(tree):
+        ordered: list[tuple[ast.Compare, ast.expr, ast.expr]] = []  # (comparison, smaller side, larger side)
+        for comparison in (each for assertion in found for each in comparisons(assertion.test)):
+            sides = [comparison.left, *comparison.comparators]
+            for operator, one, other in zip(comparison.ops, sides, sides[1:], strict=False):
+                if isinstance(operator, ast.Lt | ast.LtE):
+                    ordered.append((comparison, one, other))
+                elif isinstance(operator, ast.Gt | ast.GtE):
+                    ordered.append((comparison, other, one))
+        has_upper = {ast.unparse(smaller) for _, smaller, _ in ordered}
+        has_lower = {ast.unparse(larger) for _, _, larger in ordered}
+        for comparison, smaller, larger in ordered:
+            is_measured = {ast.unparse(side): not _is_constant(side) for side in (smaller, larger)}
+            others = ({ast.unparse(smaller)} & has_lower) | ({ast.unparse(larger)} & has_upper)
+            words = re.findall("[a-z]+", ast.unparse(comparison).lower())
+            is_figure = any(re.fullmatch(FIGURE_WORDS, word) for word in words) and not {"abs", "monotonic"} & {*words}
+            is_exact = any(isinstance(operator, ast.Eq) for operator in comparison.ops)
+            is_set = any(isinstance(each, ast.Set | ast.SetComp) for each in ast.walk(comparison))
+            if is_figure and not is_exact and not is_set and not any(is_measured[text] for text in others):
+                yield comparison
+
+
+def _is_constant(node: ast.expr) -> bool:
+    """Return whether a side of a comparison has neither a call nor a name but those of constants, `MiB` among them."""
+    return not any(
+        isinstance(each, ast.Call) or (isinstance(each, ast.Name) and not re.fullmatch("[A-Z0-9_]+|[KMG]iB", each.id))
+        for each in ast.walk(node)
+    )
+
+
 def bounded() -> dict[str, dict[str, int]]:
     """Return the figures that may only shrink: table -> name -> figure."""
     lines: Counter[str] = Counter()
@@ -347,12 +413,17 @@ def bounded() -> dict[str, dict[str, int]]:
         for factor, words in FACTOR_WORDS.items()
     }
     rank_tests = sum(len(re.findall(r"\bis_(?:single|first)\b", source.text)) for source in SOURCES)
+    one_sided: Counter[str] = Counter()
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        count = sum(1 for _ in one_sided_figures(ast.parse(path.read_text(encoding="utf-8"))))
+        one_sided["/".join(path.relative_to(ROOT).parts[:2])] += count
     stems = Counter(source.path.stem for source in SOURCES if source.path.stem not in ("__init__", "__main__", "table"))
     return {
         "hundreds of lines": {name: math.ceil(count / 100) for name, count in sorted(lines.items())},  # mends need room
         "files per factor": files,
         "uses": {"is_single and is_first": rank_tests},
         "file stems used more than once": {stem: count for stem, count in sorted(stems.items()) if count > 1},
+        "one-sided figures in tests": {name: count for name, count in sorted(one_sided.items()) if count},
         "vague entries": {"Args and Attributes": vague_entries()[0]},
     }
 

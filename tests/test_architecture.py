@@ -298,7 +298,10 @@ def test_class_names_have_one_meaning() -> None:
 
 
 def test_the_figures_of_the_house_only_shrink() -> None:
-    """Fewer factors keep the code small: lines, files that know a factor, shared file names, vague entries."""
+    """Fewer factors keep the code small: lines, files that know a factor, shared file names, vague entries.
+
+    A figure that a test bounds on one side alone lets a mistake pass: state it exactly, or with both bounds.
+    """
     bounds = house.read_bounds()
     grown = [
         f"{table}, {name}: {figure}, bound {bounds[table].get(name, 0)}"
@@ -307,6 +310,24 @@ def test_the_figures_of_the_house_only_shrink() -> None:
         if figure > bounds[table].get(name, 0)
     ]
     assert not grown, "; ".join(grown)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("assert moved > 0 and num_steps >= least", 2),
+        ("assert all(peak <= capacity for peak in peaks)", 1),
+        ("assert moved > 0 < peak", 2),
+        ("assert 0 < moved <= planned", 0),
+        ("assert moved > 0\n    assert moved < 9", 0),
+        ("assert moved == planned > 0", 0),
+        ("assert abs(loss - expected) < 1e-6", 0),
+        ("assert {'ram->nvme per step'} <= names", 0),
+    ],
+)
+def test_what_counts_as_a_figure_with_one_bound(text: str, count: int) -> None:
+    found = house.one_sided_figures(ast.parse(f"def test() -> None:\n    {text}\n"))
+    assert len(list(found)) == count
 
 
 def test_one_list_of_files_to_read() -> None:

@@ -299,20 +299,20 @@ def test_a_slab_gets_the_pages_of_one_that_went() -> None:
     first.tensor.fill_(7)
     before = resident_bytes()
     first.close()
-    assert spare.nbytes == 4 * MiB and resident_bytes() - before <= -MiB // 2, "the rest is no huge page"
+    assert spare.nbytes == 4 * MiB and -2 * MiB <= resident_bytes() - before <= -MiB // 2, "the rest is no huge page"
     second = HostSlab(9 * MiB, spare=spare)
     assert (spare.nbytes, spare.moved_bytes) == (0, 4 * MiB)
-    assert resident_bytes() - before <= 5 * MiB
+    assert 3 * MiB <= resident_bytes() - before <= 5 * MiB
     assert bool((second.tensor[: 4 * MiB] == 7).all()) and not second.tensor[4 * MiB :].any()
     second.tensor.fill_(1)
     second.close()
     before, faults = resident_bytes(), page_faults()
     third = HostSlab(8 * MiB, spare=spare)
     third.tensor.fill_(2)
-    assert page_faults() - faults < 64 and resident_bytes() - before <= MiB
+    assert page_faults() - faults < 64 and -MiB <= resident_bytes() - before <= MiB
     third.close()
     spare.close()
-    assert spare.nbytes == 0 and resident_bytes() - before <= -7 * MiB
+    assert spare.nbytes == 0 and -9 * MiB <= resident_bytes() - before <= -7 * MiB
 
 
 def test_pages_that_a_tensor_still_shows_do_not_move() -> None:
@@ -342,13 +342,13 @@ def test_a_tier_has_no_more_resident_than_its_capacity() -> None:
         elif slot := tier.allocate(draw.choice([1, 3, 5, 13, 21]) * MiB + 4096, name="block", home=False):
             held.append(slot)
             tier.tensor(slot, (slot.nbytes,), torch.uint8).fill_(1)
-        assert tier._spare.nbytes <= tier._pool.free_bytes
-        assert resident_bytes() - before <= 50 * MiB - reserved
-    assert tier._spare.moved_bytes > 100 * MiB
+        assert 0 <= tier._spare.nbytes <= tier._pool.free_bytes
+        assert -MiB <= resident_bytes() - before <= 50 * MiB - reserved
+    assert 100 * MiB < tier._spare.moved_bytes < 300 * 21 * MiB
     for slot in held:
         tier.free(slot)
     tier.close()
-    assert tier._spare.nbytes == 0 and resident_bytes() - before <= 4 * MiB
+    assert tier._spare.nbytes == 0 and -MiB <= resident_bytes() - before <= 4 * MiB
 
 
 def test_bytes_that_are_reserved_are_given_back_first() -> None:
@@ -357,10 +357,10 @@ def test_bytes_that_are_reserved_are_given_back_first() -> None:
     assert slot is not None
     tier.free(slot)
     small = tier.allocate(4 * MiB, name="small", home=False)
-    assert small is not None and tier._spare.nbytes >= 8 * MiB
+    assert small is not None and 8 * MiB <= tier._spare.nbytes <= 10 * MiB
     before = resident_bytes()
     tier.reserve(12 * MiB)
-    assert tier._spare.nbytes == 0 and resident_bytes() - before <= -8 * MiB
+    assert tier._spare.nbytes == 0 and -11 * MiB <= resident_bytes() - before <= -8 * MiB
 
 
 def test_a_kernel_that_moves_no_pages_gives_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
