@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import os
 import re
 import socket
@@ -119,6 +120,7 @@ def lock_directory(path: Path) -> DirectoryLock:
         LockingError: the file system has no locks.
         OSError: the LOCK file cannot be opened or written.
     """
+    collected = False
     for _ in range(_ATTEMPTS):
         fd = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         directory_fd = -1
@@ -127,7 +129,15 @@ def lock_directory(path: Path) -> DirectoryLock:
                 lock(fd, path / LOCK_NAME)
                 directory_fd = _lock_folder_itself(path)
             except BlockingIOError:
-                raise LockedError(str(path), _text(fd) or "another process") from None
+                holder = _text(fd)
+                if collected or not holder.startswith(_own_name()):
+                    raise LockedError(str(path), holder or "another process") from None
+                # A tier of this process holds it. One that was dropped, as by a refused store, gives the lock up when
+                # Python collects it; a tier is part of a cycle of references.
+                collected = True
+                gc.collect()
+                os.close(fd)
+                continue
             if not _is_named(fd, path / LOCK_NAME):
                 os.close(fd)  # deleted between the two calls: lock the file that has the name now
                 if directory_fd >= 0:
@@ -231,11 +241,15 @@ def _text(fd: int) -> str:
     return os.pread(fd, 4096, 0).decode(errors="replace").strip()
 
 
+def _own_name() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()},"
+
+
 def _write_owner(fd: int) -> None:
     started = time.strftime("%Y-%m-%d %H:%M:%S %z")
     try:
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}, since {started}\n".encode(), 0)
+        os.pwrite(fd, f"{_own_name()} since {started}\n".encode(), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # then the lock holds without its owner's name
             raise

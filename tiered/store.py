@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -15,6 +16,7 @@ from tiered.by_name import ByName
 from tiered.durable.commit import Commit
 from tiered.durable.generations import Generations, default_path, refuse_clashes, refuse_committed
 from tiered.durable.manifest import JSON, Manifest
+from tiered.errors import GenerationError
 from tiered.events import EventSink, StoreStats, TierStats
 from tiered.leasing import Leasing, Request
 from tiered.links.base import Link
@@ -81,7 +83,11 @@ class TieredStore(BlockMapping):
         path = path if path is not None else default_path(tiers)
         refuse_clashes(tiers, path)
         if not overwrite and path is not None:
-            refuse_committed(path)
+            try:
+                refuse_committed(path)
+            except GenerationError:
+                del tiers  # the error's traceback keeps this frame, which would keep dropped tiers and their locks
+                raise
         self._links = list(default_links(tiers) if links is None else links)
         self._movement = Movement(
             tiers, self._links, policy or LRU(), max_inflight_bytes=max_inflight_bytes, on_event=on_event, clock=clock
@@ -107,6 +113,8 @@ class TieredStore(BlockMapping):
             GenerationError: nothing committed there, or written by a newer format; or a part is missing.
             CorruptBlockError: damaged bytes.
         """
+        if not os.path.isdir(path):  # before a new store makes the directory
+            raise GenerationError(f"'{path}' is no directory, so nothing was committed there. Name the store's directory")
         store = cls(tiers, path=path, overwrite=True, **options)
         try:
             store._generations.open(generation, store.register, store.unregister)

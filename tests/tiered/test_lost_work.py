@@ -17,6 +17,7 @@ from tiered import (
     GenerationError,
     GenerationReader,
     KiB,
+    LockedError,
     MiB,
     NvmeTier,
     RamTier,
@@ -194,6 +195,26 @@ def test_a_store_does_not_start_over_committed_generations(tmp_path: Path) -> No
     assert list_generations(tmp_path / "drive") == [1, 2], "the older one goes when keep_generations newer ones exist"
     with pytest.raises(GenerationError, match="holds generation 2"):
         TieredStore([RamTier(MiB, pin_memory=False)], path=str(tmp_path / "drive"))
+
+
+def test_tiers_of_a_refused_store_give_up_their_lock_when_dropped(tmp_path: Path) -> None:
+    """As in a notebook: the remedy that the refusal names is called with new tiers, in the ``except``."""
+    make(tmp_path, 1)
+    try:
+        TieredStore(tiers(tmp_path))
+    except GenerationError:
+        with TieredStore.open(str(tmp_path / "drive"), tiers(tmp_path)) as store:
+            assert value_of(store) == 1
+    kept = tiers(tmp_path)
+    with pytest.raises(LockedError, match=f"process {os.getpid()} on"):
+        tiers(tmp_path)
+    kept[-1].close()
+
+
+def test_open_of_a_missing_directory_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(GenerationError, match="nothere' is no directory"):
+        TieredStore.open(str(tmp_path / "nothere"), [RamTier(MiB, pin_memory=False)])
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("inner", ["x/live", "x/sub/y", "x"])

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import stat
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -121,6 +122,7 @@ class TierDirectory:
             raise UnusableDirectoryError(problem) from error
         check_ours(self.path)
         self._lock: DirectoryLock | None = lock_directory(self.path)
+        self._process = os.getpid()
         self.dead_owner = self._lock.dead_owner
         try:
             self.wear = WearCounter(self.path, max_written_bytes)
@@ -151,6 +153,14 @@ class TierDirectory:
         if lock is not None:
             self.wear.close()
             lock.release()
+
+    def __del__(self) -> None:
+        """Give up the lock of a tier that was dropped without ``close``, as after a refused store.
+
+        A forked child leaves the lock to its parent. A process that ends leaves its name: it did not close the tier.
+        """
+        if getattr(self, "_process", None) == os.getpid() and not sys.is_finalizing():
+            self.close()
 
     def check_lock(self) -> None:
         """Raise ``LockedError`` if the LOCK file was deleted or replaced: another process may use the directory."""
