@@ -21,7 +21,6 @@ class CapacityError(TieredError):
     """A tier has no room. Raised at once when waiting could never help.
 
     Attributes:
-        need_bytes: bytes that were asked for.
         free_bytes: bytes not held by any slot.
         pinned_bytes: bytes held by pinned copies.
         leased_bytes: bytes held by leased copies.

@@ -142,7 +142,6 @@ class DueBytes:
             link: source and destination.
             nbytes: number of bytes of the transfer.
             for_use: tick of the use that they move for.
-            now: the present tick.
         """
         self._asked[link] += nbytes
         self._ahead = [each for each in self._ahead if each[0] > now]

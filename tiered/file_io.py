@@ -39,7 +39,6 @@ def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[
     """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
 
     Args:
-        path: the file to open.
         flags: as of ``os.open``.
         on_buffered: called where O_DIRECT is refused.
     """
@@ -203,9 +202,6 @@ def open_anew(path: Path) -> TextIO:
 
 def read_document_file(path: Path, max_bytes: int = _MAX_DOCUMENT_BYTES) -> bytes:
     """Return the contents of a small file that a stranger may have made: a named pipe there makes nobody wait.
-
-    Args:
-        max_bytes: most bytes that are read.
 
     Raises:
         OSError: it cannot be read, is no regular file, or has more bytes.

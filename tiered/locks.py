@@ -64,7 +64,6 @@ def lock(fd: int, path: Path | str, *, shared: bool = False, waits: bool = False
     """Lock an open file with ``flock``. Closing the last descriptor of the file ends the lock.
 
     Args:
-        fd: descriptor of the file.
         path: name of the file, for the message.
         shared: several processes may hold the lock.
         waits: wait until the lock is free.

@@ -114,7 +114,9 @@ class TieredStore(BlockMapping):
             CorruptBlockError: damaged bytes.
         """
         if not os.path.isdir(path):  # before a new store makes the directory
-            raise GenerationError(f"'{path}' is no directory, so nothing was committed there. Name the store's directory")
+            raise GenerationError(
+                f"'{path}' is no directory, so nothing was committed there. Name the store's directory"
+            )
         store = cls(tiers, path=path, overwrite=True, **options)
         try:
             store._generations.open(generation, store.register, store.unregister)

@@ -75,7 +75,6 @@ class ZarrStore(Store):
         tier: addressable tier through which values are read and written; default: the slowest with host memory. A GPU
             tier serves ``zarr.config.enable_gpu()`` without a copy through the host.
         durable: values are part of commits.
-        read_only: refuse writes.
         timeout_s: how long one access waits for room or for a drive before it raises ``TimeoutError``.
 
     Raises:

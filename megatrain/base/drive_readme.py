@@ -39,7 +39,6 @@ def write_readme(drive: Path, checkpoints: Path) -> None:
     """Write the README of a folder on a drive; failures are ignored. The caller holds the folder's lock.
 
     Args:
-        drive: path of the NVMe tier.
         checkpoints: directory of generations of the run or store that uses it now.
     """
     stores = [checkpoints]

@@ -116,7 +116,6 @@ def build_layout(name: str, parameters: Iterable[tuple[str, Sequence[int]]], tra
     """Lay parameters one after another, each at an aligned offset.
 
     Args:
-        name: Name of the block group.
         parameters: `(full name, shape)` of every parameter, in definition order.
         trainable: Whether the group has gradients and optimizer state.
     """
@@ -206,7 +205,6 @@ def views(flat: Tensor, layout: UnitLayout) -> dict[str, Tensor]:
 
     Args:
         flat: 1-D tensor of `layout.num_elements` elements, any dtype and device.
-        layout: Where each parameter lies.
     """
     assert flat.dim() == 1 and flat.numel() == layout.num_elements, (
         tuple(flat.shape),
@@ -300,7 +298,6 @@ def views_of_pieces(
     Args:
         blocks: 1-D tensors, one for each part.
         pieces_of: Pieces of each parameter, see `pieces_of_parts`.
-        layout: Where each parameter lies.
     """
     if len(blocks) == 1:
         return dict(views(blocks[0], layout))

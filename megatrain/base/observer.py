@@ -24,8 +24,6 @@ class RunInfo:
     Attributes:
         task: ``sft``, ``pretrain`` or ``dpo``.
         device: what computes, ``cpu`` or ``cuda:0``.
-        output_dir: folder of the run.
-        max_steps: optimizer steps of the run.
         tokens_per_step: token positions in a step, padding included.
     """
 

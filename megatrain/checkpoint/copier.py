@@ -57,7 +57,6 @@ class CheckpointCopier:
         drive_bytes: Bytes of one checkpoint that lie on drives and are copied, by all ranks together. 0: checkpoints
             are whole without copies.
         tell: called with messages for the user.
-        rank: number of this process.
         gather: returns what all ranks gave, by rank (``RankGroup.gather``); default: there is one.
     """
 

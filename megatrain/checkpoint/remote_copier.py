@@ -47,7 +47,6 @@ class _Job:
         uploads: by part of this rank, what has been sent.
         parts: What all ranks have sent, once they have.
         num_failed: tries that failed since the last one that did not.
-        found: Parts that this rank has sent.
         notice: What is told once the copy is there.
         problem: The kind of error, and its message; None: there was none.
     """
@@ -75,7 +74,6 @@ class RemoteCopier:
     Args:
         spec: where the run saves, and the URL.
         tell: called with messages for the user.
-        rank: number of this process.
         gather: returns what all ranks gave, by rank.
 
     Attributes:

@@ -122,7 +122,6 @@ def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
     """Return the rules of the checkpoint from which a run would resume; None: there is none.
 
     Args:
-        output_dir: Folder of the run.
         resume_from: ``checkpoint.resume_from_checkpoint``.
     """
     if resume_from == "no":
@@ -303,7 +302,6 @@ def already_done(
     Args:
         checkpoint: the newest one.
         num_steps: Steps that the run is to make.
-        output_dir: Folder of the run.
         dtype: name of the one that an export has; "auto": the one that layers compute in.
         rule: which evaluation is the best, and whether it is the model of the run or ends it.
     """

@@ -104,7 +104,6 @@ class RunState:
         seed: What the model's random numbers come from, each a function of (seed, step).
         data_seed: What the order of the data comes from, a function of (seed, epoch).
         lr_schedule: type, peak learning rate, steps and warm-up steps; for people: the config decides.
-        config_toml: the resolved config as a TOML file.
         data_fingerprint: checksum of all tokens, masks and document boundaries.
         model: name, class and number of parameters, for people; dtype, device, attention, a checksum of its config,
             tokens that a micro-batch aims at; on a CPU, torch's threads; where tensors of its folder are kept as they

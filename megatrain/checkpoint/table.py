@@ -150,7 +150,6 @@ class CheckpointSpec:
 
     Attributes:
         table: when they are made, and how many of them there are.
-        output_dir: folder of the run.
         drives: folders of the NVMe tier, where parts of checkpoints stay.
         on_full: what a save does where too little space is free.
     """

@@ -44,7 +44,6 @@ class LostPart:
     """What of a checkpoint is gone with one drive.
 
     Attributes:
-        path: folder on the drive.
         is_there: whether that path exists: else the drive may not be mounted.
         blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
         num_blocks: Blocks of the whole checkpoint.

@@ -61,7 +61,6 @@ class LoadedConfig:
     """A config and where it came from.
 
     Attributes:
-        config: the checked values.
         origins: dotted key -> ``"file:line"`` or ``"--set"``; keys left out have their default.
         source: the main config file.
         warnings: sentences for the user; nothing is wrong.
@@ -83,7 +82,6 @@ def load_config(
 
     Args:
         path: the main file.
-        extra_files: more TOML files.
         overrides: ``"key=value"`` texts; the key dotted (``data.train.0.path``) or a leaf name that is unique; the
             value as TOML, or plain text.
 
@@ -131,7 +129,6 @@ class Tree:
     """The values of one file (or of several, merged).
 
     Attributes:
-        values: nested tables.
         origins: dotted key -> (file or "--set", line or None).
     """
 

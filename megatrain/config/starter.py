@@ -65,7 +65,6 @@ def starter_toml(
         model: None: an example that has to be replaced.
         data: None: an example that has to be replaced.
         has_lora: adapters are trained in place of the model.
-        output_dir: Folder of the run.
     """
     parts = [
         f"#:schema ./{SCHEMA_FILE_NAME}",

@@ -140,7 +140,6 @@ class TokenCache:
 
         Args:
             key: name of the entry, a function of all that decides its contents.
-            encode: writes the documents.
 
         Raises:
             DataError: as ``encode``, or the folder is full or too small.

@@ -290,8 +290,6 @@ class Encoder:
     """Encodes the rows of one source after the other into a :class:`TokenWriter`.
 
     Args:
-        encoder: tokenizer and masks.
-        writer: where documents go.
         options: lengths, and what is refused.
         on_rows: called with the number of rows after every few hundred.
     """

@@ -259,7 +259,6 @@ class ImageProcessor:
 
         Args:
             rows: token ids of each row, without padding.
-            refs: images of each row.
             width: Tokens of a row of the micro-batch, padding included.
 
         Raises:

@@ -156,7 +156,6 @@ class ChatRenderer:
         Args:
             text: the result of :meth:`render`.
             where: file and row, for errors.
-            tools: the tools that it was rendered with.
         """
         squeezed = "".join(text.split())
         holders: dict[str, list[int]] = {}

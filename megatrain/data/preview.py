@@ -78,8 +78,6 @@ def preview_rows(
     """Return the first ``n`` rows of the data, or row number ``row`` alone. Reads no further, and no cache.
 
     Args:
-        tokenizer: The model's tokenizer.
-        n: how many.
         row: which one, from 1, counted over all sources, dropped rows included.
 
     Raises:
@@ -265,7 +263,6 @@ def dataset_stats(
     """Return figures of all training data, from the cache where it holds them.
 
     Args:
-        tokenizer: The model's tokenizer.
         rows_per_step: Rows of ``data.max_length`` tokens in an optimizer step.
         micro_batch_rows: documents that are padded to one length, where nothing is packed; a divisor of
             ``rows_per_step``.

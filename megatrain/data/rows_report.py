@@ -49,7 +49,6 @@ class Dropped:
     """Rows, turns of conversations, or files, that are not trained for one reason.
 
     Attributes:
-        count: how many.
         example: the first: its file and row.
     """
 

@@ -283,7 +283,6 @@ def fetch_dataset(path: str, name: str | None = None, split: str | None = None) 
 
     Args:
         path: owner/name.
-        name: its configuration, where it has several.
         split: Default: "train".
 
     Raises:

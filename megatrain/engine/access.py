@@ -50,7 +50,6 @@ class StoreAccess:
     Used by one thread, the one that runs the step.
 
     Args:
-        store: Holds the blocks.
         model: What runs, by the ticks of its program.
         threads: Threads of gradient sums and norms.
         collectives: The ranks among whom the program shares blocks.

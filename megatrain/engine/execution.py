@@ -29,7 +29,6 @@ class TapeExecution:
     """Goes through the ops of a step, and leases their blocks. Used by the thread that runs the step.
 
     Args:
-        store: Holds the blocks.
         model: What runs, by the ticks of its program.
         timeline: Records every op; None: nothing is recorded.
         activity: Progress within the step, for status.

@@ -368,11 +368,7 @@ def frozen_program(
     compute_tier: str,
     frozen: FrozenWeights,
 ) -> StepProgram:
-    """Return a program without ticks: the weights of a model that is not trained, a block for each layout.
-
-    Args:
-        compute_tier: Where layers run.
-    """
+    """Return a program without ticks: the weights of a model that is not trained, a block for each layout."""
     blocks: dict[str, BlockPlan] = {}
     for layout in graph.layouts.values():
         encoding, stays = frozen.encodings.get(layout.name), layout.name in frozen.in_place

@@ -22,12 +22,8 @@ __all__ = ["StepGradients"]
 class StepGradients:
     """Gradients of the running step, by layout. Used by the thread that runs the step.
 
-    Args:
-        threads: Threads of sums and norms.
-
     Attributes:
         lanes: Lanes in which this process adds the gradients of micro-batches.
-        threads: Threads of sums and norms.
         uses: Layout -> the visits that use it, in forward order. The backward reaches the first one last.
         squared_norms: Layout -> squared norm of its complete gradient. On a device a scalar there: reading it would be
             a host sync in the middle of the step.

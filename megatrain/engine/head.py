@@ -286,7 +286,6 @@ class ChunkedHead:
         """Yield the pieces of a micro-batch, with their rows of the trunk's output as leaves.
 
         Args:
-            item: The micro-batch.
             num_items: Rows with a label of the whole step.
             takes_logits: Have the loss take in logits that are whole as well, in place of the model's own function.
             compared: The losses of the pieces, of which the logits were taken in before; None: they are made.

@@ -56,7 +56,6 @@ class HeadRows:
     """Some rows of a micro-batch.
 
     Attributes:
-        item: The micro-batch.
         output: The trunk's output with these rows alone.
         rows: Their positions.
         leaf: Their hidden states [1, rows, H].

@@ -103,7 +103,6 @@ class OneProcess:
     """The hooks of a process that has everything; a ``ShardingHooks``.
 
     Args:
-        execution: Leases blocks.
         gradients: What is known of the running step's gradients.
     """
 
@@ -156,11 +155,7 @@ class OneProcess:
 
 
 class LeasedWeights:
-    """Weights as views of leased blocks, or of what is decoded from these; a ``WeightPlace``.
-
-    Args:
-        execution: Leases blocks.
-    """
+    """Weights as views of leased blocks, or of what is decoded from these; a ``WeightPlace``."""
 
     def __init__(self, execution: TapeExecution) -> None:
         self._execution = execution
@@ -205,7 +200,6 @@ class LeasedWeights:
         """Yield the parameters of a layout whose blocks do not hold them as they are.
 
         Args:
-            visit: The visit that uses them.
             blocks: What is leased already, by key: all blocks of the layout, or none.
         """
         program, keys = self._program, self._program.weight_keys(layout)
@@ -283,7 +277,6 @@ class LeasedGradients:
     """Gradients that are summed in their blocks, or beside these where blocks are not fp32; a ``GradientPlace``.
 
     Args:
-        execution: Leases blocks.
         gradients: What is known of the running step's gradients.
     """
 

@@ -302,7 +302,6 @@ def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: Un
     Args:
         blocks: The layout's gradient, a tensor for each part.
         parts: Ranges of elements that these are.
-        layout: Where its entries lie.
         filled: Parameters with a gradient.
     """
     position = 0

@@ -372,7 +372,6 @@ class StepProgram:
     Attributes:
         blocks: All of them, by key.
         ticks: The step, in order.
-        compute_tier: Where layers run.
         cuts: Which layouts are blocks of parts, and which parts pass one by one.
         encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with: it is decoded
             in the compute tier for each visit.
@@ -1214,7 +1213,6 @@ def weight_block(
     """Return the block of a layout's weights where it is one.
 
     Args:
-        layout: Where the parameters lie in it.
         num_elements: How many of them the block holds: all, or a rank's shard.
         dtype: that layers compute in.
         encoding: How the block holds the weights; None: as they are.

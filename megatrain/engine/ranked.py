@@ -53,8 +53,6 @@ class Ranks:
     Used by one thread, the one that runs the step.
 
     Args:
-        collectives: The ranks of the program.
-        execution: Leases shards.
         gradients: What is known of the running step's gradients.
     """
 
@@ -337,7 +335,6 @@ class FullCopies:
     """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``.
 
     Args:
-        execution: Leases shards.
         window: Memory of the copies.
         turns: Order of parts that pass within a tick.
     """
@@ -465,7 +462,6 @@ class ExchangedGradients:
     A ``GradientPlace``.
 
     Args:
-        execution: Leases shards.
         gradients: What is known of the running step's gradients.
         window: Memory of the sums.
         turns: Order of parts that pass within a tick.

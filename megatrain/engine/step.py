@@ -278,7 +278,6 @@ class EvaluationEngine:
     """Runs forwards on blocks of a store, between steps with no update pending. Used by the thread that trains.
 
     Args:
-        store: Holds the weights.
         model: What runs, with the program of one pass.
         collectives: The ranks among whom the program shares blocks.
         timeline: Records every op; None: nothing is recorded.

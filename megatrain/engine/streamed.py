@@ -25,11 +25,9 @@ class StreamedModel:
     """A model that runs on a device while its weights are blocks of a store. A plan makes it.
 
     Attributes:
-        graph: The model as units and layouts.
         trace: The visits of its units in one forward.
         program: Ticks and blocks of a step, or of a pass.
         homes: Block key -> tier, as planned and registered.
-        device: Where layers run.
         stays: Copies that stay in the compute tier from one use to the next; nothing: each is fetched for each use.
     """
 

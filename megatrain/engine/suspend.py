@@ -33,7 +33,6 @@ class UnitCall:
     Attributes:
         unit_index: Index of the unit.
         args: Positional arguments.
-        kwargs: Keyword arguments.
         collector: The forward's active output recorders (key -> list), if any.
     """
 

@@ -66,7 +66,6 @@ class Use:
     """One lease of a block, with all that it moves.
 
     Attributes:
-        key: Names the block.
         mode: How the block is leased.
         was_pinned: the copy was pinned for this use.
         fetches: the contents come from home.
@@ -88,7 +87,6 @@ def follow(
     """Follow the copy of one block through its uses in a step: the one rule of what moves.
 
     Args:
-        key: Names the block.
         accesses: in order.
         home: tier of the block.
         pinned: the copy that an earlier step left for the first use.

@@ -245,12 +245,7 @@ class Updater:
 
 
 class UpdateOps:
-    """Runs the updates of a tape. Used by the thread that runs the step.
-
-    Args:
-        execution: Leases blocks.
-        updater: Makes the updates.
-    """
+    """Runs the updates of a tape. Used by the thread that runs the step."""
 
     def __init__(self, execution: TapeExecution, updater: Updater) -> None:
         self._execution, self._updater = execution, updater

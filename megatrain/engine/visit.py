@@ -622,7 +622,6 @@ class BoundUnit:
         """Return whether no token was routed to the unit; at the first part of a module, tell of all others.
 
         Args:
-            calls: The calls of all micro-batches.
             visit: Ordinal of this visit; those of the module's other parts follow it.
             access: Is told which visits are idle.
         """

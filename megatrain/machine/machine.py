@@ -735,7 +735,6 @@ def nvme_capacity_bytes(tiers: TierSpecs, output_dir: Path) -> int:
 
     Args:
         tiers: with at least one drive.
-        output_dir: folder of the run.
     """
     if tiers.machine is not None:
         return _planned_nvme_bytes(tiers, tiers.machine)

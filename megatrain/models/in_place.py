@@ -67,7 +67,6 @@ class FrozenBlock:
     Attributes:
         ranges: ranges of the files that fill it; empty where nobody has looked into the folder.
         gaps: bytes that no range fills, and that are zeroed.
-        nbytes: bytes of the block.
         packing: makes the weights from the block, which holds packed bytes; None: it holds the weights.
     """
 

@@ -59,7 +59,6 @@ def init_weights(model: PreTrainedModel, layout: UnitLayout, views: Mapping[str,
         model: the skeleton; its parameters may be on the meta device.
         layout: a layout of the graph that the model belongs to.
         views: full parameter name -> fp32 CPU tensor of the parameter's shape; written completely.
-        seed: the run's seed.
 
     Raises:
         InitializationError: neither transformers nor torch has a rule for a parameter.
@@ -99,7 +98,6 @@ class Initializer:
         model: the skeleton; its parameters may be on the meta device.
         names: parameters that are initialised together, those of one layout: rules of one module draw for all of its
             parameters in ``names``, one after the other.
-        seed: the run's seed.
 
     Not thread-safe. Ranges are best read in the order of the elements: else what lies before them is drawn again.
     """

@@ -174,7 +174,6 @@ def pack(
     """Return how a layout lies in a block; None: a weight is not merely moved from the files, or not in them.
 
     Args:
-        layout: the frozen weights.
         regions_of: what of the folder's tensors makes a parameter.
         dtype: that layers compute in.
     """

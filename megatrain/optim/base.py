@@ -144,7 +144,6 @@ class Update:
 
     Attributes:
         step: Number of this update, counted from 1; it sets the bias corrections.
-        lr: Learning rate.
         grad_scale: Factor on every gradient, applied in fp32: the clip coefficient, 1 when nothing is clipped.
         decision: ``[2]`` fp32 on the device of the blocks, in place of ``grad_scale``: the factor, and 0 where nothing
             is to be updated. None: the host knows the factor. Only a `TableOptimizer` gets one.
@@ -184,7 +183,6 @@ class Optimizer(Protocol):
             blocks: The flat CPU tensor of each kind, by kind; a `low` block makes it the split-master update.
             gradient: Sum of the gradients, as long as the weight block; fp32 or bf16; unchanged.
             segments: Ranges to update, without overlap. Elements outside all of them keep their values.
-            update: Numbers of the step.
         """
         ...
 
@@ -227,8 +225,6 @@ class MatrixOptimizer(Optimizer, Protocol):
         Args:
             blocks: Those of `update`, or their elements of one matrix.
             gradient: As long as the weight block.
-            segments: Ranges to update.
-            update: Numbers of the step.
             directions: bf16, as long as the weight block; of other elements it is unchanged.
         """
         ...
@@ -313,7 +309,6 @@ def build_segments(
     """Return one segment per parameter of a block group, in the order of the block.
 
     Args:
-        layout: Offsets of the parameters.
         exclude: Globs of parameter names that do not; see `decays`.
         groups: Settings by name; the first group that matches a parameter counts.
         kinds: Kinds of the optimizer; needed where one has `elements_of`.

@@ -24,7 +24,6 @@ class HostUpdates:
     Waits for the device first, and moves nothing.
 
     Args:
-        host: makes the updates.
         device: whose queued work wrote the blocks.
     """
 

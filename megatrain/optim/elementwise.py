@@ -53,7 +53,6 @@ class ElementwiseOptimizer(ABC):
 
     Args:
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        state_dtype: Format of the moments.
     """
 
     kernel_name: ClassVar[str]
@@ -107,8 +106,6 @@ class ElementwiseOptimizer(ABC):
         Args:
             arrays: by kind, from `flat_master` and `flat_block`.
             gradient: from `flat_gradient`.
-            segments: ranges to update.
-            update: numbers of the step.
         """
         from megatrain.optim import kernels  # here: importing numba takes half a second, and only updates need it
 
@@ -149,7 +146,6 @@ class ElementwiseOptimizer(ABC):
             split_master: as for `state_kinds`.
             gradient: dtype of the gradients.
             segment: settings of all rows; its range does not matter.
-            update: numbers of the step.
         """
         from megatrain.optim import kernels
 
@@ -241,7 +237,6 @@ class AdamW(ElementwiseOptimizer):
         beta2: Decay of the mean of squared gradients, at least 0 and below 1.
         eps: Added to the denominator.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        state_dtype: Format of the moments.
         seed: Of the rounding of moments in bf16.
     """
 
@@ -296,7 +291,6 @@ class Lion(ElementwiseOptimizer):
         beta1: Weight of the momentum in the direction, at least 0 and below 1.
         beta2: Decay of the momentum, at least 0 and below 1.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        state_dtype: Format of the moments.
         seed: Of the rounding of moments in bf16.
     """
 
@@ -347,7 +341,6 @@ class SGD(ElementwiseOptimizer):
         momentum: Decay of the sum of gradients, at least 0 and below 1; 0 keeps no state.
         nesterov: Step along the gradient plus the decayed sum instead of along the sum. Needs momentum.
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
-        state_dtype: Format of the moments.
         seed: Of the rounding of moments in bf16.
     """
 

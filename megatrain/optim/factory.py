@@ -125,7 +125,6 @@ def segment_builder(
     """Return the function that tells what of a layout is updated, and how.
 
     Args:
-        table: Settings of the run.
         optimizer: What `make_optimizer` made of it.
         split_master: As for `Optimizer.state_kinds`.
         graph: The model, where layers have learning rates of their own.
@@ -153,7 +152,6 @@ def check_groups(table: OptimizerConfig, trained: Iterable[TensorEntry]) -> None
     """Find groups and globs without an effect.
 
     Args:
-        table: Settings of the run.
         trained: Every parameter that is trained, under its owner's name.
 
     Raises:

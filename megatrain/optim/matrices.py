@@ -211,8 +211,6 @@ def update_by_matrix(
     """Update a block group; of its matrices the directions of one or two are there at a time.
 
     Args:
-        optimizer: Makes the update.
-        matrices: Make one orthogonal.
         is_matrix: Whether a parameter is one, or a stack of them.
         blocks: As in `Optimizer.update`; matrices come whole.
     """

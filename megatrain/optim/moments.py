@@ -100,7 +100,6 @@ def encode_moments(moments: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
     Args:
         moments: 1-D, in host memory.
-        signed: which of the two codes.
     """
     _, between, _ = code_of(signed)
     padded = np.zeros((-(-moments.numel() // BLOCK_ELEMENTS), BLOCK_ELEMENTS), np.float32)

@@ -134,7 +134,6 @@ class TritonOptimizer:
             blocks: The flat tensor of each kind, all on one GPU.
             gradient: Likewise; fp32 or bf16; unchanged.
             segments: Ranges to update, without overlap.
-            update: Numbers of the step.
         """
         num_elements = gradient.numel()
         known, flats = self._arrays(blocks, gradient)

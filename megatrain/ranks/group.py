@@ -102,9 +102,6 @@ class RankGroup:
     def join(self, device: str, table: DistributedConfig) -> None:
         """Take this rank's cores, and form the group in which tensors travel, with the ranks that have met.
 
-        Args:
-            table: settings of the run.
-
         Raises:
             WorldError: there are other numbers of processes, or the ranks have not each a GPU of their own.
             ConfigError: the config asks for a GPU and there is none.

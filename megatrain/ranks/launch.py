@@ -73,7 +73,6 @@ def launch(
     themselves are killed.
 
     Args:
-        command: Command line of each rank.
         size: number of ranks.
         threads: Threads of each rank's libraries; None: its part of the cores, as many for each.
         on_failure: called once, with what a user is told of a run that failed.

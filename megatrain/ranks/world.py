@@ -129,9 +129,6 @@ class World:
         To be called before anything asks for GPUs, even whether there are any: CUDA reads the variable when it is first
         asked, and never again. So the GPUs are not counted; a rank beyond the last one sees none. Where every process
         sees one of its own already, as Slurm may arrange it, that stays.
-
-        Args:
-            environment: Variables of this process.
         """
         if self.is_single:
             return
@@ -296,7 +293,6 @@ def init_by_file(world: World, device: torch.device, path: Path, bus: str = "") 
 
     Args:
         world: Place of this rank among all.
-        device: Where layers run.
         path: A new file, the same for all.
         bus: address of the GPU; "" where it is not known.
     """

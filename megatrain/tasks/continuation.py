@@ -40,8 +40,6 @@ class Continuation:
 
     Args:
         plan: How a batch of prompts passes.
-        store: with the blocks of the plan.
-        tokenizer: The model's tokenizer.
         settings: How prompts are continued.
         activity: progress within a pass, for status.
         is_exact: nothing is fetched ahead of the pass that runs, as all prompts may have ended after it. Else the links

@@ -248,10 +248,7 @@ class Evaluator:
     """Evaluates when the config asks for it. Used by the thread that trains.
 
     Args:
-        store: Holds the weights.
-        observer: gets each evaluation.
         steps_per_epoch: Steps in which all rows that are trained on pass once.
-        max_steps: Steps of the whole run.
         should_stop: called between passes; an evaluation that is cut off is not reported. The same on all ranks, all of
             which call it: it may be a collective.
         before: name -> that last evaluation before the run was continued; it is not repeated at the same step.
@@ -450,7 +447,6 @@ class Sampler:
         Args:
             spec: How many rows are continued, and how far.
             plan: How the weights pass.
-            tokenizer: The model's tokenizer.
             gather: returns what each rank gave; a collective.
 
         Raises:
@@ -507,8 +503,6 @@ class Sampler:
         """Return the samples of a set; none if it is to stop. Nothing may be pending, as in ``Evaluator.run``.
 
         Args:
-            store: Holds the weights.
-            activity: progress, for status.
             should_stop: asked before each pass; the same on all ranks.
             collectives: What the ranks exchange tensors by, all of which call this.
         """
@@ -556,7 +550,6 @@ def make_samplers(
     Args:
         spec: How many rows are continued, and how far.
         plans: Those of passes, as ``plans_of_evaluations`` returns them.
-        tokenizer: The model's tokenizer.
         gather: returns what each rank gave; a collective.
 
     Raises:

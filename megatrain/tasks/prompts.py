@@ -23,7 +23,6 @@ class GenerationSettings:
     """Sampling and length of completions.
 
     Attributes:
-        max_new_tokens: Most new tokens of a completion.
         temperature: 0: the likeliest token each time. None: the model's generation_config.json decides.
         seed: Seed of sampling. None: 0.
         system: System message before each prompt, "" for none.
@@ -58,9 +57,7 @@ def prompt_tokens(
     """Return the tokens of a prompt, of shape [1, tokens]: a turn of a chat, or without a template a text to continue.
 
     Args:
-        tokenizer: The model's tokenizer.
         system: the message in front, "" for none.
-        earlier: messages of the conversation.
 
     Raises:
         PromptError: there is no token, the template refuses it, or there is a system message and no template.
@@ -89,8 +86,6 @@ def generation_options(settings: GenerationSettings, tokenizer: Any, room: int) 
     """Return the arguments of transformers' ``generate`` besides the prompt.
 
     Args:
-        settings: Sampling and length.
-        tokenizer: The model's tokenizer.
         room: most tokens that there are positions for.
     """
     options: dict[str, Any] = {"max_new_tokens": min(room, settings.max_new_tokens)}

@@ -65,7 +65,6 @@ class Reference:
     """Gives loaders of preferences what the reference says of their answers: found, or computed by the store's weights.
 
     Args:
-        store: Holds the weights.
         timeline: Records ops while it is on.
         activity: What is being done, for status.
         on_message: called with what was done.

@@ -69,7 +69,6 @@ class Before:
         timeline: Records ops while it is on.
         activity: What is being done, for status.
         tell: Called with messages for the user.
-        group: The ranks of the run, all of which prepare.
     """
 
     plan: Plan

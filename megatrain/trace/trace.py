@@ -1033,7 +1033,6 @@ def step_flops(
     the traced length, which is too much where rows are shorter.
 
     Args:
-        trace: The visits of one micro-batch.
         num_places: tokens of all micro-batches, padding included.
         num_real_tokens: those without padding.
         num_trained_tokens: those with a label.

@@ -165,9 +165,7 @@ class Preparation:
 
     Attributes:
         dataset: Rows to train on; None before they are read.
-        num_steps: Steps of the whole run.
         learning_rate: Learning rate by step.
-        evaluation_sets: Rows to evaluate on.
         samplers: Continuations of evaluated rows, by the weights that make them.
         weights: Weights to start from, checked; None before ``storage``.
     """
@@ -288,7 +286,6 @@ class Preparation:
         """Return what finds the checkpoint from which the run resumes.
 
         Args:
-            config: Config that checkpoints are compared with.
             tell: Called with messages for the user.
             allows_changes: Whether a checkpoint is continued although the config alters results.
         """

@@ -65,7 +65,6 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     """Return a run in values.
 
     Args:
-        config: the run's, checked.
         planned: the machine that it is planned for; None: this one.
 
     Raises:
@@ -200,7 +199,6 @@ def resolve_batch(config: RunConfig, device: str) -> BatchSpec:
     """Return the cut of a step into micro-batches.
 
     Args:
-        config: the run's, checked.
         device: type of the one that computes: a GPU takes more tokens at a time, where the config leaves it open.
     """
     return BatchSpec(

@@ -36,7 +36,6 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
     """Return what is trained on.
 
     Args:
-        config: the run's, checked.
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
     keys = dict[str, Any]()

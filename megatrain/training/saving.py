@@ -44,7 +44,6 @@ def make_writer(
     """Return what writes checkpoints, together with the other ranks.
 
     Args:
-        store: With the blocks of the plan.
         tell: Called with messages for the user.
         loaded: The checkpoint that the run goes on from; None: it starts anew.
         best: That of the best evaluation so far, which is kept; None: there is none.

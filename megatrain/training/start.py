@@ -50,7 +50,6 @@ class RunStart:
         config_toml: The config of the run as ``RunState`` keeps it.
         changes_from: Returns what differs in it from another one, which is in the same form.
         loader: The batches of the run; they are sought to where the run goes on.
-        num_steps: Steps of the whole run.
         best: Which evaluation is the best one, and what follows from it.
         allows_changes: Whether a checkpoint is continued although the config alters results.
         tell: Called with messages for the user.

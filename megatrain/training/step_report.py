@@ -63,7 +63,6 @@ class StepMeter:
     """Measures steps of a run, one after the other, from the first one of this start on.
 
     Args:
-        store: The store that the steps use.
         steps_per_epoch: Steps in which all rows pass once.
         first_step: Steps done before.
     """

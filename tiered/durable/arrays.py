@@ -303,7 +303,6 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
     Args:
         fd: a file descriptor of ``opened``.
         offset: in the file, a multiple of 4096.
-        nbytes: how many.
         into: 1-D uint8 of ``nbytes`` on any device, or None.
         digest: takes in what was read.
     """

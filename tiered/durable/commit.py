@@ -149,9 +149,6 @@ class FrozenBlocks:
     ``freeze`` runs in the caller's thread, the rest in the commit's.
 
     Args:
-        movement: the store's.
-        leasing: the store's.
-        identity: the store's id.
         full: waits for room on the drive of the store's directory.
         counted: the tier that has this directory as a path, and counts what is written there; or None.
     """

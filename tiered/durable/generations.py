@@ -319,7 +319,6 @@ class Generations:
 
         Args:
             generation: Its number. None: the newest whole one; newer ones that are damaged are reported.
-            unregister: Forgets blocks.
 
         Raises:
             GenerationError: there is no such generation, or a part is missing.

@@ -192,7 +192,6 @@ class ThreadedLink:
         path: what to call the way, in statistics.
         move: called on the link's threads as ``move(src_slot, dst_slot, nbytes)``; several at once, for different
             slots.
-        num_threads: how many.
     """
 
     def __init__(self, src: str, dst: str, move: Move, *, path: str, num_threads: int = 2) -> None:

@@ -115,7 +115,6 @@ class LinkBehindDevice:
     wrote.
 
     Args:
-        inner: moves the bytes.
         tier: one of its two ends.
     """
 

@@ -71,7 +71,6 @@ def array_document(key: str, shape: Sequence[int], dtype: torch.dtype, chunk_byt
     """Return the document of a block's array.
 
     Args:
-        key: the block's key.
         shape: the block's shape, kept in the attributes; the array is 1-D.
         chunk_bytes: size of every chunk file; a multiple of 4096.
     """

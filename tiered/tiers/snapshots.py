@@ -67,7 +67,6 @@ class Snapshots:
     Args:
         tier: name of the tier, for messages.
         directories: one per path; the first has the arrays. Their owner closes them.
-        ledger: the tier's.
 
     Attributes:
         lock: guards the directories and every rename in them; never held while contents move.
