@@ -13,7 +13,7 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 
 from bench.common import QUICKSTART, Report, step_shape
-from bench.draw_timeline import PASSES, UPDATES, WAITING, busy_s, draw, read_bars
 from bench.models import write_llama
 from bench.sides import Ours, batches, run_config
 from megatrain.config.schema import RunConfig
+from megatrain.extras.report.step_picture import PASSES, UPDATES, WAITING, Bar, draw, read_bars
 from megatrain.optim.threads import default_num_threads
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.planner import plan_run
@@ -115,7 +115,17 @@ def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report:
         )
         note = f"{tokens} tokens, RAM tier of {parse_size(ram) / MiB:.0f} MiB for {total}"
         picture = draw(bars, title, f"{note} of weights, gradients and optimizer state")
+        picture = picture.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
         arguments.picture.write_text(picture, encoding="utf-8")
+
+
+def busy_s(bars: Iterable[Bar]) -> float:
+    """Return the seconds in which at least one of the bars was there."""
+    total, reached = 0.0, 0.0
+    for bar in sorted(bars, key=lambda bar: bar.start_s):
+        total += max(0.0, bar.end_s - max(bar.start_s, reached))
+        reached = max(reached, bar.end_s)
+    return total
 
 
 def twice_the_minimum(model: Path, arguments: argparse.Namespace, folder: Path) -> str:

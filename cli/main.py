@@ -129,6 +129,8 @@ _REMOVED_OPTIONS = {
     "`peer` into [gpu] of the file that `doctor --save-profile FILE` makes",
     ("plan", "--what-if"): "Plan once more with other values: plan CONFIG --set tiers.ram.size=64GiB --set "
     "data.max_length=2048",
+    ("report", "--compare"): "Call `report --json` for each run; `megatrain-tier config diff RUN RUN2` lists the keys "
+    "that differ",
     ("run", "--detach"): "Start it in tmux, as `nohup megatrain-tier run CONFIG &`, or with systemd-run; "
     "`megatrain-tier status --follow RUN` shows it from anywhere",
     ("verify", "--processes"): "Run CONFIG twice, with `run --processes N` and with `run --processes 1`, both with "

@@ -21,51 +21,36 @@ from .options import json_option, records_of
     metavar="OUT",
     help="Write one page that needs nothing else: no network, no other file.",
 )
-@click.option(
-    "--compare",
-    "other_run",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
-    metavar="RUN2",
-    help="Also show another run beside it: figures, what the configs differ in, and its curves on the same page.",
-)
 @json_option
-def command(run: Path, page: Path | None, other_run: Path | None, as_json: bool) -> int:
+def command(run: Path, page: Path | None, as_json: bool) -> int:
     """Say what was planned, what happened, and where the time went.
 
     RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
     """
-    with records_of(run if other_run is None else Path(f"{run} or {other_run}")):
-        return _report(run, page, other_run, as_json=as_json)
+    with records_of(run):
+        return _report(run, page, as_json=as_json)
 
 
-def _report(run: Path, page: Path | None, other_run: Path | None, *, as_json: bool) -> int:
+def _report(run: Path, page: Path | None, *, as_json: bool) -> int:
     from megatrain.extras.report.figures import compute_figures
     from megatrain.extras.report.history import read_history
 
     history = read_history(run)
     figures = compute_figures(history)
-    other = None
-    if other_run is not None:
-        other_history = read_history(other_run)
-        other = other_history, compute_figures(other_history)
     if page is not None:
         from megatrain.extras.report.page import render_page
 
-        write_file(page, render_page(history, figures, other))
+        write_file(page, render_page(history, figures))
     if as_json:
         values = {**figures.to_json(), "page": None if page is None else str(page)}
-        if other is not None:
-            values["compared"] = other[1].to_json()
         click.echo(json.dumps(values, allow_nan=False))
         return 0
-    from megatrain.extras.report.text import comparison_lines, report_lines
+    from megatrain.extras.report.text import report_lines
 
     first, *others = report_lines(figures)
     echo_wrapped(click.style(first, bold=True), indent=8)
     for line in others:
         echo_wrapped(line, indent=8)
-    for line in comparison_lines(figures, other[1]) if other is not None else ():
-        click.echo(line)
     if page is not None:
         click.echo(f"page    {page}")
     return 0

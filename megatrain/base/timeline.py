@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 TIMELINE_NAME = "trace.json"
 #: The first rows; links follow as they appear.
 COMPUTE, WAITING = "compute", "waiting"
-_IN_USE = " in use"  # behind the name of a tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +128,7 @@ class Timeline:
         for at_s, used in self._usage:
             for tier, nbytes in used.items():
                 time_us = (at_s - start_s) * 1e6
-                yield {"ph": "C", "pid": 0, "name": f"{tier}{_IN_USE}", "ts": time_us, "args": {"bytes": nbytes}}
-
-
-def read_usage(path: Path) -> Mapping[str, Sequence[tuple[float, int]]]:
-    """Return tier -> (seconds, bytes in use) in the steps of a timeline file; {} where it says nothing of that."""
-    try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        found: dict[str, list[tuple[float, int]]] = {}
-        for event in events:
-            if event.get("ph") == "C" and str(event.get("name", "")).endswith(_IN_USE):
-                tier = event["name"].removesuffix(_IN_USE)
-                found.setdefault(tier, []).append((float(event["ts"]) / 1e6, int(event["args"]["bytes"])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # truncated, or of another program
-    return found
+                yield {"ph": "C", "pid": 0, "name": f"{tier} in use", "ts": time_us, "args": {"bytes": nbytes}}
 
 
 def _lanes(spans: list[Span]) -> Iterator[tuple[int, Span]]:

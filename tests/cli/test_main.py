@@ -307,6 +307,8 @@ def test_config_problems_exit_2(call: Callable[..., Result], config: Path, train
             ["plan", "x.toml", "--what-if", "ram=64GiB"],
             "`plan` no longer has --what-if. Plan once more with other values",
         ),
+        (["trace", "out"], "There is no command 'trace' any more. Open RUN/trace.json at https://ui.perfetto.dev"),
+        (["report", ".", "--compare", "."], "`report` no longer has --compare. Call `report --json` for each run"),
         (["run", "x.toml", "--detach"], "`run` no longer has --detach. Start it in tmux, as `nohup megatrain-tier run"),
         (["plan", "no-such.toml"], "1 problem in no-such.toml\n  there is no such file"),
     ],

@@ -25,7 +25,7 @@ from megatrain.api import (
 from megatrain.base.errors import ConfigError
 from megatrain.base.names import RESOLVED_NAME
 from megatrain.base.owner import living_owner
-from megatrain.base.timeline import TIMELINE_NAME, read_usage
+from megatrain.base.timeline import TIMELINE_NAME
 from megatrain.config.schema import RunConfig
 
 __all__ = ["NotARunError", "RunHistory", "read_history"]
@@ -52,7 +52,6 @@ class RunHistory:
         ends: ``summary.json``: one entry for each start that ended well.
         config: As resolved; None where it cannot be read.
         timeline: The file of traced steps; None: there is none.
-        usage: Tier -> (seconds, bytes in use) within the traced steps.
     """
 
     path: Path
@@ -65,7 +64,6 @@ class RunHistory:
     ends: Sequence[Mapping[str, Any]] = ()
     config: RunConfig | None = None
     timeline: Path | None = None
-    usage: Mapping[str, Sequence[tuple[float, int]]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -101,7 +99,6 @@ def read_history(folder: Path | str) -> RunHistory:
         ends=read_entries(path / SUMMARY_NAME, "ends"),
         config=_read_config(path / RESOLVED_NAME),
         timeline=timeline if timeline.is_file() else None,
-        usage=read_usage(timeline),
     )
 
 

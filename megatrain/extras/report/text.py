@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatrain.base.observer import Sample, format_preferences, format_rank, format_samples
-from megatrain.extras.report.compare import Beside, compare, names_of, setting_differences
 from megatrain.extras.report.figures import CAUSES, COMPUTING, Compared, Figures, PathWrites
 from tiered.units import GiB, MiB, format_decimal_size, format_duration, format_size
 
-__all__ = ["binary_unit", "cause_name", "comparison_lines", "format_flops", "quality", "report_lines"]
+__all__ = ["binary_unit", "report_lines"]
 
 _NAME_WIDTH, _NUMBER_WIDTH = 18, 12
 _SMALLEST_SHARE = 0.001  # of a step: smaller parts are left out
@@ -34,17 +33,6 @@ def report_lines(figures: Figures) -> list[str]:
         lines.append("a step   " + " | ".join(_times(figures)))
     lines += _rest(figures)
     return lines
-
-
-def comparison_lines(figures: Figures, other: Figures) -> list[str]:
-    """Return two runs beside each other, as lines."""
-    names = names_of(figures, other)
-    rows = [Beside("", *names), *compare(figures, other), *setting_differences(figures, other)]
-    widths = [max(len(getattr(row, column)) for row in rows) for column in ("name", "first", "second")]
-    return [
-        f"{row.name:<{widths[0]}}  {row.first:>{widths[1]}}  {row.second:>{widths[2]}}  {row.difference}".rstrip()
-        for row in rows
-    ]
 
 
 def _headline(figures: Figures) -> str:

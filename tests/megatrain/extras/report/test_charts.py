@@ -15,7 +15,6 @@ from megatrain.base.observer import StepMetrics
 from megatrain.extras.report.charts import (
     FRAME,
     MAX_COLUMNS,
-    Area,
     Chart,
     Curve,
     average,
@@ -31,17 +30,15 @@ ANY = st.one_of(FINITE, st.sampled_from([math.nan, math.inf, -math.inf]))
 
 
 def numbers_of(points: str) -> list[tuple[float, float]]:
-    """Return the (x, y) of a polygon or polyline."""
+    """Return the (x, y) of a polyline."""
     return [(float(x), float(y)) for x, y in (point.split(",") for point in points.split())]
 
 
-@given(st.lists(ANY, max_size=30), st.booleans(), st.booleans())
-def test_any_values_are_drawn_inside_the_frame_or_not_at_all(
-    values: list[float], is_log: bool, starts_at_zero: bool
-) -> None:
+@given(st.lists(ANY, max_size=30), st.booleans())
+def test_any_values_are_drawn_inside_the_frame_or_not_at_all(values: list[float], starts_at_zero: bool) -> None:
     points = [(float(step), value) for step, value in enumerate(values, 1)]
-    drawing = lay_out(Chart("t", lines=[Curve("x", points)], is_log=is_log, starts_at_zero=starts_at_zero))
-    shown = [value for value in values if math.isfinite(value) and (value > 0 or not is_log)]
+    drawing = lay_out(Chart("t", lines=[Curve("x", points)], starts_at_zero=starts_at_zero))
+    shown = [value for value in values if math.isfinite(value)]
     if not any(shown) and (starts_at_zero or not shown):
         assert drawing is None or not (drawing.curves or drawing.dots)
         return
@@ -89,7 +86,6 @@ def test_averages_leave_out_what_is_not_finite() -> None:
 def test_what_stays_zero_is_not_drawn() -> None:
     zero = [(1.0, 0.0), (2.0, 0.0)]
     assert lay_out(Chart("t", lines=[Curve("", zero)], starts_at_zero=True)) is None
-    assert lay_out(Chart("t", areas=[Area("a", zero), Area("b", zero)])) is None
     assert lay_out(Chart("a loss", lines=[Curve("", zero)])) is not None, "a figure may be 0; a count of 0 is nothing"
     lines = [Curve("a", zero), Curve("b", [(1.0, 0.0), (2.0, 3.0)])]
     assert lay_out(Chart("t", lines=lines, starts_at_zero=True)) is not None
@@ -101,27 +97,9 @@ def test_a_tier_that_holds_nothing_has_no_chart(tmp_path: Path) -> None:
     steps = [
         dataclasses.asdict(StepMetrics(step, 2, 1.0, 2.0, 1.0, 1e-3, 9, 9, 1.0, 0.0, used, capacity)) for step in (1, 2)
     ]
-    history = RunHistory(tmp_path, "done", steps=steps, usage={"nvme": [(0.0, 0), (1.0, 0)]})
+    history = RunHistory(tmp_path, "done", steps=steps)
     titles = [chart.title for chart in make_charts(history, compute_figures(history))]
     assert "RAM in use" in titles and not any(title.startswith("NVME") for title in titles), titles
-
-
-def test_bands_are_stacked() -> None:
-    areas = [Area("a", [(1, 1.0), (2, 1.0)], 1), Area("b", [(1, 3.0), (2, 1.0)], 2)]
-    drawing = lay_out(Chart("t", areas=areas))
-    assert drawing is not None and [color for color, _ in drawing.bands] == [1, 2]
-    lower, upper = ([y for _, y in numbers_of(points)] for _, points in drawing.bands)
-    assert lower[:2] == upper[:1:-1]  # the floor of the second is the top of the first
-    assert upper[0] < upper[1] < lower[0]
-
-
-def test_a_band_of_one_step_has_a_width() -> None:
-    areas = [Area("a", [(1, 1.0)]), Area("b", [(1, math.nan)])]
-    drawing = lay_out(Chart("t", areas=areas))
-    assert drawing is not None
-    assert [sorted({x for x, _ in numbers_of(points)}) for _, points in drawing.bands] == [
-        [FRAME.left, FRAME.right]
-    ] * 2
 
 
 def test_a_gap_cuts_a_line_and_a_lone_point_is_a_dot() -> None:

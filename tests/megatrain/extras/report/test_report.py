@@ -17,10 +17,10 @@ import pytest
 
 from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.config import load_config
-from megatrain.extras.report.charts import make_charts
 from megatrain.extras.report.figures import ChangedKey, compute_figures
 from megatrain.extras.report.history import NotARunError, read_history
 from megatrain.extras.report.page import render_page
+from megatrain.extras.report.step_picture import draw, read_bars
 from megatrain.extras.report.text import report_lines
 from megatrain.run.folder import RunFolder
 from megatrain.run.record import write_plan, write_summary
@@ -84,7 +84,8 @@ def page_of(folder: Path) -> str:
 
 def check_page(page: str) -> int:
     """Check that a page stands alone and can be read; return the number of drawings."""
-    assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import", page)
+    markup = re.sub(r"(<pre[^>]*>)[^<]*(</pre>)", r"\1\2", page)  # the lines may name a site
+    assert not re.search(r"<(script|link|img|iframe)|https?://|url\(|@import", markup)
     open_tags: list[str] = []
 
     class Reader(HTMLParser):
@@ -134,7 +135,7 @@ def test_the_ranks_of_a_run_of_several_processes(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     seen = "ram 11.00 MiB  moved 3.00 MiB, 1.00 MiB of it to other ranks  wait fill 0.2s  process 99.00 MiB"
     assert f"rank 1  {seen}" in lines_of(folder)
-    assert cells_of(page_of(folder), "Processes")[1] == ["1", seen]
+    assert f"rank 1  {seen}" in page_of(folder)
     assert compute_figures(read_history(folder)).to_json()["ranks"][0]["stall_s"] == {"fill": 0.0}
 
 
@@ -153,12 +154,8 @@ def test_evaluations_of_all_sets_are_shown(tmp_path: Path) -> None:
     assert lines[0].endswith("held <out> 3.0000 -> 1.5000   book 2.0000 -> nan")
     assert "eval    held <out>: loss 1.5000, perplexity 4.48 at step 3; best 1.0000 at step 2" in lines
     assert "eval    book: loss nan, perplexity nan at step 3" in lines
-    assert check_page(page) == 10
-    assert cells_of(page, "Evaluations") == [
-        ["0", "3.0000", "20.09", "-", "-"],
-        ["2", "1.0000", "2.72", "2.0000", "7.39"],
-        ["3", "1.5000", "4.48", "nan", "nan"],
-    ]
+    assert check_page(page) == 4
+    assert all(html.escape(line) in page for line in lines)
 
 
 def test_evaluations_come_from_the_summary_where_no_metrics_were_kept(tmp_path: Path) -> None:
@@ -170,46 +167,29 @@ def test_evaluations_come_from_the_summary_where_no_metrics_were_kept(tmp_path: 
     assert "eval    book: loss inf, perplexity inf at step 5" in report_lines(figures)
 
 
-def test_the_page_has_no_row_or_column_of_zeros(tmp_path: Path) -> None:
+def test_the_report_has_no_row_of_zeros(tmp_path: Path) -> None:
     links = {"ram->nvme": MIB, "nvme->ram": MIB, "folder->ram": 0}
     plan = PLAN | {"link_bytes_per_step": links, "peak_bytes": {**PLAN["peak_bytes"], "gpu": 0}}  # type: ignore[dict-item]
-    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0], plan=plan)
-    assert cells_of(page_of(folder), "Checkpoints") == [["3", "9.00 MiB", "1.00 MiB", "8.00 MiB", "1.50 s", "0.25 s"]]
-    names = [row[0] for row in cells_of(page_of(folder), "Planned and measured")]
-    assert {"ram->nvme per step", "nvme, most in use"} <= {*names}
-    assert not {"folder->ram per step", "gpu, most in use"} & {*names}, names
-    lines = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(lines.replace('"stall_s": 0.25', '"stall_s": 0.0').replace(str(8 * MIB), "0"))
-    page = page_of(folder)
-    assert cells_of(page, "Checkpoints") == [["3", "9.00 MiB", "1.00 MiB", "1.50 s"]]
-    assert "linked" not in page and "training waited" not in page
+    names = [line.split()[0] for line in lines_of(leave(tmp_path / "out", [4.0, 3.5, 3.0], plan=plan)) if line]
+    assert {"ram->nvme", "nvme"} <= {*names} and not {"folder->ram", "gpu"} & {*names}, names
 
 
 def test_the_page_of_a_run_that_is_done(tmp_path: Path) -> None:
-    page = page_of(leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25]))
-    assert check_page(page) == 10  # a bar and nine charts
-    for text in ("held &lt;out&gt;", "seconds per step", "+25.0%", "RAM in use", "9.00 MiB", "torch 2", "color-scheme"):
+    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0, 2.5, 2.0, 1.75, 1.5, 1.25])
+    page = page_of(folder)
+    assert check_page(page) == 4  # loss, tokens per second, and the memory of two tiers
+    for text in ("held &lt;out&gt;", "RAM in use", "NVME in use", "Tokens per second", "capacity", "color-scheme"):
         assert text in page, text
+    assert html.unescape(page).count("\n".join(lines_of(folder))) == 1
     assert "<out>" not in page
     assert "prefers-color-scheme:dark" in page
 
 
-def cells_of(page: str, heading: str) -> list[list[str]]:
-    """Return the rows of the table below a heading, as a reader sees them."""
-    section = re.search(rf"<h2>{heading}</h2>(.*?)</section>", page, re.DOTALL)
-    assert section is not None
-    rows = [re.findall(r"<td[^>]*>([^<]*)</td>", row) for row in section[1].split("</tr>")]
-    return [[html.unescape(cell) for cell in row] for row in rows if row]
-
-
 def test_sizes_have_the_units_of_the_command(tmp_path: Path) -> None:
     """Wear is in decimal units, as drives are rated; memory and links are in binary ones."""
-    folder = leave(tmp_path / "out", [4.0, 3.5, 3.0])
-    rows = {row[0]: row[1:] for row in cells_of(page_of(folder), "Planned and measured")}
-    assert rows["written per step, /drive"] == ["1.05 MB", "1.05 MB", "the same; 3.15 MB in this run"]
-    assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines_of(folder))
-    assert rows["ram, most in use"][:2] == ["40.00 MiB", "50.00 MiB"]
-    assert rows["ram->nvme per step"][:2] == ["1.00 MiB", "-"]
+    lines = lines_of(leave(tmp_path / "out", [4.0, 3.5, 3.0]))
+    assert any("3.15 MB (1.05 MB per step, planned 1.05 MB)" in line for line in lines)
+    assert any(re.search(r"ram MiB +40\.0 +50\.0", line) for line in lines)
 
 
 def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
@@ -229,11 +209,8 @@ def test_text_of_a_run_is_never_markup(tmp_path: Path) -> None:
     page = render_page(replace(history, plan=plan, steps=steps), figures)
     check_page(page)
     assert "<x" not in page and not re.search(r"\son=", re.sub(r">[^<]*<", "><", page))
-    for heading, count in (("Config: what is not the default", 3), ("Starts", 3), ("Where it ran", 2)):
-        assert any(evil in cell for row in cells_of(page, heading) for cell in row), heading
-        assert len(cells_of(page, heading)[0]) == count
     text = html.unescape(page)
-    assert text.count(evil) >= 20 and f'aria-label="{evil.upper()} in use"' in text
+    assert text.count(evil) >= 10 and f'aria-label="{evil.upper()} in use"' in text
 
 
 @pytest.mark.parametrize("losses", [[], [4.0], [float("nan")], [4.0, float("inf"), 3.0, float("nan")], [2.0] * 1000])
@@ -242,7 +219,7 @@ def test_short_long_and_broken_runs(losses: list[float], plan: Any, tmp_path: Pa
     folder = leave(tmp_path / "out", losses, state="training", plan=plan)
     lines, page = lines_of(folder), page_of(folder)
     assert "died" in lines[0]
-    assert check_page(page) == (10 if losses and plan else 10 if losses else 0)
+    assert check_page(page) == (4 if losses else 0)
     assert len(page) < 400_000
     values = compute_figures(read_history(folder)).to_json()
     assert json.loads(json.dumps(values, allow_nan=False)) == values
@@ -332,7 +309,7 @@ def test_a_real_run_in_two_starts(real_run: Path) -> None:
     assert changed["data.max_length"] == ("64", "1024") and changed["training.max_steps"] == ("5", "-1")
     assert "optimizer.adam_beta1" not in changed and "output_dir" not in changed
     assert len(history.ends) == 2
-    assert check_page(render_page(history, figures)) >= 9
+    assert check_page(render_page(history, figures)) == 5  # with the timeline
     assert "starts  continued once, after step 2" in report_lines(figures)
 
 
@@ -352,7 +329,7 @@ def test_the_command(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any
     result = cli_call("report", real_run, "--html", page)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1] == f"page    {page}" and "\x1b" not in result.output
-    assert check_page(page.read_text()) >= 9
+    assert check_page(page.read_text()) == 5
     history = read_history(real_run)
     values = json.loads(cli_call("report", real_run, "--json").stdout)
     assert (
@@ -364,46 +341,39 @@ def test_the_command(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any
     assert missing.exit_code == 1 and "Name another file" in missing.stderr
 
 
-def test_occupancy_within_a_step_and_bandwidths(real_run: Path) -> None:
-    """What is drawn stays within the capacity; a link's rate counts only the time in which it moved."""
+def test_the_page_shows_the_timeline(real_run: Path) -> None:
     history = read_history(real_run)
     figures = compute_figures(history)
-    charts = {chart.title: chart for chart in make_charts(history, figures)}
-    within = charts["RAM within the traced steps"]
-    assert within.x_name == "ms" and len(within.lines[0].points) > 5
-    assert 0 < max(value for _, value in within.lines[0].points) <= within.lines[1].points[0][1] == 6
-    rates = {line.name: line.points for line in charts["Bandwidth of links while they move"].lines}
-    assert set(rates) == {"ram->nvme", "nvme->ram"}
-    for step, rate in rates["nvme->ram"]:
-        line = history.steps[int(step) - 1]
-        assert rate * 1e9 * line["step_s"] >= line["link_bytes"]["nvme->ram"] * 0.999, (
-            "no slower than the mean of a step"
-        )
     page = render_page(history, figures)
-    assert (real_run / "trace.json").as_uri() in page and ">ms</text>" in page
+    assert (real_run / "trace.json").as_uri() in page
+    texts = re.findall(r"<text[^>]*>([^<]*)</text>", page)
+    assert {"layers", "updates", "waiting", "fetch to ram", "write to nvme", "forward", "backward"} <= set(texts)
     assert figures.beside_tier_bytes is not None and figures.rss_peak_bytes is not None
     assert 0 < figures.beside_tier_bytes <= figures.rss_peak_bytes  # which is the peak of all tests of this process
     text = "\n".join(report_lines(figures))
     assert "the RAM tier + " in text and f"trace   {real_run / 'trace.json'}" in text
 
 
-def test_two_runs_on_one_page(real_run: Path, tmp_path: Path, cli_call: Callable[..., Any]) -> None:
-    other = leave(tmp_path / "other", [5.0, 4.0, 3.0])
-    page = tmp_path / "both.html"
-    result = cli_call("report", real_run, "--compare", other, "--html", page)
-    assert result.exit_code == 0, result.output
-    assert any(line.startswith("last loss") and "3.0000" in line for line in result.stdout.splitlines())
-    text = page.read_text()
-    assert check_page(text) >= 9
-    name = read_history(other).name
-    assert f"Beside {name}" in text and "What their configs differ in" in text
-    assert f"training ({name})" in text, "both losses are in one chart"
-    values = json.loads(cli_call("report", real_run, "--compare", other, "--json").stdout)
-    assert values["compared"]["last_loss"] == 3.0
-    same = cli_call("report", real_run, "--compare", real_run)
-    assert "the same" in same.stdout and str(real_run) in same.stdout, (
-        "runs of one name are told apart by their folders"
-    )
+SPAN = {"ph": "X", "pid": 0, "tid": 7, "name": "forward 0", "ts": 0, "dur": 5}
+NAMED = {"ph": "M", "pid": 0, "tid": 7, "name": "thread_name", "args": {"name": "compute"}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"traceEvents": 3}', '{"traceEvents": [3]}']
+    + [json.dumps({"traceEvents": events}) for events in ([], [SPAN], [NAMED], [NAMED, {**SPAN, "ts": math.nan}])],
+)
+def test_a_damaged_timeline_is_not_drawn(text: str, tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.0])
+    (folder / "trace.json").write_text(text)
+    assert check_page(page_of(folder)) == 4
+
+
+def test_a_long_timeline_has_few_bars(tmp_path: Path) -> None:
+    spans = [{**SPAN, "name": f"forward {n % 3}", "ts": 10 * n} for n in range(30_000)]
+    (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [NAMED, *spans]}))
+    bars = read_bars(tmp_path / "trace.json")
+    assert len(bars) == 30_000 and draw(bars, "", "").count("<rect") < 5000
 
 
 def test_distillation_and_cross_entropy_share_no_axis(tmp_path: Path) -> None:

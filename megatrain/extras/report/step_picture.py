@@ -1,18 +1,23 @@
-"""A timeline file (Trace Event Format, as a run writes it) as an SVG picture that a page can show."""
+"""The traced steps of a timeline file (Trace Event Format) as an SVG picture."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.sax.saxutils import escape
 
 from megatrain.base.timeline import COMPUTE, WAITING
 
+__all__ = ["PASSES", "UPDATES", "WAITING", "Bar", "draw", "read_bars"]
+
 PASSES, UPDATES = "layers", "updates"
 WIDTH, LEFT, RIGHT, TOP = 1280, 150, 20, 84
-BAR_HEIGHT, LANE_HEIGHT, ROW_GAP = 22, 11, 14
+BAR_HEIGHT, TRACK_HEIGHT, ROW_GAP = 22, 11, 14
+_LEAST_WIDTH = 0.25  # pixels between the ends of two bars of a track
 COLORS = {
     "forward": "#4c78a8",
     "head": "#b279a2",
@@ -33,7 +38,7 @@ class Bar:
     """One bar: times in seconds from the beginning of the picture."""
 
     row: str
-    lane: int
+    track: int
     kind: str
     label: str
     start_s: float
@@ -41,26 +46,30 @@ class Bar:
 
 
 def read_bars(trace: Path) -> list[Bar]:
-    """Return what a timeline file shows between its first tick and the end of its last, cut at both ends."""
-    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    """Return the bars between the first and the last operation; [] if the file is truncated or has none."""
+    try:
+        return list(_bars(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
     names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
-    spans = [event for event in events if event["ph"] == "X"]
+    spans = [event for event in events if event["ph"] == "X" and math.isfinite(event["ts"] + event["dur"])]
     ticks = [span for span in spans if names[span["tid"]] == COMPUTE]
     start = min(tick["ts"] for tick in ticks)
     end = max(tick["ts"] + tick["dur"] for tick in ticks)
-    bars = []
     for span in spans:
         begin, stop = max(span["ts"], start), min(span["ts"] + span["dur"], end)
         if begin < stop:
-            row, number = _row_and_lane(names[span["tid"]])
+            row, number = _row_and_track(names[span["tid"]])
             kind, label = _kind_of(row, span["name"])
             row = row if row != COMPUTE else UPDATES if kind == "update" else PASSES
-            bars.append(Bar(row, number, kind, label, (begin - start) / 1e6, (stop - start) / 1e6))
-    return bars
+            yield Bar(row, number, kind, label, (begin - start) / 1e6, (stop - start) / 1e6)
 
 
-def _row_and_lane(name: str) -> tuple[str, int]:
-    """Split the name of a row of the file, which ends with a number from its second lane on."""
+def _row_and_track(name: str) -> tuple[str, int]:
+    """Split the name of a row of the file, which ends with a number from its second track on."""
     row, _, number = name.rpartition(" ")
     return (row, int(number) - 1) if row and number.isdigit() else (name, 0)
 
@@ -77,38 +86,35 @@ def _kind_of(row: str, name: str) -> tuple[str, str]:
     return ("weights" if last == "weight" else "gradients" if last.startswith("grad.") else "optimizer state"), ""
 
 
-def busy_s(bars: Iterable[Bar]) -> float:
-    """Return the seconds in which at least one of the bars was there."""
-    total, reached = 0.0, 0.0
-    for bar in sorted(bars, key=lambda bar: bar.start_s):
-        total += max(0.0, bar.end_s - max(bar.start_s, reached))
-        reached = max(reached, bar.end_s)
-    return total
-
-
 def draw(bars: Sequence[Bar], title: str, note: str) -> str:
-    """Return the picture as SVG: what computes, what is updated, what waits, and every direction of every link."""
+    """Return an SVG element with a row for layers, updates, waiting and each direction of each link."""
     links = sorted({bar.row for bar in bars} - {PASSES, UPDATES, WAITING}, key=lambda row: row.startswith(WRITES))
     span_s = max(bar.end_s for bar in bars)
     scale = (WIDTH - LEFT - RIGHT) / span_s
     y, parts = float(TOP), []
     for row in (PASSES, UPDATES, WAITING, *links):
         own = [bar for bar in bars if bar.row == row]
-        lanes = 1 + max((bar.lane for bar in own), default=0)
-        height = LANE_HEIGHT if row in links else BAR_HEIGHT
-        parts.append(_label(LEFT - 10, y + lanes * height / 2 + 4, _shown(row), anchor="end"))
-        parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, lanes * height, "#f4f4f4"))
+        tracks = 1 + max((bar.track for bar in own), default=0)
+        height = TRACK_HEIGHT if row in links else BAR_HEIGHT
+        parts.append(_label(LEFT - 10, y + tracks * height / 2 + 4, _shown(row), anchor="end"))
+        parts.append(_box(LEFT, y, WIDTH - LEFT - RIGHT, tracks * height, "#f4f4f4"))
+        reached = [0.0] * tracks
         for bar in own:
+            if (LEFT + bar.end_s * scale) - reached[bar.track] < _LEAST_WIDTH:
+                continue  # a long run has more bars than pixels
+            reached[bar.track] = LEFT + bar.end_s * scale
             x, width = LEFT + bar.start_s * scale, max(0.6, (bar.end_s - bar.start_s) * scale)
-            parts.append(_box(x, y + bar.lane * height + 0.5, max(0.4, width - 0.6), height - 1, COLORS[bar.kind]))
+            parts.append(
+                _box(x, y + bar.track * height + 0.5, max(0.4, width - 0.6), height - 1, COLORS.get(bar.kind, "#999"))
+            )
             if bar.label and width > 8 * len(bar.label):
                 parts.append(_label(x + width / 2, y + height / 2 + 4, bar.label, size=11, fill="white"))
-        y += lanes * height + ROW_GAP
+        y += tracks * height + ROW_GAP
     ruler = [*_ruler(span_s, scale, y), *_legend({bar.kind for bar in bars})]
     heads = [_label(LEFT, 22, title, anchor="start", size=15), _label(LEFT, 42, note, anchor="start", fill="#555")]
     size = f'width="{WIDTH}" height="{y + 24:.0f}" viewBox="0 0 {WIDTH} {y + 24:.0f}"'
     body = "\n".join([_box(0, 0, WIDTH, y + 24, "white"), *heads, *parts, *ruler])
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
+    return f'<svg {size} font-family="sans-serif" font-size="12">\n{body}\n</svg>\n'
 
 
 def _shown(row: str) -> str:
