@@ -88,7 +88,6 @@ class _Seen:
     """A run as it was found.
 
     Attributes:
-        path: its folder.
         owner: the living process, or None.
         status: written by that process; without one, by the last.
         saved_step: step of the checkpoint that it would continue.

@@ -161,7 +161,6 @@ def write_file(path: Path, text: str, *, is_exclusive: bool = False) -> None:
 
     Args:
         path: File, terminal or pipe.
-        text: Contents.
         is_exclusive: Whether an existing file is refused.
 
     Raises:

@@ -66,9 +66,6 @@ def print_plan(
     """Print a plan on stdout, as a table or as one JSON object.
 
     Args:
-        plan: that is shown.
-        as_json: as JSON.
-        simulated: a replay of its step.
         console: default: stdout.
         problem: why a run would be refused although its blocks fit the tiers; "": it would not be.
     """
@@ -137,10 +134,8 @@ def print_line(console: Console, text: str, *, indent: int = 7, style: str = "")
     """Print text; on a terminal it is wrapped between words.
 
     Args:
-        console: where.
         text: may have several lines.
         indent: columns before a continued line: the width of the name at the start.
-        style: as rich names it.
     """
     if console.is_terminal:
         text = "\n".join(wrap_words(text, console.width, indent=indent))
@@ -220,11 +215,7 @@ class ConsoleObserver(RunObserver):
 
 
 class PlanObserver(RunObserver):
-    """Shows the plan of a run that begins, once all that can be looked at before is right; a line of one that goes on.
-
-    Args:
-        console: where it goes.
-    """
+    """Shows the plan of a run that begins, once its checks have passed, and one line of a run that continues."""
 
     def __init__(self, console: ConsoleObserver) -> None:
         self._console = console
@@ -397,7 +388,6 @@ class LiveObserver(PlainObserver):
     Args:
         logging_steps: every how many steps the figures change.
         console: default: stdout.
-        activity: what the run is doing.
         is_lost: whether the terminal is gone; then lines are printed.
     """
 
@@ -487,8 +477,6 @@ def make_observer(
     """Return the observer for ``logging.progress``; "auto" is a live view on a terminal, else lines.
 
     Args:
-        progress: as in the config.
-        logging_steps: as in the config.
         console: default: stdout.
         activity: shown by the live view.
         is_lost: whether the terminal is gone.

@@ -63,7 +63,6 @@ def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
 
     Args:
         text: May have several lines.
-        width: Columns.
         indent: Columns before a continued line; 2 if fewer than `_LEAST_WRAPPED` would be left.
     """
     is_narrow = width - indent < _LEAST_WRAPPED
@@ -86,7 +85,6 @@ class Spinner:
     to restore. If stderr is no terminal, each activity after the first second of the command prints a line of its own.
 
     Args:
-        text: the activity.
         is_shown: whether to draw or print at all.
     """
 
@@ -187,9 +185,6 @@ def shown(text: str) -> str:
 
     A file name or a row of somebody's data can hold sequences that clear the screen, rename its window, type, or hide
     what is on it. Those of our own, at the start of what is written, and colours stay.
-
-    Args:
-        text: all of one write.
     """
     if not _OBEYED.search(text):
         return text

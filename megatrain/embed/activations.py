@@ -185,8 +185,6 @@ class ActivationBlock:
 
     Attributes:
         key: the block's name.
-        home: its tier.
-        nbytes: its size.
         transfer: last movement that was requested.
         last_round: in which it was taken last.
     """
@@ -427,9 +425,7 @@ class StoredSpan:
 
     Attributes:
         number: in the order of storing.
-        device: where the source is.
         staging: tier that it was written through.
-        is_staged: it is still there.
         is_requested: its prefetch was requested.
         restored: memory that was made of it, weakly, and the stream on which it was made.
     """

@@ -122,7 +122,6 @@ class Settings:
         arithmetic: the update rule for the settings of its group.
         step: number of this update of the parameter, from 1.
         lr: the learning rate of its group.
-        weight_decay: that of its group.
     """
 
     arithmetic: Optimizer
@@ -152,7 +151,6 @@ class StateGroup(ABC):
     Args:
         root: begins the keys of its blocks.
         parameters: by their name in the layout.
-        kinds: what state the store keeps.
         homes: tiers that state may live in, most wanted first.
 
     Attributes:
@@ -429,7 +427,6 @@ def exchange_gradients(
 
     Args:
         groups: any; those that are not shared, or are exchanged already, are left out.
-        threads: to compute on.
         with_norm: False: return nothing.
     """
     found: dict[nn.Parameter, float] = {}
@@ -595,7 +592,6 @@ class OrdinaryGroup(StateGroup):
         """Begin the averages of parameters in RAM, if there are any, before their first update.
 
         Args:
-            names: the parameters.
             tensors: those of all blocks, by key.
         """
         if not self.has_averages or not names:
@@ -699,10 +695,7 @@ class _Batch:
     """Parameters that one kernel call can update: entry by entry of each list.
 
     Attributes:
-        settings: all of them have these.
         split_master: masters have a lower half.
-        gradient_dtype: what the gradients have.
-        parameters: what this process has of each.
     """
 
     settings: Settings

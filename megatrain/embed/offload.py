@@ -350,7 +350,6 @@ class Call:
         owner: hooks of the unit, or the module.
         frame: that in which torch's function runs the hooks.
         outer_error: being handled when the call began; any other one was raised by the call.
-        thread_id: the thread that runs it.
     """
 
     owner: object = None
@@ -729,7 +728,6 @@ def check_room(
     Args:
         weights: tiers that they may live in, most wanted first.
         gradients: tiers that they may live in, most wanted first.
-        ranks: that share the module.
 
     Raises:
         CapacityError: with the tier, and what it would need.

@@ -132,7 +132,6 @@ class TieredOptimizer(torch.optim.Optimizer):
     step together. ``max_grad_norm`` clips by the norm over all ranks.
 
     Args:
-        params: as for any optimizer.
         defaults: settings of the groups that do not give their own.
         store: has the state; default: that of the parameters, where they are offloaded.
         max_grad_norm: largest global norm that is let through; 0: no clipping. Then ``grad_norm`` is that of the last
@@ -775,8 +774,6 @@ class TieredMuon(TieredOptimizer):
 
     Args:
         params: as for any optimizer; groups may have ``use_muon``.
-        lr: learning rate.
-        weight_decay: decoupled.
         momentum: from 0 up to below 1.
         nesterov: look one step of momentum ahead.
         ns_coefficients: the three factors of each Newton-Schulz step.
@@ -993,7 +990,6 @@ def _check_sharded(
 
     Args:
         parameters: that get state; ordinary ones are passed over.
-        kinds: what state they get.
         optimizer: name of its class.
         is_lost: there is state of parameters that are in no group any more.
         offloads_gradients: gradients move to the store as autograd makes them.
@@ -1047,7 +1043,6 @@ def _ordinary_groups(
         make: makes one: root of its keys, layout, parameters by name, kinds of state, homes.
         kinds: returns the kinds of state, from whether the master is split and the parameters by name.
         homes: tiers that state may live in, most wanted first.
-        store: has the state.
         name: begins all keys.
         first: how many of these groups there are.
         bytes_at_once: per parameter, what an update holds in RAM.

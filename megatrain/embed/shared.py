@@ -42,10 +42,7 @@ class ModuleRanks:
         num_lanes: that gradients are added in, a multiple of the ranks; None: one for each.
 
     Attributes:
-        tier: that modules compute in.
-        device: that tier's.
         shards: which elements of a block this rank has.
-        lanes: which lanes each rank has.
         lane: the one of this rank's that gradients are added to now.
 
     Raises:

@@ -160,7 +160,6 @@ def check_store(store: object, call: str) -> None:
     """Raise ``TypeError`` for what is no store, such as the size of one.
 
     Args:
-        store: what the caller gave.
         call: the function, for the message.
     """
     if not isinstance(store, TieredStore):
@@ -198,8 +197,6 @@ class SharedState:
         num_changes: updates and other writes of weights and state so far.
         committed: (num_changes, generation) of the last commit or load.
         mark: random text of that generation, which tells it from others of its number.
-        optimizers: that have state in the store.
-        modules: that are offloaded into it.
     """
 
     def __init__(self, store: TieredStore) -> None:

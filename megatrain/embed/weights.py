@@ -53,8 +53,6 @@ class AbsentWeightError(RuntimeError):
 
     Args:
         what: name of the parameter or module.
-        operation: that needs the values.
-        is_gradient: they are those of its gradient.
     """
 
     def __init__(self, what: str, operation: str, *, is_gradient: bool = False) -> None:
@@ -773,9 +771,6 @@ class SharedGradients(GradientBlock):
     """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
 
     ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
-
-    Args:
-        ranks: that share the parameters.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class Completion:
     """What a model made of a prompt.
 
     Attributes:
-        prompt: as it was given.
         completion: text, without special tokens.
         token_ids: that the text is of, the end of text included.
     """
@@ -115,7 +114,6 @@ def config_for_prompts(config: RunConfig, rows: int, together: int) -> RunConfig
     """Return a config whose step is prompts: what sets the step of its training has no meaning for them.
 
     Args:
-        config: What a run is made of.
         rows: prompts that are padded to one length.
         together: prompts that share each fetch of a weight.
     """

@@ -57,12 +57,10 @@ class ScoreSummary:
     """What a call of ``Scorer.run`` did.
 
     Attributes:
-        folder: Where the scores are.
         num_rows: Rows of the data, packed or not.
         num_rows_done: that are scored, those of earlier calls included.
         num_passes: How often this call streamed the weights.
         num_tokens: places that this call ran, padding included.
-        num_scored_tokens: Tokens that this call scored.
         mean_log_prob: Mean over the tokens that this call scored; NaN where there are none.
         seconds: Time of the passes of this call.
         planned_bytes: link -> bytes that these passes were planned to move.

@@ -31,7 +31,6 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     """Return the tiers of a run, fast to slow, with their capacities and roundings.
 
     Args:
-        run: What is asked for.
         workspace: Bytes that a step takes beside blocks in the compute tier.
     """
     tiers, device = run.tiers, run.device

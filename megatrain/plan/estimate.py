@@ -613,7 +613,6 @@ class RunLength:
         moved_bytes: Bytes by link, the updates after the last step included.
         written_bytes: Bytes to all drives of ``[[tiers.nvme]]``.
         share_of_limit: Share of the most that may still be written there.
-        num_saves: Checkpoints.
         saved_bytes: Bytes that checkpoints write to ``output_dir``.
     """
 

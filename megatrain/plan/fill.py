@@ -32,7 +32,6 @@ class _Results:
     """Results of a visit that may be saved.
 
     Attributes:
-        visit: Its number.
         more_nbytes: What they take of a micro-batch, beyond those of the visit that come before them in the order.
         with_products: Results of products as well as attention's.
     """

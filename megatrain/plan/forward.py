@@ -305,7 +305,6 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
     Args:
         plan: The run between whose steps this is.
         rows: prompts of a micro-batch.
-        num_prompts: that there are.
         max_length: tokens of the longest prompt and its completion.
 
     Raises:

@@ -57,9 +57,7 @@ class GraphKeeper:
     Args:
         program: A step that keeps none.
         budgets: The tiers of such a step, with its workspace.
-        allowed: as for the solver.
         num_together: micro-batches whose graphs are there at once.
-        device: that computes.
     """
 
     def __init__(

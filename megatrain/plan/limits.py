@@ -39,7 +39,6 @@ class Objection:
     Attributes:
         key: The config's key that asks for it.
         text: what is wrong, as a sentence without a full stop.
-        advice: what to do.
         kind: "size": more than this machine has, a run is refused; "place": a path that is no drive, or not the one
             that is expected, or a size that cannot be chosen, a run is refused; "note": it works, and is worth knowing.
     """
@@ -64,7 +63,6 @@ class DrivePath:
 
     Attributes:
         key: ``tiers.nvme.0``.
-        spec: as configured.
         file_system: that holds the path, or will.
         free_bytes: What the file system has left.
         total_bytes: The size of the file system.
@@ -121,7 +119,6 @@ def find_objections(
 
     Args:
         tiers: what a run may use.
-        device: that computes.
         needs: tier -> the least that the plan takes of it; None: there is no plan.
     """
     if tiers.machine is not None:
@@ -197,7 +194,6 @@ def _memory(sizes: Mapping[str, Size], need: int, total: int, free: int, has: st
     Args:
         sizes: key -> size.
         need: the least that the plan takes of them together.
-        has: what there is, in words.
     """
     given = [f'{key} = "{size.text}"' for key, size in sizes.items() if not size.is_auto]
     if not given:

@@ -55,12 +55,10 @@ class SharedMemoryTier:
     else begins as zeros. Every lease is a view of memory that exists, so a step costs what it does at home in RAM.
 
     Args:
-        blocks: what will be registered.
         kind_bytes: about what the blocks of a kind take, but one slab for each size. 0: one slab for each kind, as
             large as its largest block.
 
     Attributes:
-        memory_bytes: what all slabs take.
         capacity_bytes: what all blocks would take.
     """
 
@@ -381,7 +379,6 @@ def timed(
     """Return a plan with the times of its steps; the plan itself where its steps cannot be timed.
 
     Args:
-        plan: Plan of steps.
         on_progress: Called with what is measured.
         on_problem: Called with why steps are not timed.
         measure: Times the steps of a plan.

@@ -298,7 +298,6 @@ class BufferRoom:
 
     Args:
         copies: How many copies of each size a tick needs, tick by tick.
-        room_bytes: that there are for them.
     """
 
     def __init__(self, copies: Sequence[TickCopies], room_bytes: int) -> None:
@@ -618,9 +617,6 @@ class WayOut:
     """A change of the config after which a run needs less.
 
     Attributes:
-        change: what to write.
-        tier: whose need it is.
-        need_bytes: what that tier needs then.
         fits: whether it has as much; a drive that is to be added has whatever it needs.
     """
 
@@ -641,8 +637,6 @@ class DoesNotFitError(Exception):
     Attributes:
         tier: the tier that is too small.
         need_bytes: the smallest capacity that would do.
-        have_bytes: its capacity.
-        advice: what to do, in sentences.
         ways_out: changes of the config after which the tier needs less.
 
     Args:

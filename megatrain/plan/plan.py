@@ -121,17 +121,11 @@ class RunSpec:
     """A run in values: what its config asks for, on this machine, as ``megatrain.training.resolve`` makes it.
 
     Attributes:
-        name: What the run is called.
         task: What it trains for; a name of ``megatrain.tasks.table``.
-        output_dir: folder of the run.
         seed: Decides about dropout and random weights.
-        device: that computes.
         dtype: that layers compute in.
         grad_dtype: Precision of gradients between two visits.
         is_deterministic: only kernels that give the same bits at every run.
-        model: what is trained.
-        data: on which rows.
-        batch: in which pieces.
         objective: what is minimised beside cross entropy.
         optimizer: the update and its schedule.
         num_epochs: passes over the data, where ``max_steps`` does not say how long the run is.
@@ -141,7 +135,6 @@ class RunSpec:
         recompute: what the backward computes again.
         advanced: ``[advanced]``: what is fetched ahead and evicted.
         trace_steps: numbers, from 1, of steps whose timeline is written.
-        checkpoint: when it is saved.
         export: how the trained model is written.
         world: the processes that train together.
     """
@@ -225,7 +218,6 @@ class RunSpec:
 
         Args:
             size: Number of ranks, on all hosts together.
-            num_hosts: Hosts, each like this one.
         """
         first = replace(self, world=World.local(0, size, num_hosts))
         if first.num_lanes < size:  # which is refused
@@ -311,7 +303,6 @@ class StepShape:
     Attributes:
         tokens_per_step: T, of one rank.
         num_steps: Steps of the run; None where only the data tells.
-        paths: NVMe paths.
         weights: the shares of each in what is striped, in any unit.
         has_rates: the config gives the weights.
     """
@@ -403,9 +394,7 @@ class Plan:
 
     Attributes:
         run: what is planned, with the packing that suits the model.
-        graph: the model as units and layouts.
         trace: the visits of its units in a step, with their memory and FLOPs.
-        program: the ticks of a step.
         placement: homes of all blocks, and the traffic that results.
         optimizer: makes the updates in RAM.
         device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.

@@ -114,7 +114,6 @@ def plan_run(
     """Plan a run.
 
     Args:
-        run: what is asked for.
         padded: whether rows may have padding or hold several documents; False: each is one document without padding.
             None: as the data comes; a micro-batch of one row that is not packed has none.
         names_ways_out: a refusal names what the run would need with less room for its gradients, which takes a few
@@ -460,7 +459,6 @@ class _Subject:
         optimizer: makes the updates in RAM.
         on_device: makes updates in GPU memory, if any are made there.
         host_updates: why none are made there although there is a GPU tier, or "".
-        compute_tier: where layers run.
         packing_warning: as in ``Plan``.
         flash_note: as in ``Plan``.
         in_place: the frozen layouts that may stay in the model's folder, by name.

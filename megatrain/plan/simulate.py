@@ -152,7 +152,6 @@ def replay(plan: Plan, num_tokens: int | None = None) -> SimulatedStep | None:
     """Replay a step at the rates behind the plan's estimate; None where something was not measured.
 
     Args:
-        plan: Plan of steps.
         num_tokens: Tokens of the step. Defaults to those of this rank.
     """
     rates, estimate = measured_rates(plan), plan.estimate

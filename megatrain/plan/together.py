@@ -72,7 +72,6 @@ def plan_together(run: RunSpec, gather: Gather) -> Plan:
     choose by, and the seconds of a predicted step: those of the rank that takes longest.
 
     Args:
-        run: What this rank is asked for.
         gather: Returns what all ranks say, in their order.
 
     Raises:
@@ -104,7 +103,6 @@ def gathering_at_most(plan: Plan, most_ahead: int, capacities: Mapping[str, int]
 
     Args:
         plan: What one rank does: its blocks may have other homes, and leave other room, than those of others.
-        most_ahead: on all ranks.
         capacities: as for ``plan_run``.
     """
     if plan.program.sharding.gathers_ahead <= most_ahead:

@@ -65,9 +65,6 @@ class TierStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             program ends. ``strategy="megatrain"`` means that.
         offload_model: False leaves the module as it is: the store holds optimizer state alone.
         options: as for ``megatrain.offload``.
-        accelerator: as for every strategy.
-        checkpoint_io: as for every strategy.
-        precision_plugin: as for every strategy.
     """
 
     strategy_name = "megatrain"

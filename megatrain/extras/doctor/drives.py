@@ -312,11 +312,8 @@ class DriveResult:
     """What was measured on one path.
 
     Attributes:
-        free_bytes: before.
         is_direct: O_DIRECT worked.
         is_rotational: a disk with a motor; None where unknown.
-        tier: Rates of the tier.
-        span_bytes: Bytes of the blocks.
         sustained: None in a quick run.
         computing_s_per_byte: what computing on all cores loses while a byte goes through the tier; None: not measured.
         seconds_per_copy: what a copy of a block, however small, costs the thread that asks for it.

@@ -27,10 +27,8 @@ class SystemFacts:
 
     Attributes:
         num_cpus: that this process may use.
-        num_torch_threads: that torch uses.
         load: processes that ran before us.
         cpu_quota: CPUs that a cgroup grants; None without a limit.
-        ram_bytes: RAM of the machine.
         ram_limit_bytes: what a cgroup leaves of it.
         memlock_bytes: most that this user may pin; None without a limit.
         has_nvidia_driver: the machine has one, whatever torch was built for.
@@ -100,8 +98,6 @@ class Finding:
 
     Attributes:
         severity: "ok"; "note": worth knowing; "warn": costs speed or will fail.
-        subject: what it is about.
-        seen: the facts.
         advice: what to do; "" where nothing needs doing.
     """
 

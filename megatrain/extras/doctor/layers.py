@@ -45,12 +45,8 @@ class LayerShape:
     """A model of Llama's family and a micro-batch in which one kind of work takes much of the time.
 
     Attributes:
-        hidden: Width.
         inner: Width inside of the MLP.
-        num_layers: Layers.
-        vocabulary: Entries of the vocabulary.
         num_rows: Rows of the micro-batch.
-        row_tokens: Tokens of a row.
     """
 
     hidden: int

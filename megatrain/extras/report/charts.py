@@ -51,7 +51,6 @@ class Chart:
     """What one chart shows.
 
     Attributes:
-        title: Its heading.
         unit: Of the values, beside the heading.
         lines: Curves, in the order of drawing.
         marks: (step, what happened) as vertical lines.
@@ -86,11 +85,8 @@ class Drawing:
     """A chart laid out in ``FRAME``.
 
     Attributes:
-        title: Its heading.
-        unit: Of the values.
         legend: (name, number of a colour, style).
         y_labels: (y, text) of each line of the grid.
-        x_labels: (x, text).
         marks: (x, what happened).
         curves: (number of a colour, style, points of a polyline).
         dots: (number of a colour, x, y).

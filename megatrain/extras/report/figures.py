@@ -84,7 +84,6 @@ class Samples:
     """What a model wrote at a step.
 
     Attributes:
-        step: Of the evaluation.
         rows: ``prompt``, ``generated`` and ``reference`` of each.
     """
 
@@ -97,13 +96,11 @@ class Figures:
     """All figures of one run. Bytes and seconds; a share is between 0 and 1. None: not known.
 
     Attributes:
-        name: Of the run.
         path: ``output_dir``.
         state: As in ``RunHistory``.
         message: The last one of the status, e.g. why the run failed.
         headline: Of the plan: model, task, tokens of a step.
         step: Steps done.
-        max_steps: Steps of the whole run.
         seconds: Of all steps, evaluations and saves.
         first_loss: Mean over the first ``num_averaged`` steps known: a single step says more about its rows.
         last_loss: Mean over the last ``num_averaged`` steps, which are none of the first.

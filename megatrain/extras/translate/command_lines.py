@@ -73,7 +73,6 @@ class CommandLine:
         launcher: The program that starts the processes, "" for none.
         num_processes: How many, on all machines; None: nothing says it.
         num_hosts: On how many machines.
-        launch_options: Options of the launcher.
         unknown: Options whose values only a shell could compute.
     """
 

@@ -52,8 +52,6 @@ def translate_keys(draft: Translation, values: Mapping[str, Any], prefix: str = 
     """Translate keys one by one; leave keys that a rule combines with others to that rule.
 
     Args:
-        draft: The translation to fill.
-        values: The keys with their values.
         prefix: Section of the keys, with its dot.
     """
     rows = KEYS[draft.tool]
@@ -264,7 +262,6 @@ def put_lora(draft: Translation, defaults: Mapping[str, Any], *quantization: str
     """Fill ``[lora]`` from the tool's rows of LoRA.
 
     Args:
-        draft: The translation to fill.
         defaults: The tool's defaults, by our key.
         quantization: Keys that quantize the model under the adapters.
     """
@@ -305,8 +302,6 @@ def put_preference(draft: Translation, loss: Any, theirs: str) -> None:
     """Fill ``task``, and ``[preference]`` from the tool's rows of preferences; the first row of one key counts.
 
     Args:
-        draft: The translation to fill.
-        loss: Their name of the loss.
         theirs: The key that says it.
     """
     if loss not in LOSSES:
@@ -341,9 +336,7 @@ def put_source(draft: Translation, key: str, fields: Section) -> None:
     """Translate path, subset and split of a data set in the terms of ``load_dataset``.
 
     Args:
-        draft: The translation to fill.
         key: Our table, such as ``data.train.0``.
-        fields: Their table.
     """
     theirs, where = fields.path, str(fields.get("id") or fields.get("path") or "")
     files = [str(file) for file in listed(fields.get("data_files"))]
@@ -371,7 +364,6 @@ def put_columns(draft: Translation, key: str, columns: Mapping[str, tuple[Any, s
     """Write columns whose names are not the usual ones of a format.
 
     Args:
-        draft: The translation to fill.
         key: Our table, such as ``data.train.0``.
         columns: Our column -> their column, the usual name and the key that names it.
     """

@@ -23,7 +23,6 @@ class TranslatedValue:
     """The value of one of our keys.
 
     Attributes:
-        value: The value as TOML has it.
         theirs: Source key, "" for none.
         note: A remark for the reader of the config.
         is_path: Whether it is a path, relative to the folder in which the other tool was started.
@@ -188,9 +187,7 @@ class Section:
     """A table in their file; it records the keys that a rule reads.
 
     Attributes:
-        draft: The translation.
         path: Path of the table, such as ``datasets[0]``.
-        values: Its content.
         paths: Paths of values that are not inside ``path``, by name.
     """
 

@@ -37,9 +37,7 @@ class Source:
     """A config file of another tool, or a command line that starts it.
 
     Attributes:
-        path: The file.
         values: Parsed content.
-        tool: The tool it belongs to.
         line: Command line; one process without a launcher for a config file.
         others: First words of other trainings that the same script starts.
     """

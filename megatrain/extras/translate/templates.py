@@ -34,7 +34,6 @@ def compared(name: str, folder: Path) -> tuple[str, bool]:
     """Return what to say of a template that another tool's config names, and whether the model's own is of that kind.
 
     Args:
-        name: what the template is called there.
         folder: the model's; one that is not on this machine is not looked at.
     """
     if not is_file(folder / "tokenizer_config.json"):

@@ -602,7 +602,6 @@ def put_processes(draft: Translation, number: int, num_hosts: int = 1) -> None:
     Args:
         draft: The translation, with task and optimizer.
         number: Processes of all machines.
-        num_hosts: Machines.
     """
     key = "distributed.processes"
     optim, task = draft.entries.get("optimizer.optim"), draft.entries.get("task")

@@ -28,7 +28,6 @@ def translate_file(
     """Translate a YAML or JSON config, or a shell script that starts a training. Nothing is written.
 
     Args:
-        path: The file.
         tool: The tool it belongs to; detected by default.
         folder: The folder that the translation will be in, and that its paths are relative to. Default: ``base``.
         base: The folder that relative paths in the file start from: where the tool is started. Default: the current
