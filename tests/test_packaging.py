@@ -122,3 +122,32 @@ def test_the_extra_gds_and_the_wheels_of_the_tests_agree() -> None:
     assert set(tested) - set(asked_for) == {"kvikio-cu13"}
     for name, bounds in asked_for.items():
         assert tested[name] == bounds or tested[name].startswith(bounds.removesuffix("*")), name
+
+
+def test_the_description_has_no_relative_links() -> None:
+    """An index shows this page without the repository."""
+    text = (ROOT / PROJECT["readme"]).read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert [link for link in links if "://" not in link] == []
+
+
+def test_files_of_the_code_host_are_well_formed() -> None:
+    folder = ROOT / ".github"
+    files = sorted(folder.rglob("*.yml"))
+    assert len(files) >= 4
+    loaded = {path.name: yaml.safe_load(path.read_text(encoding="utf-8")) for path in files}
+    steps = loaded["ci.yml"]["jobs"]["ci"]["steps"]
+    assert [step["run"] for step in steps if "run" in step] == ["bash .ci/run"]
+    assert loaded["ci.yml"]["permissions"] == {"contents": "read"}
+    for path in (folder / "ISSUE_TEMPLATE").glob("*.yml"):
+        if path.name != "config.yml":
+            form = loaded[path.name]
+            assert {"name", "description", "body"} <= set(form), path.name
+            ids = [field["id"] for field in form["body"]]
+            assert len(ids) == len(set(ids)) and all(field["attributes"]["label"] for field in form["body"]), path.name
+
+
+def test_the_citation_is_of_this_project() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert (citation["title"], citation["license"]) == (PROJECT["name"], PROJECT["license"])
+    assert citation["cff-version"] == "1.2.0" and {"message", "authors", "type"} <= set(citation)
