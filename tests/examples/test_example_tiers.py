@@ -78,7 +78,7 @@ def test_weights_take_less_than_their_size_and_come_back(dtype: torch.dtype, at_
     tier = compressed.CompressedRamTier(4 * tiered.MiB)
     with tiered.TieredStore([tiered.RamTier(4 * tiered.MiB), tier]) as store:
         put(store, "layer", data)
-        assert tier.stored_bytes < at_most * data.nbytes, tier.stored_bytes / data.nbytes
+        assert 0.5 * data.nbytes < tier.stored_bytes < at_most * data.nbytes, tier.stored_bytes / data.nbytes
         assert torch.equal(get(store, "layer"), data)
         assert store.stats().links["ram->compressed"].path == "zlib"
         store.unregister("layer")
@@ -103,7 +103,7 @@ def test_promised_room_that_compression_does_not_give_costs_no_bytes() -> None:
         put(store, "a", noise)
         with pytest.raises(tiered.TransferError, match="more memory_bytes"):
             put(store, "b", noise.flip(0))
-        assert tier.most_stored_bytes <= tier.memory_bytes
+        assert noise.nbytes <= tier.most_stored_bytes <= tier.memory_bytes
         assert torch.equal(get(store, "b"), noise.flip(0)), "it stays in RAM"
         store.unregister("a")
         store.wait_idle()

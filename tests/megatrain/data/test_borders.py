@@ -125,4 +125,4 @@ def test_text_that_the_tokenizer_changes_is_refused(tmp_path: Path) -> None:
     encoder = RowEncoder(load_tokenizer(str(tmp_path)))
     with pytest.raises(RowError, match="decode to ' a fish', but the row has ' a whale'"):
         encoder.encode(PromptCompletion("It is", " a whale", "x"))
-    assert encoder.encode(PromptCompletion("A whale", " is it", "x")).num_trained > 1
+    assert encoder.encode(PromptCompletion("A whale", " is it", "x")).num_trained == 3

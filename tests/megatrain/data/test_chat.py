@@ -189,7 +189,7 @@ def test_the_same_text_twice_is_told_apart(tokenizer: Any) -> None:
     row = conversation(("user", "yes"), ("assistant", "yes"), ("user", "assistant\nyes"), ("assistant", "yes"))
     coded = RowEncoder(tokenizer, train_on="completion").encode(row)
     assert trained_runs(tokenizer, coded) == ["yes<|im_end|>"]
-    assert coded.trained.index(True) > len(coded.tokens) - 6
+    assert coded.trained.index(True) == len(coded.tokens) - 3
 
 
 def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:

@@ -82,8 +82,7 @@ def test_where_all_rows_are_bad_the_first_is_named(tokenizer: Any, tmp_path: Pat
 
 def test_rows_cut_before_the_answer_are_counted(tokenizer: Any) -> None:
     report = load(tokenizer, make_config(DATA / "messy_chats.jsonl", max_length=16)).report
-    assert report.num_truncated > 2
-    assert report.num_untrained > 2
+    assert (report.num_truncated, report.num_untrained) == (5, 4)
     assert report.num_documents == report.num_rows - report.num_dropped
 
 

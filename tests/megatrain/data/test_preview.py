@@ -67,7 +67,7 @@ def test_rows_as_they_are_trained(tmp_path: Path) -> None:
     assert second.where == f"{tmp_path / 'a.jsonl'} line 2"
     assert third.dropped == "no token of its first 16 (data.max_length) would be trained"
     assert (third.num_tokens, third.num_trained) == (16, 0)
-    assert third.num_tokens_before > 16
+    assert third.num_tokens_before == 43
 
 
 def test_one_row_of_all_sources(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_padding_is_that_of_real_micro_batches(tmp_path: Path, batch: dict[str, 
     )
     batches = itertools.islice(loader, loader.steps_per_epoch)
     tokens = sum(part["input_ids"].numel() for batch in batches for part in batch.micro_batches)
-    assert stats.padding_share == pytest.approx(1 - stats.num_tokens / tokens) and stats.padding_share > 0.1
+    assert stats.padding_share == pytest.approx(1 - stats.num_tokens / tokens) and 0.3 < stats.padding_share < 0.4
 
 
 @pytest.mark.parametrize("packing", [True, False])

@@ -274,7 +274,7 @@ def test_parts_of_experts_are_those_of_the_plain_folder(
             block.packing.decode(packed, read)
             num_packed += 1
         assert torch.equal(read, filled) and filled.any(), layout.name
-    assert num_packed > 2
+    assert 2 < num_packed <= 8
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8 experts", "int4 experts"])
