@@ -2,7 +2,7 @@
 
     python bench/ranks.py --json
     python bench/ranks.py --quick                      # a minute, a small model and no large plans
-    python bench/ranks.py --parts steps --worlds 1x2,2x2
+    python bench/ranks.py --parts steps --worlds 1x2,2x1
     python bench/ranks.py --parts plans --plans 70B:32768,65536
 
 `steps`: worlds of hosts x ranks (of this machine, with gloo, a thread each) take the same steps as one process, with

@@ -121,13 +121,6 @@ def test_ranks_have_the_losses_of_those_with_memory_of_their_own(tiny_model: Pat
     assert one == two
 
 
-@pytest.mark.usefixtures("integrated")
-def test_ranks_that_share_matrices_are_refused(tiny_model: Path, tmp_path: Path) -> None:
-    text = config_text(tmp_path / "run", tiny_model, device="cuda", nvme=0, optimizer='optim = "muon"')
-    with pytest.raises(ConfigError, match=r"several processes share its matrices.*Give \[tiers\.gpu\] a size"):
-        two_ranks(tmp_path / "run", text)
-
-
 def specs_of(folder: Path, tiers: str = "") -> machine.TierSpecs:
     (folder / "run.toml").write_text(
         f'task = "pretrain"\noutput_dir = "out"\ndevice = "cuda"\n[model]\nmodel_name_or_path = "model"\n'
