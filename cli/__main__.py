@@ -1,4 +1,4 @@
-"""Runs the command, as ``megatrain-tier`` and as ``python -m megatrain_tier_cli``."""
+"""Run the command for ``megatrain-tier`` and ``python -m megatrain``."""
 
 
 def run() -> None:
