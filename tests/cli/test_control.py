@@ -63,7 +63,7 @@ def test_save_and_go_on_then_stop(run: SavedRun, start: Start) -> None:
     assert result.exit_code == 0, result.output
     assert f"asked process {process.pid}" in result.stderr
     saved = committed_step(run.out)
-    assert saved is not None and saved > before
+    assert saved is not None and saved >= before  # the request may arrive before the step that status shows has ended
     assert result.stdout == f"saved  checkpoint at step {saved}\n"
     assert process.poll() is None, "it goes on"
     again = run.call("save", run.out, "--json")
