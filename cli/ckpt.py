@@ -47,7 +47,8 @@ def list_command(run: Path | str, as_json: bool) -> int:
 
         infos = list_at_url(run)
     else:
-        infos, notices = list_checkpoints(run), list_notices(run)
+        infos = list_checkpoints(run)
+        notices = list_notices(run, infos)
     if as_json:
         click.echo(json.dumps({"checkpoints": [_fields(info) for info in infos], "notices": notices}))
     else:
@@ -89,22 +90,23 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
                 click.echo(f"  {problem}")
             if info.note is not None:
                 click.echo(f"  note: {info.note}")
-    notices = list_notices(run) if isinstance(run, Path) else []
+    notices = list_notices(run, [info for info, _ in results]) if isinstance(run, Path) else []
     newest = next_start([info for info, problems in results if not problems])
     if as_json:
         values = [{**_fields(info), "problems": problems} for info, problems in results]
         click.echo(json.dumps({"checkpoints": values, "notices": notices}))
     else:
-        for notice in notices:
-            click.echo(f"note: {notice}")
+        _print_notices(notices)
         if step is None and isinstance(run, Path):
             click.echo(_next_start(newest))
     num_damaged = sum(bool(problems) for _, problems in results)
     if num_damaged:
-        are, them = ("is", "it") if num_damaged == 1 else ("are", "them")
+        them = "it" if num_damaged == 1 else "them"
         advice = f"; remove {them} with megatrain-tier ckpt rm {run} --generation N" if isinstance(run, Path) else ""
+        if not all(part.is_there for info, _ in results for part in info.lost):
+            advice = ". Bring the missing folders back: mount their drives"
         raise RunFailedError(
-            f"{num_damaged} of {len(results)} checkpoints {are} damaged. A run passes over {them}{advice}", EXIT_FAILED
+            f"{num_damaged} of {len(results)} checkpoints cannot be used. A run passes over {them}{advice}", EXIT_FAILED
         )
     return 0
 
@@ -207,6 +209,11 @@ def _name(info: Checkpoint) -> str:
     return f"copy of {name}" if info.is_copy else name
 
 
+def _print_notices(notices: list[str]) -> None:
+    for text in notices:
+        click.echo(text if text.startswith("warning: ") else f"note: {text}")
+
+
 def _next_start(newest: Checkpoint | None) -> str:
     return "a run has nothing to continue" if newest is None else f"a run continues from {_name(newest)}"
 
@@ -225,8 +232,7 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
         console.width = max(console.width, PLAIN_WIDTH)
     if not infos:
         console.print("no checkpoint: all were removed")
-        for notice in notices:
-            print_line(console, f"note: {notice}")
+        _print_notices(notices)
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name, justify in (("step", "right"), ("saved", "left"), ("size", "right"), ("loss", "right")):
@@ -250,6 +256,5 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
         if info.problem is not None:
             print_line(console, f"{_name(info)}: {info.problem}", indent=2, style="red")
     newest = next((info for info in infos if info.is_newest), None)
-    for notice in notices:
-        print_line(console, f"note: {notice}")
+    _print_notices(notices)
     print_line(console, _next_start(newest))

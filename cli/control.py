@@ -615,19 +615,18 @@ def _what_next(run: Path) -> str:
         where = "the copy of step" if found.is_copy else "step"
         return f"run it again to continue from {where} {found.step}" + (f"\n{lost}" if lost else "")
     if lost:
-        return (
-            f"it cannot continue\n{lost}\nbring that folder back and run it again; or give up what was trained: "
-            f"megatrain-tier ckpt rm {run} --all"
-        )
+        return f"it cannot continue\n{_lost(run, with_remedy=True)}"
     return "nothing was saved; run it again to start over"
 
 
-def _lost(run: Path) -> str:
-    """Return which checkpoints of a run are lost with a drive, "" if none is."""
-    from megatrain.checkpoint.scan import Lost, saved_checkpoints
+def _lost(run: Path, *, with_remedy: bool = False) -> str:
+    """Return which checkpoints of a run are lost with a drive or are read from elsewhere, "" if none is."""
+    from megatrain.checkpoint.scan import Lost, outside_notices, saved_checkpoints
 
-    lost = Lost.among(saved_checkpoints(run))
-    return "" if lost is None else str(lost)
+    found = saved_checkpoints(run)
+    lost = Lost.among(found)
+    lines = [] if lost is None else [f"{lost}\n{lost.remedy(run)}" if with_remedy else str(lost)]
+    return "\n".join([*lines, *outside_notices(found)])
 
 
 def _age(moment: str) -> str:

@@ -28,6 +28,7 @@ RANKS = {
     "tiered.locks": 2,
     "tiered.schedule": 2,
     "tiered.durable.manifest": 5,
+    "tiered.durable.drive_places": 5,
     "tiered.durable.zarr_folder": 5,
     "tiered.policies": 3,
     "tiered.transfer": 3,

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tiered.durable.drive_places import DrivePlace, drive_places
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder, top_problem
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
     from tiered.file_io import drop_cached, folder_clashes, open_direct, read_all, read_document_file, replace_file
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "SNAPSHOT_FOLDER",
+    "DrivePlace",
+    "drive_places",
     "generation_folder",
     "top_problem",
     "read_owner",
@@ -139,6 +142,7 @@ _HOMES = {
     "BufferTier": "tiers.base",
     "Candidate": "policies",
     "DescribingTier": "tiers.base",
+    "DrivePlace": "durable.drive_places",
     "DurableTier": "tiers.snapshots",
     "EvictionPolicy": "policies",
     "HostSlab": "tiers.ram",
@@ -176,6 +180,7 @@ _HOMES = {
     "check_rates": "tiers.stripe",
     "claim_directory": "tiers.directory",
     "default_links": "links.route",
+    "drive_places": "durable.drive_places",
     "dtype_from_name": "tiers.layout",
     "drop_cached": "file_io",
     "folder_clashes": "file_io",

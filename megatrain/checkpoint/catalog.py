@@ -10,7 +10,7 @@ from pathlib import Path
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, RANKS_NAME
 from megatrain.base.owner import living_owner
 from megatrain.checkpoint.document import Checkpoint, folder_notices, forget_checkpoint, in_order
-from megatrain.checkpoint.scan import is_there, scan
+from megatrain.checkpoint.scan import is_there, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError
 from tiered import BlockRecord, list_generations
 from tiered.errors import GenerationError, TieredError
@@ -62,16 +62,17 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
     return [replace(each, is_newest=each is newest) for checkpoints in found for each in reversed(checkpoints)]
 
 
-def list_notices(run: Path | str) -> list[str]:
-    """Return what a run would report of its checkpoints' documents before it continues.
+def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
+    """Return what a run would report of its checkpoints' documents and drives before it continues.
 
     Args:
         run: ``output_dir``, or its folder of checkpoints.
+        checkpoints: those of ``list_checkpoints``.
 
     Raises:
         CheckpointError: no checkpoint was ever saved there.
     """
-    notices = []
+    notices = outside_notices(checkpoints)
     for folder in _folders(run):
         notices += folder_notices(folder)
         if not list_generations(folder) and (problem := top_problem(folder)) is not None:

@@ -33,6 +33,7 @@ from tiered.ext import generation_folder, read_document_file, replace_file, top_
 
 if TYPE_CHECKING:
     from tiered import BlockRecord, Manifest
+    from tiered.ext import DrivePlace
 
 __all__ = [
     "Checkpoint",
@@ -100,6 +101,7 @@ class Checkpoint:
         lanes: in which gradients were added (``ranks/lanes.py``).
         elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
         nbytes: Bytes of all blocks.
+        outside: Drives outside a copied or moved run that hold parts of its checkpoint.
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
         is_newest: whether a run would continue from it.
@@ -114,6 +116,7 @@ class Checkpoint:
     elements: Mapping[str, int] = field(default_factory=dict)
     nbytes: int = 0
     lost: tuple[LostPart, ...] = ()
+    outside: tuple[DrivePlace, ...] = ()
     problem: str | None = None
     is_foreign: bool = False
     is_newest: bool = False

@@ -12,7 +12,7 @@ from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME, FINAL_NAME
 from megatrain.base.observer import RunSummary
 from megatrain.checkpoint.best import Best
 from megatrain.checkpoint.document import Checkpoint, folder_notices, in_order, order_key, read_checkpoints
-from megatrain.checkpoint.scan import Lost, scan
+from megatrain.checkpoint.scan import Lost, outside_notices, scan
 from megatrain.checkpoint.state import CheckpointError, KeptRules, RunState
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.data.loader import LoaderPosition
@@ -170,11 +170,7 @@ def _with_all_parts(
     if lost is None:
         return left
     if not left:
-        raise LostCheckpointsError(
-            f"{lost}. {_what_is_left(output_dir)}. Bring that folder back (mount its drive, restore a backup) and run "
-            f"again; or give up what was trained: megatrain-tier ckpt rm {output_dir} --all, then run again",
-            found[0],
-        )
+        raise LostCheckpointsError(f"{lost}. {_what_is_left(output_dir)}. {lost.remedy(output_dir)}", found[0])
     if found[0] is not left[0]:
         on_notice(f"{lost}. What is left: {left[0]}, from which this run goes on")
     return left
@@ -214,6 +210,8 @@ def _readable(folder: Path, drives: Sequence[Path], on_notice: Callable[[str], N
         else:
             problems.append(each.problem)
             on_notice(f"a checkpoint is passed over: {each.problem}")
+    for notice in outside_notices(checkpoints):
+        on_notice(notice)
     if not checkpoints and not problems and (problem := top_problem(folder)) is not None:
         raise UnreadableCheckpointsError(
             f"{problem}: a copy of a live run may be so. Copy it again, or name another output_dir"

@@ -13,10 +13,11 @@ from pathlib import Path
 from megatrain.base.names import CHECKPOINTS_NAME, COPIES_NAME
 from megatrain.checkpoint.document import Checkpoint, in_order, read_checkpoints, read_manifests, whole_blocks
 from megatrain.checkpoint.state import CheckpointError
-from megatrain.checkpoint.whereabouts import LostPart, drives_of_config, lost_parts
+from megatrain.checkpoint.whereabouts import LostPart, drives_of_config, lost_parts, outside_drives
 from tiered.errors import GenerationError
+from tiered.ext import DrivePlace
 
-__all__ = ["Lost", "is_there", "saved_checkpoints", "scan", "usable_checkpoint"]
+__all__ = ["Lost", "is_there", "outside_notices", "saved_checkpoints", "scan", "usable_checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,13 @@ class Lost:
 
     Attributes:
         steps: ascending.
-        paths: where the parts lay.
+        places: where the parts lay, as ``LostPart.place``.
+        is_absent: whether the folder of some part does not exist: its drive may not be mounted.
     """
 
     steps: tuple[int, ...]
-    paths: tuple[str, ...]
+    places: tuple[str, ...]
+    is_absent: bool
 
     @classmethod
     def among(cls, checkpoints: Sequence[Checkpoint]) -> Lost | None:
@@ -38,14 +41,45 @@ class Lost:
         if not gone:
             return None
         steps = tuple(sorted({each.step for each in gone if each.step is not None}))
-        return cls(steps, tuple(dict.fromkeys(part.path for each in gone for part in each.lost)))
+        parts = [part for each in gone for part in each.lost]
+        return cls(steps, tuple(dict.fromkeys(part.place for part in parts)), not all(part.is_there for part in parts))
 
     def __str__(self) -> str:
-        what = "checkpoint of step" if len(self.steps) == 1 else "checkpoints of steps"
-        steps = ", ".join(map(str, self.steps))
         verb = "is" if len(self.steps) == 1 else "are"
-        states = (f"'{path}'" + ("" if os.path.isdir(path) else ", which is not there") for path in self.paths)
-        return f"the {what} {steps} {verb} gone: parts of {'it' if verb == 'is' else 'them'} lay in {'; '.join(states)}"
+        them = "it" if verb == "is" else "them"
+        return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
+
+    def remedy(self, output_dir: Path) -> str:
+        """Return what the user can do if none is left; only what cannot come back may be removed."""
+        copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
+        if self.is_absent:
+            back = "Bring that folder back (mount its drive, restore a backup) and run again"
+            return f"{back}. {copy}. To start anew, name another output_dir"
+        return (
+            f"Restore a backup and run again. {copy}. Or give up what was trained: megatrain-tier ckpt rm {output_dir} "
+            "--all, then run again"
+        )
+
+
+def _of_steps(steps: Sequence[int]) -> str:
+    what = "checkpoint of step" if len(steps) == 1 else "checkpoints of steps"
+    return f"{what} {', '.join(map(str, steps))}"
+
+
+def outside_notices(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return which checkpoints of a copied or moved run are read from folders that do not belong to it."""
+    found: dict[DrivePlace, set[int]] = {}
+    for each in checkpoints:
+        for drive in each.outside:
+            found.setdefault(drive, set()).add(each.step or 0)
+    notices = []
+    for drive, numbers in found.items():
+        notices.append(
+            "warning: this run was copied or moved without all of its drives. Parts of the "
+            f"{_of_steps(sorted(numbers))} are read from '{drive.recorded}', because '{drive.nearby}' does not hold "
+            "them"
+        )
+    return notices
 
 
 def scan(
@@ -112,11 +146,13 @@ def _examined(checkpoint: Checkpoint, search: Sequence[Path], reads_state: bool)
         nbytes = sum(block.nbytes for block in whole_blocks(checkpoint, manifests).values())
     except GenerationError as error:
         return replace(checkpoint, problem=str(error)) if is_there(checkpoint) else None
-    lost: list[LostPart] = []
+    lost, outside = list[LostPart](), list[DrivePlace]()
     for rank, manifest in zip(checkpoint.ranks, manifests, strict=True):
-        lost += lost_parts(manifest, checkpoint.folder / rank.path, [path / rank.path for path in search])
+        place = checkpoint.folder / rank.path, [path / rank.path for path in search]
+        lost += lost_parts(manifest, *place)
+        outside += outside_drives(manifest, *place)
     problem = "parts of it are gone: " + "; ".join(map(str, lost)) if lost else None
-    return replace(checkpoint, nbytes=nbytes, lost=tuple(lost), problem=problem)
+    return replace(checkpoint, nbytes=nbytes, lost=tuple(lost), outside=tuple(outside), problem=problem)
 
 
 def is_there(checkpoint: Checkpoint) -> bool:

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME
 from tiered import list_generations, read_manifest
 from tiered.errors import GenerationError, TieredError
-from tiered.ext import SNAPSHOT_FOLDER
+from tiered.ext import SNAPSHOT_FOLDER, drive_places
 from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
     from tiered import BlockRecord, Manifest
+    from tiered.ext import DrivePlace
 
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "drives_of_config",
     "foreign_drives",
     "lost_parts",
+    "outside_drives",
 ]
 
 _ATTRIBUTES_KEY = "megatrain"  # of tiered.tiers.layout
@@ -44,10 +46,12 @@ class LostPart:
     """What of a checkpoint is gone with one drive.
 
     Attributes:
+        path: Folder on the drive. Of a copied run it is the folder of the copy.
         is_there: whether that path exists: else the drive may not be mounted.
         blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
         num_blocks: Blocks of the whole checkpoint.
         nbytes: size of ``blocks``; those striped over several drives have only a part of them on this one.
+        recorded: path of the drive when the checkpoint was saved.
     """
 
     path: str
@@ -55,14 +59,20 @@ class LostPart:
     blocks: tuple[str, ...]
     num_blocks: int
     nbytes: int
+    recorded: str = ""
+
+    @property
+    def place(self) -> str:
+        """Return the quoted path, whether it exists, and the recorded path if that is another one."""
+        if self.is_there:
+            return f"'{self.path}'"
+        was = f" (it was '{self.recorded}')" if self.recorded not in ("", self.path) else ""
+        return f"'{self.path}', which is not there{was}"
 
     def __str__(self) -> str:
         kinds = ", ".join(dict.fromkeys(key.rpartition("/")[2].partition(".")[0] for key in self.blocks))
-        absent = "" if self.is_there else ", which is not there"
-        return (
-            f"{len(self.blocks)} of {self.num_blocks} blocks ({kinds}; {format_size(self.nbytes)}) lay in "
-            f"'{self.path}'{absent}"
-        )
+        count = f"{len(self.blocks)} of {self.num_blocks} blocks"
+        return f"{count} ({kinds}; {format_size(self.nbytes)}) lay in {self.place}"
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
@@ -75,10 +85,42 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
     if not missing or manifest.generation not in list_generations(directory):
         return ()
     sizes = {record.key: record.nbytes for record in manifest.blocks}
+    recorded = {place.nearby: str(place.recorded) for place in drive_places(manifest, directory)}
     return tuple(
-        LostPart(str(path), path.is_dir(), keys, len(sizes), sum(sizes[key] for key in keys))
+        LostPart(
+            str(path),
+            os.path.isdir(path),
+            keys,
+            len(sizes),
+            sum(sizes[key] for key in keys),
+            recorded.get(path, str(path)),
+        )
         for path, keys in missing.items()
     )
+
+
+def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
+    """Return the recorded drives that supply parts of a generation in a copied or moved directory.
+
+    Args:
+        directory: Where generations are.
+        search: paths where parts may have moved.
+    """
+    places = drive_places(manifest, directory)
+    outside = [place for place in places if place.is_outside]
+    if not outside:
+        return []
+    name, recorded = f"{manifest.generation:08d}", {place.recorded for place in outside}
+    inside = [path for path in (*search, *(place.path for place in places)) if path not in recorded]
+    snaps = [path / SNAPSHOT_FOLDER / name for path in inside]
+    return [place for place in outside if _supplies(place.path / SNAPSHOT_FOLDER / name, snaps)]
+
+
+def _supplies(snap: Path, others: Sequence[Path]) -> bool:
+    """Return whether a folder has a file of a block that none of the others has; their links lead out of them."""
+    files = (Path(place, file) for place, _, names in os.walk(snap) for file in names if Path(place).name == "c")
+    places = ([other / file.relative_to(snap) for other in others] for file in files)
+    return any(not any(os.path.isfile(place) and not os.path.islink(place) for place in each) for each in places)
 
 
 def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> dict[Path, tuple[str, ...]]:
@@ -86,13 +128,15 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
 
     A file that is missing in a folder that is there is damage: the reader of the generation names it.
     """
-    name = f"{manifest.generation:08d}"
-    if all(os.path.isdir(os.path.join(drive, SNAPSHOT_FOLDER, name)) for drive in _drives_of(manifest, folder, name)):
+    name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
+    known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
+    if all(os.path.isdir(os.path.join(drive, SNAPSHOT_FOLDER, name)) for drive in known):
         return {}  # without a look at each block: a run may have thousands of checkpoints
+    moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
     for block in manifest.blocks:
         named = Path(os.path.normpath(folder / block.location))
-        paths = [*search, *map(Path, manifest.paths.get(block.home, ()))]
+        paths = [*search, *(place.path for place in drives)]
         places = [named, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
         depth = block.key.count("/")
         drive = named.parents[depth + 2]
@@ -102,7 +146,8 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
         for number in range(num_files):
             # A drive that died, or that this user may not read, is as good as gone: ``os.path`` raises nothing.
             if not any(os.path.exists(place / "c" / str(number)) for place in places):
-                missing.setdefault(_where_it_lay(named / "c" / str(number), depth), {})[block.key] = None
+                lay = _where_it_lay(named / "c" / str(number), depth)
+                missing.setdefault(moved.get(lay, lay), {})[block.key] = None
     return {
         drive: tuple(keys)
         for drive, keys in missing.items()
@@ -110,11 +155,11 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
     }
 
 
-def _drives_of(manifest: Manifest, folder: Path, name: str) -> set[str]:
-    """Return the drives that may hold a part of a generation, by what its manifest says."""
-    written = {path for paths in manifest.paths.values() for path in paths}
-    above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in manifest.blocks}
-    return written | {os.path.normpath(os.path.join(folder, place)) for place in above}
+def _drives_of_locations(manifest: Manifest, folder: Path, name: str) -> set[str]:
+    """Return the drives of arrays whose tier has no recorded paths."""
+    blocks = [block for block in manifest.blocks if block.home not in manifest.paths]
+    above = {block.location.removesuffix(f"{SNAPSHOT_FOLDER}/{name}/{block.key}") for block in blocks}
+    return {os.path.normpath(os.path.join(folder, place)) for place in above}
 
 
 def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict[Path, int]:
@@ -130,8 +175,7 @@ def bytes_on_drives(output_dir: Path | str, drives: Sequence[Path] = ()) -> dict
         # Of several ranks each has a folder of its own on every drive.
         inside = "" if own == folder else own.name
         store = _read(own / _STORE_NAME).get("id")
-        named = [Path(path) for paths in _paths_of_tiers(own) for path in paths]
-        named = [path.parent if inside and path.name == inside else path for path in named]
+        named = [path.parent if inside and path.name == inside else path for path in _paths_of_tiers(own)]
         for path in dict.fromkeys([*drives, *drives_of_config(root), *named]):
             nbytes = sum(_bytes_of(path / inside / SNAPSHOT_FOLDER, store).values()) if store is not None else 0
             if nbytes:
@@ -157,11 +201,11 @@ def foreign_drives(output_dir: Path | str) -> list[str]:
     return found
 
 
-def _paths_of_tiers(directory: Path) -> Iterator[Sequence[str]]:
-    """Yield the paths of file tiers that the generations in a directory name."""
+def _paths_of_tiers(directory: Path) -> Iterator[Path]:
+    """Yield the paths of file tiers of the generations in a directory, where they are now."""
     for generation in list_generations(directory):
         with contextlib.suppress(GenerationError):
-            yield from read_manifest(directory, generation).paths.values()
+            yield from (place.path for place in drive_places(read_manifest(directory, generation), directory))
 
 
 def _bytes_of(snap: Path, store: object) -> dict[int, int]:
@@ -203,12 +247,19 @@ def _where_it_lay(file: Path, depth: int) -> Path:
 
 
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
-    """Return the drives that the config of the last run in a folder names: parts of checkpoints may have moved."""
+    """Return the drives that the config of the last run in a folder names: parts of checkpoints may have moved.
+
+    As ``drive_places``: one of a copied folder is looked for beside the copy first.
+    """
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))
-        return tuple(Path(table["path"]) for table in values["tiers"]["nvme"])
+        recorded = [Path(table["path"]) for table in values["tiers"]["nvme"]]
+        before = values["output_dir"]
+        nearby = [Path(os.path.normpath(output_dir / os.path.relpath(path, before))) for path in recorded]
     except (OSError, ValueError, KeyError, TypeError):
         return ()
+    pairs = zip(nearby, recorded, strict=True)
+    return tuple(near if os.path.isdir(near) or not os.path.isdir(path) else path for near, path in pairs)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -674,7 +674,7 @@ class _WholeCheck:
                 raise
             yield CheckResult("checkpoints", "note", "the run is done, and its checkpoints are gone with a drive")
             return
-        yield from (CheckResult("checkpoints", "note", text) for text in notices)
+        yield from map(_notice, notices)
         if not candidates:
             yield CheckResult("checkpoints", "ok", "none: the run starts from the model")
             return
@@ -683,7 +683,7 @@ class _WholeCheck:
             return
         notices.clear()
         start.check_changes(candidates[0], allow=False)
-        yield from (CheckResult("checkpoints", "note", text) for text in notices)
+        yield from map(_notice, notices)
         if start.already_done(candidates[0]) is not None:
             yield CheckResult("checkpoints", "note", "the run is done: raise the number of steps to train longer")
         yield CheckResult("checkpoints", "ok", f"continues from {candidates[0]}")
@@ -712,6 +712,11 @@ class _WholeCheck:
             yield CheckResult("weights", "problem", text, "config")
         else:
             yield CheckResult("weights", "ok", "all are finite numbers")
+
+
+def _notice(text: str) -> CheckResult:
+    warning = text.removeprefix("warning: ")
+    return CheckResult("checkpoints", "note" if warning == text else "warning", warning)
 
 
 def _each_problem(subject: str, error: ConfigError) -> Iterator[CheckResult]:

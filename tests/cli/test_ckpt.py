@@ -64,8 +64,9 @@ def test_verify(run: SavedRun) -> None:
     assert result.exit_code == 1
     assert "step 4 (generation 2): sound\nstep 6 (generation 3): 1 problem\n" in result.stdout
     assert str(chunk) in result.stdout and "a run continues from step 4\n" in result.stdout
-    assert f"1 of 3 checkpoints is damaged. A run passes over it; remove it with megatrain-tier ckpt rm {run.out}" in (
-        result.stderr
+    assert (
+        f"1 of 3 checkpoints cannot be used. A run passes over it; remove it with megatrain-tier ckpt rm {run.out}"
+        in (result.stderr)
     )
     (one,) = json.loads(run.call("ckpt", "verify", run.out, "--step", 6, "--json").stdout)["checkpoints"]
     assert one["step"] == 6 and len(one["problems"]) == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -74,7 +74,11 @@ def array_chunk_bytes(folder: Path) -> int | None:
 
 
 def chunk_files(
-    folder: Path, spec: BlockSpec, elsewhere: Sequence[Path] = (), chunk_bytes: int | None = None
+    folder: Path,
+    spec: BlockSpec,
+    elsewhere: Sequence[Path] = (),
+    chunk_bytes: int | None = None,
+    moved: Mapping[Path, Path] | None = None,
 ) -> list[ChunkFile]:
     """Return all chunk files of an array, in order; also those that are missing.
 
@@ -82,6 +86,7 @@ def chunk_files(
         folder: where the array's files lie.
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
         chunk_bytes: the size of the files, if it was read already.
+        moved: recorded path of a drive -> where it is now; links into the former lead to the latter.
 
     Raises:
         GenerationError: the folder holds no array.
@@ -94,10 +99,19 @@ def chunk_files(
     if len(starts) > _MAX_FILES:
         raise GenerationError(f"block '{spec.key}' in '{folder}' is said to have {len(starts)} files. {ADVICE}")
     for number, start in enumerate(starts):
-        paths = [place / "c" / str(number) for place in (folder, *elsewhere)]
+        paths = [_target(place / "c" / str(number), moved) for place in (folder, *elsewhere)]
         path = next((path for path in paths if path.exists()), paths[0])  # a dangling link does not exist
         files.append(ChunkFile(path, start, chunk_bytes))
     return files
+
+
+def _target(file: Path, moved: Mapping[Path, Path] | None) -> Path:
+    """Return a chunk file; for a link into a drive that has moved, the file there."""
+    if not moved or not file.is_symlink():
+        return file
+    target = Path(os.readlink(file))
+    drive = next((parent for parent in target.parents if parent in moved), None)
+    return file if drive is None else moved[drive] / target.relative_to(drive)
 
 
 def snapshot_of(file: Path, key: str) -> Path:

@@ -7,22 +7,20 @@ names a store; ``OWNER.json`` in ``snap/<generation>/`` names its owner. A store
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from tiered.durable.drive_places import OWNER_NAME, read_note
 from tiered.durable.manifest import SNAPSHOT_FOLDER
-from tiered.file_io import checksum, read_document_file, write_json
+from tiered.file_io import checksum, write_json
 from tiered.tiers.directory import STORE_NAME
 from tiered.units import is_number
 
-OWNER_NAME = "OWNER.json"
 _UNFINISHED_NOTE = Path(OWNER_NAME).with_suffix(".tmp").name
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -79,15 +77,15 @@ class StoreIdentity:
 
 def read_store_id(directory: Path) -> str | None:
     """Return the id of the store whose generations lie in a directory, None if it has none."""
-    found = _read(directory / STORE_NAME)
-    return found["id"] if found is not None and _is_id(found.get("id")) else None
+    found = read_note(directory / STORE_NAME)
+    return found["id"] if _is_id(found.get("id")) else None
 
 
 def read_owner(folder: Path) -> Owner | None:
     """Return the owner noted in a folder, None without a note; a damaged note is an owner without id."""
     if not (folder / OWNER_NAME).exists():
         return None
-    found = _read(folder / OWNER_NAME) or {}
+    found = read_note(folder / OWNER_NAME)
     owner, path = str(found.get("id")), str(found.get("path"))
     return Owner(owner, path) if _is_id(owner) and found.get("xxh3_64") == _seal(owner, path) else Owner("", "")
 
@@ -124,14 +122,6 @@ def remove_if_empty(folder: Path) -> None:
     if {entry.name for entry in folder.iterdir()} <= {_UNFINISHED_NOTE}:
         (folder / _UNFINISHED_NOTE).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _read(path: Path) -> Mapping[str, Any] | None:
-    try:
-        found = json.loads(read_document_file(path))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _seal(owner: str, path: str) -> str:

@@ -28,6 +28,7 @@ from tiered.durable.arrays import (
     read_small,
     snapshot_of,
 )
+from tiered.durable.drive_places import OWNER_NAME, drive_places
 from tiered.durable.manifest import (
     MANIFEST_NAME,
     SNAPSHOT_FOLDER,
@@ -41,7 +42,7 @@ from tiered.durable.manifest import (
     read_manifest,
     top_problem,
 )
-from tiered.durable.ownership import OWNER_NAME, read_owner, read_store_id
+from tiered.durable.ownership import read_owner, read_store_id
 from tiered.durable.zarr_folder import directory_document, generation_document
 from tiered.errors import BlockNotFoundError, CorruptBlockError, GenerationError, NewerFormatError, TieredError
 from tiered.file_io import PIECE_BYTES, pieces, read_document_file
@@ -100,10 +101,12 @@ class GenerationReader:
         self.blocks: dict[str, BlockRecord] = {record.key: record for record in self.manifest.blocks}
         self._name = generation_name(self.manifest.generation)
         self._folder = generation_folder(self.path, self.manifest.generation)
-        written = [path for paths in self.manifest.paths.values() for path in paths]
+        places = drive_places(self.manifest, self.path)
+        self._moved = {place.recorded: place.path for place in places if place.path != place.recorded}
         self._specs: dict[str, BlockSpec] = {}  # of records that make sense
         self._owners: dict[Path, str] = {}  # by folder of a generation: ours, foreign, or unknown
-        self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*search, *written]))
+        near, far = ([each.path for each in places if each.is_outside == is_outside] for is_outside in (False, True))
+        self._search = list(dict.fromkeys(Path(os.path.abspath(path)) for path in [*near, *search, *far]))
 
     @property
     def generation(self) -> int:
@@ -265,7 +268,7 @@ class GenerationReader:
         """
         place, chunk_bytes, folders = self._array(key)
         elsewhere = [each for each in folders if each != place]
-        return chunk_files(place, self.spec(key), elsewhere, chunk_bytes=chunk_bytes)
+        return chunk_files(place, self.spec(key), elsewhere, chunk_bytes, self._moved)
 
     def place(self, key: str) -> Path:
         """Return the folder with the document of a block's array.
@@ -296,7 +299,7 @@ class GenerationReader:
 
     def paths(self) -> list[Path]:
         """Return the paths of file tiers that have, or may have, a part of the generation."""
-        found = dict.fromkeys(self._search)
+        found = dict.fromkeys([*self._search, *self._moved])
         for key in self.blocks:
             with contextlib.suppress(GenerationError):
                 found.update(dict.fromkeys(snapshot_of(file.path, key).parent.parent for file in self.files(key)))
@@ -407,9 +410,8 @@ class _Inspection:
         wanted = array_document(spec.key, spec.shape, spec.dtype, chunk_bytes or PAGE_BYTES)
         yield from self._document_problems(place, wanted)
         if chunk_bytes is not None:
-            files = chunk_files(place, spec, elsewhere=[folder for folder in folders if folder != place])
-            paths = [file.path for file in files if file.path.exists()]
-            for root in dict.fromkeys(snapshot_of(path, spec.key) for path in paths):
+            files = self._reader.files(spec.key)
+            for root in dict.fromkeys(snapshot_of(file.path, spec.key) for file in files if file.path.exists()):
                 yield from self._owner_problems(root)
             yield from _content_problems(self._reader, spec, files, chunk_bytes)
 

@@ -26,6 +26,8 @@ from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format
 from tiered.durable.manifest import list_generations
 
 ON_DRIVE = {"placement": ON_NVME, "more": NVME}
+_TWO = '[[tiers.nvme]]\npath = "one"\nsize = "20MiB"\n[[tiers.nvme]]\npath = "two"\nsize = "20MiB"\n'
+ON_TWO_DRIVES = {"placement": ON_NVME, "more": f'{_TWO}[advanced]\nfile_size = "32KiB"\n'}
 
 
 @pytest.fixture(scope="module")
@@ -286,8 +288,17 @@ def test_a_lost_drive_without_copies_is_said_in_one_message(run: SavedRun) -> No
     result = run.run(**ON_DRIVE)
     assert result.exit_code == 1, result.output
     assert result.stderr.count("error: ") == 1 and len(result.stderr.strip().splitlines()) == 1
-    for part in ("steps 2, 4 are gone", f"'{drive}', which is not there", "final", f"ckpt rm {run.out} --all"):
+    for part in (
+        "steps 2, 4 are gone",
+        f"'{drive}', which is not there",
+        "final",
+        "name another output_dir",
+        "copy it again",
+    ):
         assert part in result.stderr, result.stderr
+    assert "ckpt rm" not in result.stderr, "the drive may be mounted again"
+    verified = run.call("ckpt", "verify", run.out)
+    assert verified.exit_code == 1 and "ckpt rm" not in verified.output, verified.output
     after = {path: path.read_bytes() for path in run.out.rglob("*") if path.is_file()}
     assert {path for path in before if before[path] != after.get(path)} <= {run.out / "LOCK", run.out / "status.json"}
     assert not drive.exists(), "nothing is made where a drive may be mounted again"
@@ -315,13 +326,66 @@ def test_a_run_that_is_done_needs_its_drive_no_more(run: SavedRun) -> None:
 
 
 def test_one_of_two_drives_is_lost(run: SavedRun) -> None:
-    two = '[[tiers.nvme]]\npath = "one"\nsize = "20MiB"\n[[tiers.nvme]]\npath = "two"\nsize = "20MiB"\n'
-    config = {"placement": ON_NVME, "more": f'{two}[advanced]\nfile_size = "32KiB"\n'}
-    assert run.run(steps=4, **config).exit_code == 0
+    assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     shutil.rmtree(run.folder / "two")
-    result = run.run(**config)
+    result = run.run(**ON_TWO_DRIVES)
     assert result.exit_code == 1 and f"'{run.folder / 'two'}', which is not there" in result.stderr, result.output
     assert str(run.folder / "one") not in result.stderr
+
+
+# -- runs that were copied as a folder ---------------------------------------------------------------------------
+
+
+def verified(run: SavedRun) -> Any:
+    return run.call("ckpt", "verify", run.out)
+
+
+def test_a_copied_folder_is_read_from_its_own_drives(run: SavedRun, tmp_path: Path) -> None:
+    """With two paths, the first one's arrays link to files of the second by absolute paths."""
+    assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
+    sound, damaged = (run.copy(tmp_path / name) for name in ("sound", "damaged"))
+    (file,) = (damaged.folder / "two/snap").glob("00000002/model.layers.0/m/c/1")
+    file.write_bytes(b"damaged!" + file.read_bytes()[8:])
+    result = verified(damaged)
+    assert result.exit_code == 1 and f"'{file}'" in result.stdout, result.output
+    assert "a run continues from step 2" in result.stdout and "warning: " not in result.output
+    result = damaged.run(**ON_TWO_DRIVES)
+    assert result.exit_code == 0 and "continuing after step 2 of 6" in result.stdout, result.output
+
+    shutil.rmtree(run.folder)  # the original is gone: moved, in effect
+    for words in (("ckpt", "ls"), ("ckpt", "verify"), ("status",)):
+        result = sound.call(*words, sound.out)
+        assert result.exit_code == 0 and str(run.folder) not in result.output, result.output
+    assert sound.call("export", sound.out, tmp_path / "x", "--model", sound.folder / "model").exit_code == 0
+    result = sound.run(**ON_TWO_DRIVES)
+    assert result.exit_code == 0 and "continuing after step 4 of 6" in result.stdout, result.output
+    assert weights(sound) == weights(damaged)
+
+
+@pytest.mark.parametrize("drive", ["one", "two"])
+def test_folders_outside_a_copy_are_named_by_every_command(run: SavedRun, tmp_path: Path, drive: str) -> None:
+    assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
+    copied = run.copy(tmp_path / "copied")
+    shutil.rmtree(copied.folder / drive)
+    named = f"4 are read from '{run.folder / drive}', because '{copied.folder / drive}' does not hold them"
+    config = copied.write_config(**ON_TWO_DRIVES)
+    calls = [("ckpt", "ls", copied.out), ("ckpt", "verify", copied.out), ("status", copied.out), ("check", config)]
+    for words in (*calls, ("export", copied.out, tmp_path / "x"), ("run", config)):
+        result = copied.call(*words)
+        assert result.exit_code == 0 and named in " ".join(result.output.split()), result.output
+        assert result.output.count("warning") >= 1
+
+
+def test_a_live_copy_without_a_whole_checkpoint_names_its_own_folders(run: SavedRun, tmp_path: Path) -> None:
+    assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
+    shutil.rmtree(run.out / "final")
+    copied = run.copy(tmp_path / "copied")
+    for folder in (run.folder, copied.folder):  # removed while they were copied
+        shutil.rmtree(folder / "two/snap")
+    result = copied.run(**ON_TWO_DRIVES)
+    assert result.exit_code == 1 and str(run.folder) not in result.stderr, result.output
+    for part in (f"lay in '{copied.folder / 'two'}'", "copy it again; a larger checkpoint.save_total_limit keeps more"):
+        assert part in result.stderr, result.stderr
 
 
 # -- what is said before anything is lost ------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def test_a_damaged_object_is_named_and_its_copy_passed_over(run: SavedRun, url: 
     listed = json.loads(run.call("ckpt", "ls", url, "--json").stdout)["checkpoints"]
     assert [(each["step"], each["is_newest"]) for each in listed] == [(2, False), (4, False), (6, True)]
     damaged = run.call("ckpt", "verify", url)
-    assert damaged.exit_code == 1 and "1 of 3 checkpoints is damaged" in damaged.output, damaged.output
+    assert damaged.exit_code == 1 and "1 of 3 checkpoints cannot be used" in damaged.output, damaged.output
     assert f"'file://{victim}': its SHA-256 is" in damaged.output and "ckpt rm" not in damaged.output
     be_an_empty_machine(run)
     result = run.run(**to(url))

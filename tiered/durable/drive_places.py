@@ -1,0 +1,73 @@
+"""Where the drives of a generation are now: one rule for every reader of committed generations.
+
+A copied or moved folder has drives of its own. So each drive is looked for in the same place relative to the directory
+of generations first, and at its recorded path second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tiered.durable.manifest import SNAPSHOT_FOLDER, Manifest, generation_name
+from tiered.file_io import read_document_file
+
+OWNER_NAME = "OWNER.json"
+
+
+@dataclass(frozen=True, slots=True)
+class DrivePlace:
+    """A path of a file tier as a generation recorded it, and where it is now.
+
+    Attributes:
+        recorded: absolute path at the commit.
+        nearby: the same place relative to the directory of generations as it is now.
+        path: the one of both that is read: ``recorded`` only if ``nearby`` has no part of the generation.
+    """
+
+    recorded: Path
+    nearby: Path
+    path: Path
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether a copied or moved directory is read from the recorded path."""
+        return self.path != self.nearby
+
+
+def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
+    """Return every path of a file tier that a generation was saved with; ``directory`` is where generations are now."""
+    name = generation_name(manifest.generation)
+    places: dict[Path, DrivePlace] = {}
+    for tier, paths in ((tier, paths) for tier, paths in manifest.paths.items() if paths):
+        block = next((block for block in manifest.blocks if block.home == tier), None)
+        inside = "" if block is None else f"{SNAPSHOT_FOLDER}/{name}/{block.key}"
+        # Arrays are on the first path: their location tells which folder that path and the directory had in common.
+        location = "." if block is None else os.path.normpath(block.location.removesuffix(inside) or ".")
+        num_up = Path(location).parts.count("..")
+        common = os.path.normpath(Path(paths[0], *[".."] * (len(Path(location).parts) - num_up)))
+        here = Path(os.path.abspath(directory), *[".."] * num_up)
+        for path in map(Path, paths):
+            nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
+            is_moved = nearby != path  # else no note is read
+            is_left = is_moved and not _holds(nearby, name, manifest.store) and _holds(path, name, manifest.store)
+            places[path] = DrivePlace(path, nearby, path if is_left else nearby)
+    return tuple(places.values())
+
+
+def _holds(path: Path, name: str, store: str) -> bool:
+    """Return whether a path has a part of a generation: a folder of its number that is not another store's."""
+    folder = path / SNAPSHOT_FOLDER / name
+    return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", store) == store
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """Return a JSON object in a file; empty where there is none."""
+    try:
+        found = json.loads(read_document_file(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
