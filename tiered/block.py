@@ -22,8 +22,6 @@ class BlockSpec:
 
     Attributes:
         key: name, path-like: segments of letters, digits, ``_ . -`` joined by ``/``.
-        shape: that a lease's tensor has.
-        dtype: that a lease's tensor has.
         home: name of the tier that owns the block's slot for life.
         durable: part of a commit. Scratch blocks (gradients, activations) are not.
     """

@@ -84,8 +84,6 @@ class TransferError(TieredError, OSError):
 
     Attributes:
         tier: the tier (or link) where it failed.
-        path: the file, or None.
-        errno: the operating system's number, or None.
         offset: byte offset in the file, or None.
     """
 
@@ -117,9 +115,6 @@ class CorruptBlockError(TieredError):
     """The bytes on disk are not the bytes that were written.
 
     Attributes:
-        expected: the checksum of what was written.
-        found: the checksum of what was read.
-        place: files and offset ranges.
         generation: number of the generation that it is a part of, or None for contents of a running process.
     """
 
@@ -150,7 +145,6 @@ class LockingError(TieredError, OSError):
 
     Attributes:
         path: the file that was to be locked.
-        errno: the operating system's number.
     """
 
     def __init__(self, path: str, cause: OSError, file_system: str) -> None:

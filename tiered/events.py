@@ -54,8 +54,6 @@ class StoreStats:
     """Counters of a store. ``later - earlier`` gives a window (levels such as ``used_bytes`` stay the later's).
 
     Attributes:
-        tiers: by name.
-        links: by ``"src->dst"``.
         stall_s: seconds that callers waited, by cause.
         prefetch_on_time: prefetched copies that were there when they were asked for.
         prefetch_late: prefetched copies that were still coming then.
@@ -139,8 +137,6 @@ class DueBytes:
         """Count bytes on a link; negative ones take back what could not be moved.
 
         Args:
-            link: source and destination.
-            nbytes: number of bytes of the transfer.
             for_use: tick of the use that they move for.
         """
         self._asked[link] += nbytes

@@ -39,7 +39,6 @@ def open_direct(path: str | os.PathLike[str], flags: int, on_buffered: Callable[
     """Return a new file descriptor, with O_DIRECT where that works; the caller closes it. Raises ``OSError``.
 
     Args:
-        flags: as of ``os.open``.
         on_buffered: called where O_DIRECT is refused.
     """
     try:

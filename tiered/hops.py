@@ -34,7 +34,6 @@ def stops(order: Sequence[str], block: Block, access: Access, direct: Container[
 
     Args:
         order: names of the tiers, fast to slow.
-        direct: as for ``route``.
     """
     between = [src for src, _ in route(order, block.spec.home, access.tier, direct)[1:]]
     target = block.copies.get(access.tier)

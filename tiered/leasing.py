@@ -240,7 +240,6 @@ class Leasing:
 
         Args:
             abandoned: whether what leases of mode ``w`` have written is dropped.
-            stream: as for ``Lease.release``.
         """
         movement = self.movement
         with movement.changed:

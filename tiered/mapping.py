@@ -65,7 +65,6 @@ class BlockMapping(MutableMapping[str, torch.Tensor]):
         """Write a tensor as a block; the first time that registers it. For programs that want no leases.
 
         Args:
-            key: the block's name.
             tensor: on any device, or a NumPy array; of the block's shape and dtype where it is registered already.
             home: tier that a new block is at home in; None: the slowest tier.
             durable: as of ``register``, of a new block.

@@ -40,8 +40,6 @@ class Movement:
         read_only_tiers: names of those whose homes hold their contents from the start.
         time_s: the clock that stalls are measured with.
         due: bytes per link, by the use that they move for.
-        occupancy: what slots take of each tier.
-        prefetcher: follows the schedule, which it knows.
         inflight_bytes: sum over the transfers that bring a copy in.
         failed_write_backs: errors of write-backs; raised to callers that wait for room while one is added.
         unsaved: blocks whose newest bytes are not at home because their last write-back failed, and why.
@@ -293,9 +291,6 @@ class Movement:
         """Return a slot in ``tier``, evicting what the policy ranks first; None when room is not there yet.
 
         Args:
-            tier: where the slot is taken.
-            for_use: as for ``bring``.
-            demand: as for ``bring``.
             home: it is the block's home slot.
             waits: the caller asks again when a copy has left; else a buffer of another size rather makes way.
         """
@@ -461,7 +456,6 @@ def submit_two_hops(links: Mapping[tuple[str, str], Link], block: Block, copy: C
     """Start writing ``copy`` to the block's home by way of ``middle``; call it with the store's lock held.
 
     Args:
-        links: by (source, destination).
         middle: has a slot, and the newest bytes already if its state is valid.
 
     Returns:

@@ -29,7 +29,6 @@ class Occupancy:
     def __init__(self, tiers: Sequence[Tier], blocks: Mapping[str, Block]) -> None:
         """
         Args:
-            tiers: the store's, fast to slow.
             blocks: those that are registered, by key; the store's own mapping, which changes.
         """
         self._tiers, self._blocks = {tier.name: tier for tier in tiers}, blocks
@@ -120,11 +119,7 @@ class Occupancy:
         return room
 
     def buffers(self, held_up: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], int]:
-        """Return how many buffers of which size are open to them, by (tier, bytes of a slot).
-
-        Args:
-            held_up: as for ``room``.
-        """
+        """Return how many buffers of which size are open to them, by (tier, bytes of a slot)."""
         taken = (self.pinned_buffers, self._relayed_buffers, held_up)
         return {
             (tier, size): count - sum(each.get((tier, size), 0) for each in taken)

@@ -15,7 +15,6 @@ class Candidate:
 
     Attributes:
         nbytes: bytes its slot would give back.
-        dirty: it must be written back first.
         last_use: a count of the store's, larger for a later use or arrival.
         next_use: tick of its next scheduled use, or ``NEVER``.
     """

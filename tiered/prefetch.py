@@ -60,7 +60,6 @@ def next_fetches(
     they moved.
 
     Args:
-        schedule: the known future.
         now: the trainer's tick; its own accesses are served on demand.
         lookahead_bytes: most bytes of distinct future copies to look ahead; None = no limit but the room.
         room_bytes: bytes of each tier that are open to copies (capacity less homes and reserved bytes).
@@ -142,10 +141,7 @@ class Mover(Protocol):
     """What a prefetcher asks of ``Movement``, which it is a part of.
 
     Attributes:
-        blocks: those that are registered, by key.
         order: names of the tiers, fast to slow.
-        links: by (source, destination).
-        occupancy: what slots take of each tier.
         inflight_bytes: sum over the transfers that bring a copy in.
     """
 
@@ -169,9 +165,7 @@ class Prefetcher:
     """Starts fetches by a schedule, as far ahead as there is room. Everything here runs under the store's lock.
 
     Attributes:
-        schedule: the known future, or None.
         lookahead_bytes: most bytes of copies to look ahead; None = no limit but the room.
-        now: the trainer's tick.
         settled: the state in which nothing was left to fetch when it was last looked for, or None.
     """
 

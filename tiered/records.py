@@ -131,9 +131,6 @@ class Lease:
     Attributes:
         tensor: exactly the block's shape and dtype, contiguous, a view of the slot (no copy), on the tier's device. Not
             usable after release: the slot may then hold another block.
-        key: the block's name.
-        tier: that holds the copy.
-        mode: ``r``, ``w`` or ``rw``.
         version: number of writes released before this lease was granted.
     """
 

@@ -19,8 +19,6 @@ class Access:
 
     Attributes:
         tick: when, in the trainer's own count (``TieredStore.advance``). Several accesses may share a tick.
-        key: the block's name.
-        tier: that has the copy.
         mode: ``r`` reads, ``rw`` changes, ``w`` overwrites without reading.
     """
 

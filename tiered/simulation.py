@@ -118,12 +118,8 @@ class SimulatedTier:
 class SimulatedChannel:
     """What the links of a drive or of a bus share: one rate, urgent transfers first, then first come first served.
 
-    Args:
-        rate_bytes_per_s: what all links move together.
-
     Attributes:
         busy_s: seconds of transfers that have begun.
-        num_submitted: transfers so far.
     """
 
     def __init__(self, clock: SimulatedClock, rate_bytes_per_s: float) -> None:

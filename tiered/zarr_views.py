@@ -27,7 +27,6 @@ class BlockView:
     """One block to show.
 
     Attributes:
-        spec: key, shape and dtype.
         read: returns bytes ``start`` to ``stop`` of the contents, 1-D uint8 in host memory; raises where they are
             damaged or missing.
     """

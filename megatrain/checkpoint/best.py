@@ -23,7 +23,6 @@ class Best:
     """The best evaluation so far.
 
     Attributes:
-        step: steps done before.
         num_worse: evaluations since then, none of which was better by more than the threshold.
     """
 
@@ -51,7 +50,6 @@ class BestSpec:
         is_greater_better: Whether the greater one of two values is the better one.
         is_kept: the checkpoint of the best evaluation is kept, and is the model of the run.
         patience: evaluations in a row without an improvement that end the run; 0: none do.
-        threshold: what an improvement has to exceed.
         is_average: the metric is of the averages of the weights, which then are what is best.
     """
 
@@ -75,9 +73,6 @@ class BestSpec:
 
     def check(self, names: Iterable[str]) -> None:
         """Look whether the metric is one of a set.
-
-        Args:
-            names: Names of the evaluation sets.
 
         Raises:
             ConfigError: it names none of them.
@@ -113,11 +108,7 @@ class BestSpec:
         return ConfigError("the config", [Problem(key, message, "Write one of them")])
 
     def after(self, best: Best | None, step: int, value: float) -> Best:
-        """Return the best evaluation, now that there is one more. A value that is NaN is never better.
-
-        Args:
-            step: steps done before this one.
-        """
+        """Return the best evaluation, now that there is one more. A value that is NaN is never better."""
         if best is None or best.value != best.value:
             return Best(self.metric, value, step)
         gain = value - best.value if self.is_greater_better else best.value - value

@@ -51,9 +51,6 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
 
     Reads documents only. Works beside a living run.
 
-    Args:
-        run: ``output_dir``, or its folder of checkpoints.
-
     Raises:
         CheckpointError: no checkpoint was ever saved there, or their document cannot be read.
     """
@@ -64,10 +61,6 @@ def list_checkpoints(run: Path | str) -> list[Checkpoint]:
 
 def list_notices(run: Path | str, checkpoints: Sequence[Checkpoint] = ()) -> list[str]:
     """Return what a run would report of its checkpoints' documents and drives before it continues.
-
-    Args:
-        run: ``output_dir``, or its folder of checkpoints.
-        checkpoints: those of ``list_checkpoints``.
 
     Raises:
         CheckpointError: no checkpoint was ever saved there.
@@ -133,8 +126,6 @@ def verify_checkpoints(
     Works beside a living run. A checkpoint that the run prunes meanwhile is left out.
 
     Args:
-        run: ``output_dir``, or its folder of checkpoints.
-        step: only that one.
         on_block: called with (number of the checkpoint, block) after each block.
 
     Raises:
@@ -153,8 +144,6 @@ def remove_checkpoint(run: Path | str, checkpoint: Checkpoint, *, force: bool = 
     """Remove one checkpoint, including its parts on other drives; return the bytes freed.
 
     Args:
-        run: ``output_dir``, or its folder of checkpoints.
-        checkpoint: one of ``list_checkpoints``.
         force: remove it even if it is the last usable checkpoint.
 
     Raises:

@@ -56,7 +56,6 @@ class CheckpointCopier:
     Args:
         drive_bytes: Bytes of one checkpoint that lie on drives and are copied, by all ranks together. 0: checkpoints
             are whole without copies.
-        tell: called with messages for the user.
         gather: returns what all ranks gave, by rank (``RankGroup.gather``); default: there is one.
     """
 
@@ -138,11 +137,7 @@ class CheckpointCopier:
             self._start(job)
 
     def wait_for_pruned(self, outgoing: Sequence[Checkpoint], should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no checkpoint that the next commit prunes is being copied.
-
-        Args:
-            should_stop: whether a stop was requested.
-        """
+        """Wait until no checkpoint that the next commit prunes is being copied."""
         self.poll()
         if self._remote is not None:
             self._remote.wait_for_pruned(outgoing, should_stop)

@@ -95,12 +95,9 @@ class Checkpoint:
     What a scan finds out about it (``scan.py``) is at the end, and as if all were well before.
 
     Attributes:
-        folder: directory that the document lies in.
         number: Larger than that of any earlier checkpoint; where one process wrote it, its generation's.
         meta: ``RunState`` as JSON; empty where it cannot be read.
-        lanes: in which gradients were added (``ranks/lanes.py``).
         elements: Block -> elements, without what shards have past its end; empty: blocks are as long as they say.
-        nbytes: Bytes of all blocks.
         outside: Drives outside a copied or moved run that hold parts of its checkpoint.
         problem: why it cannot be used, judged by documents and the names of its files; None if it looks sound.
         is_foreign: another program or a newer version wrote it: it is no damage, and nothing to pass over.
@@ -239,7 +236,6 @@ def read_checkpoints(folder: Path, on_damage: Callable[[GenerationError], None] 
     """Return the checkpoints in a folder, whoever wrote them, oldest first; those that cannot be read too.
 
     Args:
-        folder: Where checkpoints, or copies, are.
         on_damage: called where ``RANKS.json`` cannot be read: what it names is passed over.
 
     Raises:
@@ -297,9 +293,6 @@ def folder_notices(folder: Path) -> list[str]:
     """Return what a reader of a folder of checkpoints should know: documents that are older than what they name.
 
     Such a folder is a copy of a live run, or a crash came before the last write.
-
-    Args:
-        folder: Where checkpoints, or copies, are.
     """
     notices = []
     with contextlib.suppress(NewerFormatError):  # whoever reads the generations says so
@@ -400,9 +393,6 @@ def read_manifests(checkpoint: Checkpoint) -> list[Manifest]:
 def whole_blocks(checkpoint: Checkpoint, manifests: Sequence[Manifest]) -> dict[str, BlockRecord]:
     """Return the blocks of a checkpoint by key: the shards of all ranks together, without what is past the end.
 
-    Args:
-        manifests: What ``read_manifests`` returned.
-
     Returns:
         Records with the shape of the whole block, and the checksums of the shards.
 
@@ -486,8 +476,6 @@ def prune(folder: Path, stay: Sequence[Checkpoint], own: Sequence[str]) -> None:
     """Remove what belongs to no checkpoint that stays, and to no store of this run, which prunes its own.
 
     Args:
-        folder: Where checkpoints, or copies, are.
-        stay: checkpoints, whoever wrote them.
         own: paths of the stores of this run, as in ``RankGeneration``.
 
     Raises:

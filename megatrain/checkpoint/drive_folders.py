@@ -21,7 +21,6 @@ def describe_drives(spec: CheckpointSpec, drive_bytes: int) -> list[str]:
     """Return messages about the drives that hold, or will hold, parts of a run's checkpoints.
 
     Args:
-        spec: When the run saves, and where.
         drive_bytes: bytes of one checkpoint that stay on drives, by the plan.
     """
     drives = spec.drives

@@ -33,7 +33,6 @@ class CheckpointReader:
 
     Attributes:
         blocks: records by key, with the shape of the whole block; its checksums are those of the shards.
-        piece_bytes: as of ``GenerationReader``.
 
     Raises:
         GenerationError: a rank's generation is not there, is another one, or lacks a block. Of several the rank is

@@ -119,9 +119,6 @@ class RemotePart:
 
     Attributes:
         path: Folder of the rank, as in ``RankGeneration``.
-        num_objects: how many objects ``OBJECTS.json`` names.
-        nbytes: Size of all objects.
-        sha256: Checksum of ``OBJECTS.json``.
     """
 
     path: str
@@ -137,11 +134,7 @@ class RemoteCheckpoint:
 
     Attributes:
         number: grows from one copy to the next, whichever machine makes it.
-        step: steps done.
         parts: What each rank has of it, by rank.
-        meta: ``RunState`` as JSON.
-        lanes: as in ``Checkpoint``.
-        elements: as in ``Checkpoint``.
     """
 
     number: int
@@ -318,8 +311,6 @@ class RemoteFolder:
 
         Args:
             name: folder of the copy at the URL.
-            path: Folder of the rank in it.
-            upload: what an earlier try has sent.
             beside: Name -> file of the run's folder that goes along.
 
         Raises:
@@ -778,7 +769,6 @@ def bring_back(
 
     Args:
         spec: where the run saves, and the URL.
-        tell: called with messages for the user.
         check: called with what is there before any of it is fetched; raises where the run cannot go on from it.
 
     Raises:

@@ -43,7 +43,6 @@ class _Job:
     """One copy: first each rank sends its parts, then rank 0 writes the document and removes old copies.
 
     Attributes:
-        number: Number that the copy gets.
         uploads: by part of this rank, what has been sent.
         parts: What all ranks have sent, once they have.
         num_failed: tries that failed since the last one that did not.
@@ -73,7 +72,6 @@ class RemoteCopier:
 
     Args:
         spec: where the run saves, and the URL.
-        tell: called with messages for the user.
         gather: returns what all ranks gave, by rank.
 
     Attributes:
@@ -162,9 +160,6 @@ class RemoteCopier:
         """Wait until no checkpoint that the next commit prunes is still to be copied.
 
         Where a stop was requested and the URL is out of reach, they go without: the newest steps are worth more.
-
-        Args:
-            should_stop: whether a stop was requested.
         """
         going = [identity(each) for each in outgoing]
         while any(identity(each) in going for each in self._waiting):

@@ -119,11 +119,7 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
-    """Return the rules of the checkpoint from which a run would resume; None: there is none.
-
-    Args:
-        resume_from: ``checkpoint.resume_from_checkpoint``.
-    """
+    """Return the rules of the checkpoint from which a run would resume; None: there is none."""
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]
@@ -238,10 +234,7 @@ def check_changes(
 
     Args:
         changes: what differs between the checkpoint's config and this run's.
-        model: as in ``RunState``, of this run.
         data_fingerprint: Checksum of the rows, as ``BatchLoader.fingerprint`` returns it.
-        allow: Whether such a checkpoint is continued.
-        on_notice: Called with messages for the user.
         find_others: Returns further lines for a refusal. It is called only if there is one.
 
     Raises:
@@ -298,7 +291,6 @@ def already_done(
     """Return the summary of a run that has nothing left to do: all steps are done and their model is written.
 
     Args:
-        checkpoint: the newest one.
         num_steps: Steps that the run is to make.
         dtype: name of the one that an export has; "auto": the one that layers compute in.
         rule: which evaluation is the best, and whether it is the model of the run or ends it.

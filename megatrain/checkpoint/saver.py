@@ -30,10 +30,8 @@ class Saver:
     """Saves a run. Used by the thread that trains.
 
     Args:
-        spec: when, and how many are kept.
         begin: makes weights and state those after the last step, and nothing but the next step changes them again.
         copier: makes whole copies of what was saved.
-        activity: is told what is being written.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
         writer: makes checkpoints, together with the other ranks: their savers are called in the same order.

@@ -25,7 +25,6 @@ class Lost:
     """Checkpoints whose parts on drives are gone, for messages.
 
     Attributes:
-        steps: ascending.
         places: where the parts lay, as ``LostPart.place``.
         is_absent: whether the folder of some part does not exist: its drive may not be mounted.
     """
@@ -94,10 +93,8 @@ def scan(
     Works beside a living run: what it removes meanwhile is left out.
 
     Args:
-        folder: Where checkpoints, or copies, are.
         drives: paths where parts may have moved, besides those that the last config of the run names.
         reads_state: whether all of ``RunState`` is checked, or its step alone, which takes less to import.
-        on_damage: as for ``read_checkpoints``.
 
     Raises:
         GenerationError: as ``read_checkpoints``.
@@ -111,9 +108,6 @@ def saved_checkpoints(output_dir: Path | str, drives: Sequence[Path] = ()) -> li
     """Return the checkpoints of a run and their copies, in the order in which a run would try them.
 
     Those whose documents make no sense are left out, those of which a part is gone are there.
-
-    Args:
-        drives: as for ``scan``.
     """
     root = Path(os.path.abspath(output_dir))
     found: list[list[Checkpoint]] = []

@@ -50,8 +50,6 @@ class KeptRules:
         num_lanes: Lanes in which the gradients of micro-batches are added.
         micro_batch_tokens: Tokens that a micro-batch aims at; None if the checkpoint does not name its device.
         muon_fused: ``optimizer.muon_fused``, "whole" in a checkpoint of before there was the key.
-        uses_liger: Whether liger-kernel computes norms and MLPs.
-        flash: Kernels of torch's flash attention.
     """
 
     num_lanes: int = 1
@@ -89,14 +87,12 @@ class RunState:
     and a position, both here.
 
     Attributes:
-        step: steps done.
         max_steps: steps of the run, which the learning rate schedule is made for.
         num_updates: steps whose gradient was used; what the optimizer counts.
         epoch: data position: epoch of the next step, from 0.
         epoch_step: data position: number of the next step in its epoch, from 0.
         num_real_tokens: tokens without padding, all steps so far.
         num_trained_tokens: tokens with a loss, all steps so far.
-        seconds: Time of all steps so far.
         first_loss: loss of the first step; None before it.
         last_loss: loss of the last step; None before the first.
         first_losses: losses of the first ``NUM_LOSSES`` steps.
@@ -109,7 +105,6 @@ class RunState:
             tokens that a micro-batch aims at; on a CPU, torch's threads; where tensors of its folder are kept as they
             are, their number and their checksum.
         saved_at: date and time, ISO 8601; for people.
-        versions: package -> version.
         arithmetic: ``ARITHMETIC`` of the program that computed the last step.
         cursor: data position: where streams stand (``LoaderPosition.cursor``); None: there are none.
         save_number: grows with each save of the run, over all its folders and copies, and orders them; 0: not counted.
@@ -152,9 +147,6 @@ class RunState:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any], *, where: str) -> RunState:
         """Return the state that a manifest holds; unknown keys of it are ignored.
-
-        Args:
-            where: the checkpoint, for messages.
 
         Raises:
             CheckpointError: it is no checkpoint of a run, or a newer version of this program wrote it.

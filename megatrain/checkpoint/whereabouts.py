@@ -49,7 +49,6 @@ class LostPart:
         path: Folder on the drive. Of a copied run it is the folder of the copy.
         is_there: whether that path exists: else the drive may not be mounted.
         blocks: keys of the blocks that had files there, e.g. ``"model.layers.0/weight"``.
-        num_blocks: Blocks of the whole checkpoint.
         nbytes: size of ``blocks``; those striped over several drives have only a part of them on this one.
         recorded: path of the drive when the checkpoint was saved.
     """
@@ -76,11 +75,7 @@ class LostPart:
 
 
 def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> tuple[LostPart, ...]:
-    """Return what of a generation is gone with drives; nothing where a living run has just removed all of it.
-
-    Args:
-        search: paths where parts may have moved.
-    """
+    """Return what of a generation is gone with drives; nothing where a living run has just removed all of it."""
     missing = _missing_parts(manifest, directory, search)
     if not missing or manifest.generation not in list_generations(directory):
         return ()
@@ -100,12 +95,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
 
 
 def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] = ()) -> list[DrivePlace]:
-    """Return the recorded drives that supply parts of a generation in a copied or moved directory.
-
-    Args:
-        directory: Where generations are.
-        search: paths where parts may have moved.
-    """
+    """Return the recorded drives that supply parts of a generation in a copied or moved directory."""
     places = drive_places(manifest, directory)
     outside = [place for place in places if place.is_outside]
     if not outside:
@@ -240,7 +230,6 @@ def _where_it_lay(file: Path, depth: int) -> Path:
 
     Args:
         file: ``<drive>/snap/<generation>/<key>/c/<number>``.
-        depth: slashes in the key.
     """
     target = Path(os.readlink(file)) if os.path.islink(file) else file
     return target.parents[depth + 4]

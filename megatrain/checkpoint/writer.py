@@ -38,7 +38,6 @@ class CheckpointFolder:
 
     Args:
         gather: Returns what each rank gave; a collective.
-        keep: checkpoints that stay at most.
         tell: called, on rank 0, where something old could not be removed: that costs no checkpoint.
         passes_over_damage: a document that is damaged names nothing, and the next one replaces it; else it is refused
             by whoever would replace it.
@@ -95,8 +94,6 @@ class CheckpointFolder:
         What this run's own stores have of those that go, their next commits remove.
 
         Args:
-            keep: how many stay.
-            drop: checkpoints that go, whatever their age.
             made: one more, whose generations are whole.
         """
         doomed = {each.ranks for each in drop}

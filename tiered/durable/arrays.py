@@ -83,7 +83,6 @@ def chunk_files(
     """Return all chunk files of an array, in order; also those that are missing.
 
     Args:
-        folder: where the array's files lie.
         elsewhere: folders of the same array on other paths, for files that ``folder`` lacks.
         chunk_bytes: the size of the files, if it was read already.
         moved: recorded path of a drive -> where it is now; links into the former lead to the latter.
@@ -187,7 +186,6 @@ def write_range(fd: int, offset: int, data: torch.Tensor) -> str:
     """Write bytes into a file, filling up its last 4096 with zeros; return their checksum.
 
     Args:
-        fd: a file descriptor of ``opened``.
         offset: in the file, a multiple of 4096.
         data: 1-D uint8 on any device.
     """
@@ -240,7 +238,6 @@ def read_array(files: Sequence[ChunkFile], spec: BlockSpec, into: torch.Tensor |
     """Read the chunk files of a block and return the checksums of its pieces, by a few threads.
 
     Args:
-        files: all of the block, in order.
         into: takes the contents: contiguous, 1-D uint8, on any device.
 
     Returns:
@@ -292,7 +289,6 @@ def read_piece(
     """Read one piece of a block and return its checksum; see ``read_array``.
 
     Args:
-        files: all of the block, in order.
         piece: first byte and end.
         into: takes the piece, and has its size.
     """
@@ -315,7 +311,6 @@ def read_range(fd: int, offset: int, nbytes: int, into: torch.Tensor | None, dig
     """Read bytes of a file and add them to a digest; return how many there were.
 
     Args:
-        fd: a file descriptor of ``opened``.
         offset: in the file, a multiple of 4096.
         into: 1-D uint8 of ``nbytes`` on any device, or None.
         digest: takes in what was read.
@@ -349,10 +344,6 @@ def check_pieces(
     """Raise ``CorruptBlockError`` for the first piece of a block whose checksum differs.
 
     Args:
-        key: the block's, for the error.
-        nbytes: size of its contents.
-        expected: the recorded checksums.
-        found: those of what was read.
         generation: number of the generation that the block is a part of, or None.
     """
     for number, piece in enumerate(pieces(nbytes)):

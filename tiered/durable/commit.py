@@ -42,7 +42,6 @@ class CommitFigures:
     """What a commit took.
 
     Attributes:
-        nbytes: contents of all its blocks.
         written_bytes: size of the files it wrote.
         linked_bytes: size of the files that it only linked.
         freeze_s: seconds in ``TieredStore.commit``.
@@ -63,7 +62,6 @@ class Commit:
         generation: its number, one more than the last committed one.
         num_bytes: contents of all its blocks; 0 until they are frozen.
         done_bytes: bytes of them that are written, or linked and checked.
-        error: why it failed, once it did.
     """
 
     def __init__(self, movement: Movement, generation: int) -> None:

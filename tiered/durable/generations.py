@@ -633,7 +633,6 @@ def remove_generation(
     Where it is the current one, the newest of the others becomes that first.
 
     Args:
-        path: directory of the generations.
         search: paths of file tiers beside those that the manifests name.
 
     Raises:

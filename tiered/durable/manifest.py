@@ -38,11 +38,7 @@ class BlockRecord:
     """One block of a generation.
 
     Attributes:
-        key: the block's name.
-        shape: the block's, in elements.
         home: name of its home tier at the commit.
-        nbytes: size of its contents.
-        dtype: its name, e.g. ``"bfloat16"``.
         xxh3_64: checksum of every 16 MiB of contents, 16 hex digits each.
         location: folder of its zarr array, relative to the directory of the manifest.
     """
@@ -62,8 +58,6 @@ class Manifest:
 
     Attributes:
         generation: its number, >= 1, growing.
-        blocks: in order of registration.
-        meta: the caller's own.
         paths: absolute paths of each file tier at the time of the commit.
         store: id of the store that wrote it.
     """

@@ -68,13 +68,11 @@ class GenerationReader:
     """One committed generation, read only. It takes no lock: a living run may remove the generation meanwhile.
 
     Args:
-        path: directory of the generations.
         generation: its number, default the newest whole one: that of the top file where it names the newest, else the
             newest whose files all exist.
         search: paths of file tiers, for parts that are not where they were written.
 
     Attributes:
-        manifest: what the generation's document says.
         blocks: its records by key, in order of registration.
         piece_bytes: bytes of a block's contents that one checksum covers: ``read_range`` reads no less.
         notice: why another generation was chosen than the top file names; None if it was not.
@@ -211,7 +209,6 @@ class GenerationReader:
         """Read one piece of a block and verify it.
 
         Args:
-            key: the block's name.
             files: all of the block, of this generation or of a copy of it.
             piece: first byte and end, as of ``tiered.file_io.pieces``.
             into: takes the piece, and has its size.
@@ -314,12 +311,7 @@ class GenerationReader:
         return self._owners[folder]
 
     def check(self, key: str, files: Sequence[ChunkFile], found: Sequence[str]) -> None:
-        """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one.
-
-        Args:
-            key: the block's name.
-            found: their checksums.
-        """
+        """Raise ``CorruptBlockError`` for the first piece whose checksum is not the recorded one."""
         record = self.blocks[key]
         check_pieces(key, files, record.nbytes, record.xxh3_64, found, self.generation)
 
@@ -426,7 +418,6 @@ class _Inspection:
         """Look at a document. It may list its members besides, which a living run may be changing now.
 
         Args:
-            folder: where the document lies.
             with_members: returns the same with the members listed that are there now.
             may_lag: any list of members will do: it is for people who look, and nothing reads it back.
         """

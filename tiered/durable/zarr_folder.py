@@ -29,7 +29,6 @@ def generation_document(folder: Path, keys: Iterable[str]) -> dict[str, Any]:
     """Return the document of a generation's folder that lists the arrays in it.
 
     Args:
-        folder: where the generation lies.
         keys: its blocks; those whose arrays lie elsewhere are left out.
     """
     members: dict[str, Any] = {}

@@ -24,8 +24,6 @@ class LinkUsage:
     Attributes:
         num_bytes: contents moved (not padding).
         busy_s: wall seconds with at least one transfer under way.
-        inflight_bytes: bytes under way now.
-        path: the way they took.
     """
 
     num_bytes: int

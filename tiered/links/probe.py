@@ -26,7 +26,6 @@ class KvikioProbe:
     """What a probe found; each fact needs those before it.
 
     Attributes:
-        installed: kvikio can be imported.
         libcuda: the NVIDIA driver's library can be loaded.
         host_bytes: moved between the file and host memory, and right.
         gpu_bytes: moved from the file to GPU memory and back, and right; whichever way they took.

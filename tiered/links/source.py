@@ -39,7 +39,6 @@ class SourceTier:
 
     Args:
         path: what statistics call the way that bytes take.
-        num_threads: parts that are read at once.
     """
 
     is_read_only = True

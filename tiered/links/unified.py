@@ -113,9 +113,6 @@ class LinkBehindDevice:
     No stream knows of files. A slot that the device still works in is waited for by a thread of the link; the others
     move at once. When a read has ended kernels that are queued later need no further order: they see what the host
     wrote.
-
-    Args:
-        tier: one of its two ends.
     """
 
     def __init__(self, inner: Link, tier: UnifiedTier) -> None:

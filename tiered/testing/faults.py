@@ -23,7 +23,6 @@ class Fault:
         kind: ``error``: the call fails with ``errno`` and moves nothing. ``short``: a read fills, or a write writes,
             only the first half and says that all went well. ``flip``: one bit differs. ``late``: it takes ``latency_s``
             longer.
-        errno: that ``error`` has.
         path: only files whose path contains this text.
         skip: matching calls that go well first.
         times: how many go wrong then, None: all from then on.

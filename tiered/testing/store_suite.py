@@ -32,7 +32,6 @@ class StoreSuite(PairSubject):
     See ``LinkSuite`` for what else can be overridden. After a store was closed, another one is opened with new tiers.
 
     Attributes:
-        num_operations: how many a random run makes.
         seeds: one random run is made from each.
     """
 

@@ -32,7 +32,6 @@ class Slot:
 
     Attributes:
         tier: name of the tier that owns it.
-        nbytes: bytes of contents asked for.
         slot_bytes: bytes charged to the tier's ledger (``nbytes`` rounded up to the tier's alignment).
         resource: what the tier's links need to reach the bytes (a host slab, a device buffer, a file set).
     """
@@ -64,7 +63,6 @@ class Tier(Protocol):
         """Return a slot, or None when the tier has no room now.
 
         Args:
-            nbytes: bytes of contents, >= 0.
             name: the block's key; a tier backed by files names them after it.
             home: the slot lives as long as its block. Files are preallocated here, so a full disk shows now.
 
@@ -175,11 +173,7 @@ class ReadOnlyTier(Tier, Protocol):
 
 
 class Ledger:
-    """What slots and reservations take of a tier's capacity. Thread-safe.
-
-    Args:
-        tier: name of the tier, for messages.
-    """
+    """What slots and reservations take of a tier's capacity. Thread-safe."""
 
     def __init__(self, tier: str, capacity_bytes: int) -> None:
         try:

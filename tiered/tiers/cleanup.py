@@ -24,7 +24,6 @@ class Leftovers:
     """The scratch in one directory.
 
     Attributes:
-        num_files: chunk files that can go.
         nbytes: space on the drive that this frees.
         num_foreign: files in their folders that no tier made, and that stay.
         owner: the living process that uses the directory, or None; then nothing can go.
@@ -120,7 +119,6 @@ class Orphan:
     """A generation on one path that its store does not know.
 
     Attributes:
-        path: its folder, ``<path>/snap/<generation>``.
         nbytes: space that removing all orphans of this path frees, as far as it is this one's.
         is_store_gone: no such store is in ``store_path`` any more. It may have been moved, or its drive may be away:
             ask before removing; otherwise the store is there and does not name the generation.

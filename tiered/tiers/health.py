@@ -32,7 +32,6 @@ class FullDrives:
 
     Args:
         on_full: ``pause`` until there is room, or ``error``.
-        notice: reports what the user should read.
         outstanding_bytes: path -> what its owner may still add there; only asked when a pause begins.
     """
 

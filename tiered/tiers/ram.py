@@ -235,7 +235,6 @@ class HostSlab:
         spare: resident pages for it, and for its own when it is closed. Pinned memory takes and gives none.
 
     Attributes:
-        nbytes: the rounded size.
         has_huge_pages: huge pages were asked for and are allowed.
         populate_s: seconds that it took to make the bytes resident.
         pin_s: seconds that it took to pin them.

@@ -65,7 +65,6 @@ class Snapshots:
     """The files of a tier's home slots in its directories: live, kept for reuse, and linked by snapshots. Thread-safe.
 
     Args:
-        tier: name of the tier, for messages.
         directories: one per path; the first has the arrays. Their owner closes them.
 
     Attributes:
@@ -261,7 +260,6 @@ class Snapshots:
 
         Args:
             slot: to be filled; its own files are given up.
-            generation: name of the snapshot.
             owner: only of a snapshot that is this store's.
             check: called with the files before they are taken.
 
