@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatrain.data.formats import Conversation, Document, PlainRow, PromptCompletion, Tokenized
 from megatrain.data.images import ImageRef, Inserted
-from megatrain.data.masks import EMPTY, NO_PLACE, REMEDY, ChatRenderer, MessageSpan, texts_in
+from megatrain.data.masks import EMPTY, NO_PLACE, PART_LEFT_OUT, REMEDY, ChatRenderer, MessageSpan, texts_in
 from megatrain.data.messages import with_text_arguments
 from megatrain.data.rows_report import RowError
 
@@ -319,16 +319,16 @@ class RowEncoder:
                 for at in self._tokens_of(span, text, offsets, tokens, row.where):
                     trained[at] = not by_default
         reasons = {index: why for index, why in spans.items() if isinstance(why, str)}
-        if "tool_calls" in texts.left_out:
-            no_place = {index: NO_PLACE for index in reasons if row.messages[index].get("tool_calls")}
-            reasons.update(no_place)
+        if any(name.endswith("tool_calls") for name in texts.left_out):
+            why = NO_PLACE if "tool_calls" in texts.left_out else PART_LEFT_OUT
+            reasons.update({index: why for index in reasons if row.messages[index].get("tool_calls")})
         serious = [(index, why) for index, why in reasons.items() if why != EMPTY]
         if serious and (by_default or len(reasons) == len(turns)):
             index, why = serious[0]
             raise RowError(
                 row.where,
                 f"message {index + 1} cannot be told from the rest: {why}",
-                REMEDY if why != NO_PLACE else "Set model.chat_template to a template with tools",
+                REMEDY if why not in (NO_PLACE, PART_LEFT_OUT) else "Set model.chat_template to a template with tools",
                 reason=f"no turn of the assistant can be told from the rest: {why}",
             )
         if not by_default:

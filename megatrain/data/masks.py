@@ -30,6 +30,7 @@ Tools = Sequence[Mapping[str, Any]] | None
 EMPTY = "it is empty"
 REWRITTEN = "the chat template rewrites it"
 NO_PLACE = "the chat template has no place for its `tool_calls`"
+PART_LEFT_OUT = "the chat template leaves out a part of its `tool_calls`"
 OUTSIDE_MARKERS = "the generation markers of the chat template do not enclose it"
 REMEDY = 'Use a template with {% generation %} markers (model.chat_template), or train_on = "all"'
 _CHANGES: tuple[Callable[[str], str], ...] = (str, str.strip, str.rstrip, str.lstrip)
@@ -176,7 +177,42 @@ class ChatRenderer:
         found = [name for name, indices in holders.items() if not self._is_shown(name, messages, indices, text, tools)]
         if tools and not ("tools" in self._shows and _all_in(tools, squeezed)):
             found += [] if self._is_shown("tools", messages, (), text, tools) else ["tools"]
+        if any("tool_calls" in message for message in messages) and "tool_calls" not in found:
+            found += self._parts_left_out(("names", "arguments"), "tool_calls", messages, text, tools)
+        if tools and "tools" not in found:
+            found += self._parts_left_out(("names", "descriptions", "parameters"), "tools", messages, text, tools)
         return tuple(found)
+
+    def _parts_left_out(
+        self, kinds: Sequence[str], field: str, messages: Messages, text: str, tools: Tools
+    ) -> list[str]:
+        """Return the parts of tools or of calls that do not change the rendering: all of a kind, or absent texts."""
+        squeezed = "".join(text.split())
+
+        def is_shown(kind: str, change: Callable[[str], str]) -> bool | None:
+            changed, others = messages, tools
+            if field == "tools":
+                others = [_with_leaves(tool, kind, change) for tool in tools or ()]
+            else:
+                calls = [[_with_leaves(call, kind, change) for call in each.get(field) or ()] for each in messages]
+                pairs = zip(messages, calls, strict=True)
+                changed = [{**message, field: own} if own else message for message, own in pairs]
+            if [*changed, *(others or ())] == [*messages, *(tools or ())]:
+                return None
+            try:
+                return self.render(changed, "", tools=others) != text
+            except RowError:
+                return True
+
+        found = []
+        for kind in kinds:
+            name = f"{kind} of {field}"
+            whole = name in self._shows or is_shown(kind, lambda leaf: leaf + _SENTINEL)
+            if whole:
+                self._shows.add(name)
+                whole = is_shown(kind, lambda leaf: leaf if _is_in(leaf, squeezed) else leaf + _SENTINEL)
+            found += [name] if whole is False else []
+        return [field] if len(found) == len(kinds) else found
 
     def _is_shown(self, name: str, messages: Messages, indices: Sequence[int], text: str, tools: Tools) -> bool:
         """Return whether the rendering without a field of some messages, or without the tools, is another one."""
@@ -396,6 +432,34 @@ def texts_in(value: object) -> Iterator[str]:
         yield value
     for each in inner:
         yield from texts_in(each)
+
+
+def _with_leaves(value: Any, kind: str, change: Callable[[str], str], key: str = "") -> Any:
+    """Return a tool or a call with each leaf of one kind changed."""
+    if isinstance(value, Mapping) and key == "properties" and kind == "parameters":
+        return {change(name): _with_leaves(each, kind, change) for name, each in value.items()}
+    if key == "arguments" and kind == "arguments":
+        return _with_texts(value, change)
+    if isinstance(value, Mapping):
+        is_deep = key != "arguments" and kind != "names"
+        inner = value if is_deep else {"function": value["function"]} if "function" in value else {}
+        changed = {name: _with_leaves(each, kind, change, name) for name, each in inner.items()}
+        if kind == "names" and isinstance(value.get("name"), str):
+            changed["name"] = change(value["name"])
+        return {**value, **changed}
+    if kind == "descriptions" and key == "description" and isinstance(value, str):
+        return change(value)
+    return value
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return arguments with each name and each value changed; numbers as JSON."""
+    if isinstance(value, Mapping):
+        return {change(name): _with_texts(each, change) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_texts(each, change) for each in value]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return value if (changed := change(text)) == text else changed
 
 
 def _put_back(

@@ -165,7 +165,7 @@ class DataReport:
 
     def remarks(self) -> Iterator[tuple[Literal["warning", "note"], str]]:
         """Yield what the counts of fields and special tokens say, each with how serious it is."""
-        calls = [each for each in self.left_out if each.reason in ("tool_calls", "tools")]
+        calls = [each for each in self.left_out if each.reason.split()[-1] in ("tool_calls", "tools")]
         for count, group in itertools.groupby(calls, key=lambda each: each.count):
             same = list(group)
             names, rows = " / ".join(each.reason for each in same), f"{count:,} of {_some(self.num_rows, 'row')}"

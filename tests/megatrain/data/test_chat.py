@@ -156,7 +156,7 @@ def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: st
     )
     coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
     assert trained_runs(tokenizer, coded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
-    assert coded.untrained_turns == (() if is_trained else ("the chat template rewrites it",))
+    assert coded.untrained_turns == (() if is_trained else ("the chat template leaves out a part of its `tool_calls`",))
 
 
 def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(tokenizer: Any) -> None:

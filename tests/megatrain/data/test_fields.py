@@ -72,6 +72,40 @@ def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
         RowEncoder(tokenizer).encode(row(QUESTION, CALLING))
 
 
+@pytest.mark.parametrize(
+    ("calls", "tools", "left_out"),
+    [
+        ("{{ m.tool_calls | tojson }}", "{{ tools | tojson }}", ()),
+        (
+            "{{ m.tool_calls | tojson }}",
+            "{{ tools[0].function.name }}",
+            ("descriptions of tools", "parameters of tools"),
+        ),
+        ("{{ m.tool_calls[0] | tojson }}", "{{ tools | tojson }}", ("arguments of tool_calls",)),
+        (
+            "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}",
+            "{{ tools | tojson }}",
+            ("arguments of tool_calls",),
+        ),
+    ],
+)
+def test_parts_of_tools_and_calls_that_are_left_out_are_named(
+    tokenizer: Any, calls: str, tools: str, left_out: tuple[str, ...]
+) -> None:
+    tokenizer.chat_template = (
+        "{% if tools %}" + tools + "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% if m.tool_calls %}" + calls + "{% endif %}<|im_end|>\n{% endfor %}"
+    )
+    second = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Rome", "days": 37}}}
+    said = {**CALLING, "tool_calls": [CALL, second]}
+    encoder = RowEncoder(tokenizer)
+    for _ in range(2):  # the first row proves what is shown
+        coded = encoder.encode(row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
+        assert coded.left_out == left_out
+        is_lost = "arguments of tool_calls" in left_out
+        assert coded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
+
+
 def test_a_short_name_in_the_text_proves_no_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
@@ -92,8 +126,8 @@ def test_templates_with_tools_leave_nothing_out(tokenizer: Any, name: str) -> No
     rows = [row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL])] * 2  # the first proves the field, the second its text
     for coded in encoder.encode_many(rows):
         assert not isinstance(coded, RowError), coded
-        # Two of them show the tools of a row never, or before a last question alone.
-        assert coded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3") else ())
+        # Three of them show the tools of a row never, by a fixed line, or before a last question alone.
+        assert coded.left_out == (("tools",) if name in ("mistral_nemo", "deepseek_v3", "llama3_1") else ())
 
 
 # -- in the report -----------------------------------------------------------------------------------------------
