@@ -200,13 +200,12 @@ def test_the_same_bits_on_any_number_of_ranks(
         assert len(steps) == 6
         for step in steps if size > 1 else ():
             assert [rank["is_paused"] for rank in step["ranks"]] == [False] * size
-            assert all(rank["link_bytes"]["ram->ranks"] > 0 for rank in step["ranks"])
         if size == 1:
             assert "ranks" not in steps[0]
         status = json.loads((run.out / "status.json").read_text())
         assert status["state"] == "done" and status["exit_code"] == 0
         between = {link: nbytes for link, nbytes in plan["link_bytes_per_step"].items() if "ranks" in link}
-        assert bool(between) == (size > 1)
+        assert bool(between) == (size > 1) == bool(between.get("ram->ranks"))
         for step in steps:
             for rank in step.get("ranks", ()):
                 assert {link: rank["link_bytes"][link] for link in between} == between

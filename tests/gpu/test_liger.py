@@ -50,7 +50,7 @@ def test_a_step_makes_the_host_wait_for_nothing_but_its_end(tiny_model: Path, tm
         with no_waits_allowed():
             results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in (2, 3)]
         engine.finish_updates()
-    assert all(result.loss > 0 and result.grad_norm > 0 for result in results)
+    assert all(6 < result.loss < 7 and 1 < result.grad_norm < 5 for result in results)
 
 
 @pytest.mark.usefixtures("liger")

@@ -64,7 +64,7 @@ def test_a_step_makes_the_host_wait_for_nothing_but_its_end(
             engine.step(next(loader).micro_batches, number=number, lr=1e-3)
         with no_waits_allowed():
             results = [engine.step(next(loader).micro_batches, number=n, lr=1e-3) for n in range(3, 6)]
-        assert all(result.loss > 0 and result.grad_norm > 0 for result in results)
+        assert all(6 < result.loss < 7 and 1 < result.grad_norm < 5 for result in results)
         engine.finish_updates()
 
 

@@ -152,7 +152,7 @@ def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
     """What the plan says that is saved, the process saves; twice the tokens need no more memory inside."""
     found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
     planned = found[0]["planned"] - found[256]["planned"]
-    assert planned > 60 * MIB, found
+    assert 160 * MIB < planned < 161 * MIB, found
     assert found[0]["peak"] - found[256]["peak"] == pytest.approx(planned, rel=0.25), found
     assert found[256]["peak"] < found[256]["planned"] + 24 * MIB, found
 

@@ -39,7 +39,10 @@ def train(folder: Path, backward: Callable[[Tensor], Any], **options: Any) -> tu
             if (number + 1) % MICRO_BATCHES == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-        assert context.stats().restored_bytes > 0 or not tiered
+        num_saved = (
+            len(rows) * 6 * 32 * (128 + 256 + 256)
+        )  # of each layer: its input, and that of GELU and what it gives
+        assert context.stats().restored_bytes == 4 * num_saved or not tiered
         return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
@@ -52,5 +55,5 @@ def test_bits_are_those_of_a_backward_in_the_same_thread(options: dict[str, Any]
     losses, weights = train(tmp_path / "same", Tensor.backward, **options)
     with ThreadPoolExecutor(1) as pool:
         elsewhere = train(tmp_path / "other", lambda loss: pool.submit(loss.backward).result(), **options)
-    assert elsewhere[0] == losses and losses[-1] < losses[0]
+    assert elsewhere[0] == losses and 0.4 * losses[0] < losses[-1] < 0.6 * losses[0]
     assert all(torch.equal(elsewhere[1][name], weights[name]) for name in weights)

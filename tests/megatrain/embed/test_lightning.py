@@ -45,7 +45,6 @@ class Net(lightning.LightningModule):
         self.scale = nn.Parameter(torch.ones(width))
         self.register_buffer("shift", torch.full((width,), 0.5))
         self.losses: list[float] = []
-        self.norms: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.to(self.shift.dtype)) * self.scale + self.shift
@@ -70,6 +69,18 @@ class Net(lightning.LightningModule):
                 "interval": "step",
             },
         }
+
+
+class NormNet(Net):
+    """Keeps the norms of the gradients before they are clipped."""
+
+    def __init__(self, make: Make | None = None) -> None:
+        super().__init__(make)
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.norms.append(nn.utils.get_total_norm(gradients).item())
 
 
 class ManualNet(Net):
@@ -149,7 +160,7 @@ def test_the_same_numbers_as_the_own_strategy(store: TieredStore, tmp_path: Path
     trainer(tmp_path, None, **options).fit(expected, data(), data())
     trainer(tmp_path, store, **options).fit(found, data(), data())
     assert found.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert found.losses[-1] < found.losses[0]
+    assert 0.1 * found.losses[0] < found.losses[-1] < 0.4 * found.losses[0]
     for name, numbers in expected.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], numbers, rtol=1e-4, atol=1e-6)
 
@@ -168,11 +179,13 @@ def test_bf16_true_keeps_an_fp32_master(store: TieredStore, tmp_path: Path) -> N
 
 
 def test_clipping_is_by_the_exact_norm_and_for_the_trainer_alone(store: TieredStore, tmp_path: Path) -> None:
-    model = net()
+    expected, model = net(adamw, NormNet), net()
+    trainer(tmp_path, None, gradient_clip_val=0.02).fit(expected, data())
     fitted = trainer(tmp_path, store, gradient_clip_val=0.02)
     fitted.fit(model, data())
     (optimizer,) = fitted.optimizers
-    assert optimizer.grad_norm is not None and optimizer.grad_norm > 0.02
+    assert 0.02 < expected.norms[-1] < 1, "clipped"
+    assert optimizer.grad_norm == pytest.approx(expected.norms[-1], rel=1e-4)
     assert optimizer.max_grad_norm == 0, "set for the trainer's steps only"
 
 
@@ -201,7 +214,8 @@ def test_a_checkpoint_is_light_and_resumes_bit_for_bit(tmp_path: Path, precision
         saved = torch.load(file, weights_only=True)
     assert set(saved["optimizer_states"][0]) == {"state", "param_groups", "tiered"}
     assert saved["optimizer_states"][0]["state"] == {}
-    assert file.stat().st_size < sum(t.numel() * t.element_size() for t in expected.values()) + 20_000
+    num_bytes = sum(t.numel() * t.element_size() for t in expected.values())
+    assert num_bytes < file.stat().st_size < num_bytes + 20_000  # names and headers
     with small_store(tmp_path / "half") as store:
         trainer(tmp_path / "half", store, **options).fit(rest, data(), data(), ckpt_path=file, weights_only=True)
         assert_same(weights(rest), expected)
@@ -302,7 +316,8 @@ def test_fit_again_validate_predict_and_save_afterwards(store: TieredStore, tmp_
         assert block_of(model.layers[0][0].weight) is not None, "in the store after teardown, too"
     assert model.losses == pytest.approx(plain.losses, rel=1e-5)
     (result,) = fitted.validate(model, data(), verbose=False)
-    assert result["validation_loss"] < model.losses[0]
+    loss = sum(model(x).square().mean().item() for x in data()) / len(data())
+    assert result["validation_loss"] == pytest.approx(loss, rel=1e-5)
     predictions = fitted.predict(model, data())
     assert torch.equal(predictions[0], model(next(iter(data()))))
     fitted.save_checkpoint(tmp_path / "after.ckpt")
@@ -325,7 +340,7 @@ def test_optimizer_state_alone(store: TieredStore, tmp_path: Path) -> None:
     trainer(tmp_path, None, max_epochs=1).fit(plain, data())
     assert not any(block_of(parameter) for parameter in model.parameters())
     assert model.losses[0] == plain.losses[0]
-    assert model.losses[-1] < model.losses[0]
+    assert 0.8 * model.losses[0] < model.losses[-1] < 0.95 * model.losses[0]
 
 
 def test_the_registered_name_opens_a_store_of_its_own(tmp_path: Path) -> None:
@@ -335,7 +350,7 @@ def test_the_registered_name_opens_a_store_of_its_own(tmp_path: Path) -> None:
     fitted.fit(model, data())
     assert isinstance(fitted.strategy, tier_lightning.TierStrategy)
     assert (tmp_path / "tiers").is_dir()
-    assert model.losses[-1] < model.losses[0]
+    assert 0.1 * model.losses[0] < model.losses[-1] < 0.2 * model.losses[0]
     fitted.strategy.store.close()
 
 
