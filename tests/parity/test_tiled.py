@@ -18,6 +18,8 @@ from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.beyond_text import Images
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, find_position_wise, is_position_wise, tile_mlps
+from megatrain.engine import freed_memory
+from megatrain.plan.process import HEAP_BYTES
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
@@ -149,12 +151,16 @@ def test_same_bits_at_every_placement(dtype: str, tiny_model: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_memory_inside_the_mlp_is_that_of_a_piece(tmp_path: Path) -> None:
-    """What the plan says that is saved, the process saves; twice the tokens need no more memory inside."""
+    """The plan counts one piece instead of the whole MLP, and the process stays within it.
+
+    On the CPU a process keeps freed memory up to its planned heap and some room (decisions 0085 and 0112).
+    """
     found = {rows: memory(tmp_path, rows) for rows in (0, 256)}
     planned = found[0]["planned"] - found[256]["planned"]
     assert 160 * MIB < planned < 161 * MIB, found
-    assert found[0]["peak"] - found[256]["peak"] == pytest.approx(planned, rel=0.25), found
-    assert found[256]["peak"] < found[256]["planned"] + 24 * MIB, found
+    assert found[0]["peak"] == pytest.approx(found[0]["planned"], rel=0.25), found
+    kept = HEAP_BYTES + freed_memory._ROOM_BESIDE_OTHERS
+    assert found[256]["planned"] / 2 < found[256]["peak"] < found[256]["planned"] + kept, found
 
 
 def memory(folder: Path, rows: int) -> dict[str, int]:
