@@ -243,7 +243,7 @@ def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))
         recorded = [Path(table["path"]) for table in values["tiers"]["nvme"]]
-        before = values["output_dir"]
+        before = values.get("output_dir", output_dir)
         nearby = [Path(os.path.normpath(output_dir / os.path.relpath(path, before))) for path in recorded]
     except (OSError, ValueError, KeyError, TypeError):
         return ()

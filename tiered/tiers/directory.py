@@ -121,14 +121,15 @@ class TierDirectory:
             problem = f"'{self.path}' cannot be made a directory: {error.strerror}. Name another directory"
             raise UnusableDirectoryError(problem) from error
         check_ours(self.path)
-        self._lock: DirectoryLock | None = lock_directory(self.path)
-        self._process = os.getpid()
-        self.dead_owner = self._lock.dead_owner
+        lock = lock_directory(self.path)
+        self.dead_owner = lock.dead_owner
         try:
             self.wear = WearCounter(self.path, max_written_bytes)
         except BaseException:
-            self._lock.release()
+            lock.release()
             raise
+        self._lock: DirectoryLock | None = lock
+        self._process = os.getpid()
         try:
             check_ours(self.path)  # again, under the lock: no other process can be making it now
             self._write_own_document()
