@@ -120,7 +120,7 @@ def trace_step(model: Path, arguments: argparse.Namespace, folder: Path, report:
 
 
 def busy_s(bars: Iterable[Bar]) -> float:
-    """Return the seconds in which at least one of the bars was there."""
+    """Return the seconds that at least one bar covers."""
     total, reached = 0.0, 0.0
     for bar in sorted(bars, key=lambda bar: bar.start_s):
         total += max(0.0, bar.end_s - max(bar.start_s, reached))

@@ -620,7 +620,7 @@ def _what_next(run: Path) -> str:
 
 
 def _lost(run: Path, *, with_remedy: bool = False) -> str:
-    """Return which checkpoints of a run are lost with a drive or are read from elsewhere, "" if none is."""
+    """Return a text about checkpoints that are lost with a drive or read from elsewhere, or ""."""
     from megatrain.checkpoint.scan import Lost, outside_notices, saved_checkpoints
 
     found = saved_checkpoints(run)
