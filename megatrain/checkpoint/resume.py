@@ -119,7 +119,7 @@ def is_not_after(checkpoint: Checkpoint, loaded: Checkpoint) -> bool:
 
 
 def rules_of_newest(output_dir: Path, resume_from: str) -> KeptRules | None:
-    """Return the rules of the checkpoint from which a run would resume; None: there is none."""
+    """Return the rules of the checkpoint that a run would resume from, or None without a checkpoint."""
     if resume_from == "no":
         return None
     other = [] if resume_from == "auto" else [Path(resume_from)]

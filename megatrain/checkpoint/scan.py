@@ -49,7 +49,7 @@ class Lost:
         return f"the {_of_steps(self.steps)} {verb} gone: parts of {them} lay in {'; '.join(self.places)}"
 
     def remedy(self, output_dir: Path) -> str:
-        """Return what the user can do if none is left; only what cannot come back may be removed."""
+        """Return the remedy if no usable checkpoint is left. Removal is advised only if the parts cannot come back."""
         copy = "If this folder is a copy of a live run, copy it again; a larger checkpoint.save_total_limit keeps more"
         if self.is_absent:
             back = "Bring that folder back (mount its drive, restore a backup) and run again"

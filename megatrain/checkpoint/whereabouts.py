@@ -238,7 +238,7 @@ def _where_it_lay(file: Path, depth: int) -> Path:
 def drives_of_config(output_dir: Path) -> tuple[Path, ...]:
     """Return the drives that the config of the last run in a folder names: parts of checkpoints may have moved.
 
-    As ``drive_places``: one of a copied folder is looked for beside the copy first.
+    The place relative to ``output_dir`` is tried before the recorded path, as in ``drive_places``.
     """
     try:
         values = tomllib.loads((output_dir / RESOLVED_NAME).read_text(encoding="utf-8"))

@@ -174,7 +174,7 @@ def validated(values: Mapping[str, Any]) -> tuple[RunConfig | None, list[Problem
 
 
 def explain_error(detail: ErrorDetails) -> Problem | None:
-    """Return the problem behind one complaint of the schema; None where another problem already covers it."""
+    """Return the problem behind one complaint of the schema; None if another problem covers it."""
     path = _field_path(detail["loc"])
     key, name, kind, value = dotted(path), plain(path), detail["type"], detail["input"]
     schema, context = KEYS.get(name, {}), detail.get("ctx", {})

@@ -133,7 +133,7 @@ class _Window:
 
 @dataclass(frozen=True, slots=True)
 class StreamReport(DataReport):
-    """What is known of streams before they are read."""
+    """Facts about streams that are known before they are read."""
 
     text: str = ""
 

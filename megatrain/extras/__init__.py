@@ -1,1 +1,1 @@
-"""Tools beside the training loop. They import `megatrain.api`; the core never imports them."""
+"""Tools around the training loop. They import `megatrain.api`; the core never imports them."""

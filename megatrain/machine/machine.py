@@ -61,7 +61,7 @@ class _Record(BaseModel):
 
 
 class DriveProfile(_Record):
-    """What the tier got of one file system, in bytes per second.
+    """Rates that the tier reached on one file system, in bytes per second.
 
     Attributes:
         path: where it was measured.

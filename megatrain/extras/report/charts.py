@@ -48,10 +48,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What one chart shows.
+    """Contents of one chart.
 
     Attributes:
-        unit: Of the values, beside the heading.
+        unit: Unit of the values, printed next to the heading.
         lines: Curves, in the order of drawing.
         marks: (step, what happened) as vertical lines.
         starts_at_zero: Whether it begins at 0.
