@@ -114,6 +114,8 @@ class TieredStore(BlockMapping):
             CorruptBlockError: damaged bytes.
         """
         if not os.path.isdir(path):  # before a new store makes the directory
+            for tier in tiers:
+                tier.close()
             raise GenerationError(
                 f"'{path}' is no directory, so nothing was committed there. Name the store's directory"
             )

@@ -109,6 +109,27 @@ def check_in_own_process(check: Callable[[Path], None], folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_child_gets_no_spare_pages_of_its_parent(tmp_path: Path) -> None:
+    check_in_own_process(check_slab_of_child, tmp_path)
+
+
+def check_slab_of_child(folder: Path) -> None:
+    tier = RamTier(100 * MiB, pin_memory=False)
+    for nbytes in (96 * MiB, 40 * MiB):
+        slot = tier.allocate(nbytes, name="block", home=False)
+        assert slot is not None
+        if nbytes == 96 * MiB:
+            tier.free(slot)
+    assert tier._spare.nbytes >= 32 * MiB
+
+    def work() -> str:
+        own = tier.allocate(32 * MiB, name="own", home=False)
+        assert own is not None
+        return str(int(tier.tensor(own, (32 * MiB,), torch.uint8).fill_(1).sum()))
+
+    assert in_child(work) == str(32 * MiB)
+
+
 def test_a_child_closes_nothing_and_opens_a_store_of_its_own(tmp_path: Path) -> None:
     check_in_own_process(check_store_of_child, tmp_path)
 

@@ -215,6 +215,10 @@ def test_open_of_a_missing_directory_makes_none(tmp_path: Path) -> None:
     with pytest.raises(GenerationError, match="nothere' is no directory"):
         TieredStore.open(str(tmp_path / "nothere"), [RamTier(MiB, pin_memory=False)])
     assert list(tmp_path.iterdir()) == []
+    try:
+        TieredStore.open(str(tmp_path / "nothere"), tiers(tmp_path))
+    except GenerationError:
+        tiers(tmp_path)[-1].close()  # the failed call closed its tiers, as every call of `open` that fails
 
 
 @pytest.mark.parametrize("inner", ["x/live", "x/sub/y", "x"])

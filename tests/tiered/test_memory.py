@@ -5,6 +5,8 @@ import gc
 import mmap
 import random
 import resource
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -363,19 +365,44 @@ def test_bytes_that_are_reserved_are_given_back_first() -> None:
     assert tier._spare.nbytes == 0 and -11 * MiB <= resident_bytes() - before <= -8 * MiB
 
 
-def test_a_kernel_that_moves_no_pages_gives_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    spare = SparePages(64 * MiB)
-    HostSlab(4 * MiB, spare=spare).close()
-    assert spare.nbytes == 4 * MiB
-    monkeypatch.setattr(slab_module, "_move_pages", lambda source, target, nbytes: False)
-    slab = HostSlab(4 * MiB, spare=spare)
-    slab.tensor.fill_(1)
-    slab.close()
-    assert spare.moved_bytes == 0 and spare.nbytes == 2 * MiB, "the slab has new pages, and leaves none"
-    spare.close()
-    assert spare.nbytes == 0
+def test_a_refused_move_ends_moves_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier, calls, move = RamTier(48 * MiB), [0], slab_module._move_pages
+    before = resident_bytes()
+
+    def refuse_third(source: int, target: int, nbytes: int) -> bool:
+        calls[0] += 1
+        return calls[0] != 3 and move(source, target, nbytes)
+
+    monkeypatch.setattr(slab_module, "_move_pages", refuse_third)
+    for nbytes in (44 * MiB, 30 * MiB, 40 * MiB):
+        slot = tier.allocate(nbytes, name="block", home=False)
+        assert slot is not None
+        tier.tensor(slot, (nbytes,), torch.uint8).fill_(1)
+        assert nbytes - 2 * MiB <= resident_bytes() - before <= nbytes + 2 * MiB
+        tier.free(slot)
+    assert (calls[0], tier._spare.moved_bytes, tier._spare.nbytes) == (3, 4 * MiB, 0)
+
+
+def test_a_kernel_without_moves_keeps_no_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab_module, "_pages_can_move", lambda: False)
     assert not SparePages(MiB).keep(mmap.mmap(-1, 4 * MiB), 0, 4 * MiB)
+
+
+_FEW_ADDRESSES = """
+import resource
+from pathlib import Path
+from tiered import MiB, RamTier
+tier = RamTier(400 * MiB, pin_memory=False)
+tier.free(tier.allocate(4 * MiB, name="first", home=False))
+(now,) = (int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmSize"))
+resource.setrlimit(resource.RLIMIT_AS, (now * 1024 + 780 * MiB,) * 2)
+for size in (380, 300, 300, 200, 100, 380):
+    tier.free(tier.allocate(size * MiB, name="block", home=False))
+"""
+
+
+def test_spare_pages_make_way_where_addresses_are_few() -> None:
+    subprocess.run([sys.executable, "-c", _FEW_ADDRESSES], check=True, timeout=80)
 
 
 def test_units_grow_with_the_tier() -> None:

@@ -169,7 +169,10 @@ class GenerationReader:
         record = self.blocks[spec.key]
         if not 0 < spec.nbytes <= SMALL_BYTES or not self._is_here(record) or self._owner(self._folder) == "foreign":
             return False
-        return (read_small(f"{self._folder}/{spec.key}/c/0", into),) == record.xxh3_64
+        file = f"{self._folder}/{spec.key}/c/0"
+        if self._moved and os.path.islink(file):  # into a drive of the original
+            return False
+        return (read_small(file, into),) == record.xxh3_64
 
     def _is_here(self, record: BlockRecord) -> bool:
         """Return whether an array lies in the generation's folder, next to its manifest."""

@@ -159,7 +159,9 @@ def _prefer_node(address: int, nbytes: int, node: int) -> None:
 
 
 class SparePages:
-    """Resident pages of slabs that went, which move to slabs to come: the kernel need not zero them. Thread-safe.
+    """Resident pages of closed slabs, which move to new slabs: the kernel need not zero them. Thread-safe.
+
+    A forked child has none of the pages, so there it keeps and moves nothing.
 
     Args:
         most_bytes: most bytes that it will be asked to keep; decides how many move together.
@@ -174,6 +176,7 @@ class SparePages:
         self._units: list[tuple[mmap.mmap, int]] = []  # the mapping and the address of each; unmapped with the last
         self._lock = threading.Lock()
         self._is_closed = not _pages_can_move()
+        self._process = os.getpid()
 
     @property
     def nbytes(self) -> int:
@@ -184,25 +187,29 @@ class SparePages:
         """Take over the pages of a range that nothing uses any more, and its mapping; return whether it did."""
         with self._lock:
             end = nbytes // self._unit * self._unit
-            if self._is_closed or not end:
+            if self._is_closed or not end or os.getpid() != self._process:
                 return False
             _advise(address + end, nbytes - end, _MADV_DONTNEED)
             self._units += [(mapping, address + start) for start in reversed(range(0, end, self._unit))]
         return True
 
     def fill(self, address: int, nbytes: int) -> bool:
-        """Move pages to the beginning of a range that has none, as far as there are any.
+        """Move kept pages to the beginning of a range that has no page.
 
         Returns:
-            Whether the range is whole: where the kernel refused, it may have a hole. No page moves from then on.
+            Whether the range is whole. If the kernel refuses a move, the range has no page, may have a hole, and no
+            page moves any more.
         """
         with self._lock:
+            if self._is_closed or os.getpid() != self._process:
+                return True
             for target in range(address, address + nbytes - self._unit + 1, self._unit):
                 if not self._units:
                     break
                 _mapping, source = self._units.pop()  # unmapped after the move at the earliest
                 if not _move_pages(source, target, self._unit):
                     self._is_closed = True
+                    _advise(address, target - address, _MADV_DONTNEED)  # nothing unmaps what lies before the hole
                     return False
                 self.moved_bytes += self._unit
         return True
@@ -284,9 +291,7 @@ class HostSlab:
         start_s = time.perf_counter()
         if self._spare is not None and wants_huge and not self._spare.fill(self.address, self.nbytes):
             _with_holes.append(self._map)
-            self._spare = None
-            self._map_memory(node)
-            return
+            raise OSError(errno.ENOMEM, "pages of a closed slab could not be moved")
         self._populate()
         self.populate_s = time.perf_counter() - start_s
 
@@ -419,7 +424,11 @@ class RamTier:
         pin = cuda_is_available() if self._pin_memory is None else self._pin_memory
         # The room of the new slab is on the ledger already.
         self._spare.trim(self._pool.free_bytes, next_bytes=0 if pin else nbytes)
-        slab = HostSlab(nbytes, pin=pin, spare=self._spare)
+        try:
+            slab = HostSlab(nbytes, pin=pin, spare=self._spare)
+        except OSError:
+            self._spare.trim(0)  # spare pages hold addresses too, which the process may lack
+            slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         with self._counting:
             self.num_unpinned_slabs += pin and not slab.is_pinned
             self.huge_page_bytes += slab.nbytes if slab.has_huge_pages else 0
