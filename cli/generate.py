@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
+from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT, EXIT_DONE, EXIT_FAILED, RunFailedError
 from .options import load
 from .terminal import Spinner, without_collector
 
@@ -153,13 +153,20 @@ def _run(generator: Generator) -> list[Completion]:
 def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
     """Print a reply to each line of stdin; each turn plans and loads the model for a longer conversation."""
     from megatrain.extras.generation import Generator, config_for_prompts
+    from megatrain.tasks.prompts import PromptError
 
     config = config_for_prompts(loaded.config, 1, 1)
     history: list[dict[str, str]] = []
     while (prompt := _next_line()) is not None:
         if prompt.strip():
-            with Spinner("replying"):
-                reply = _run(Generator(config, [prompt], settings, history=history))[0].completion
+            try:
+                with Spinner("replying"):
+                    reply = _run(Generator(config, [prompt], settings, history=history))[0].completion
+            except (PromptError, RunFailedError, KeyboardInterrupt) as error:
+                if not sys.stdin.isatty():
+                    raise
+                click.echo(f"error: {str(error) or 'interrupted'}; the conversation is as before", err=True)
+                continue
             click.echo(reply)
             history += [{"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
     return EXIT_DONE
@@ -168,9 +175,13 @@ def _converse(loaded: LoadedConfig, settings: GenerationSettings) -> int:
 def _next_line() -> str | None:
     """Return the next line of stdin; None at its end or after Ctrl-C."""
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        line = input("> " if sys.stdin.isatty() else "")
+        line.encode()
     except (EOFError, KeyboardInterrupt):
         return None
+    except UnicodeError:  # a byte that is no UTF-8 becomes a surrogate, which no tokenizer takes
+        raise RunFailedError("a line of stdin is not UTF-8: write the prompts as UTF-8", EXIT_CONFIG) from None
+    return line
 
 
 def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedConfig:

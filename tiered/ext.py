@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tiered.durable.drive_places import DrivePlace, drive_places
+    from tiered.durable.drive_places import DrivePlace, drive_places, holds_part
     from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder, top_problem
     from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
     from tiered.file_io import drop_cached, folder_clashes, open_direct, read_all, read_document_file, replace_file
@@ -63,6 +63,7 @@ __all__ = [
     "DrivePlace",
     "drive_places",
     "generation_folder",
+    "holds_part",
     "top_problem",
     "read_owner",
     "read_store_id",
@@ -181,6 +182,7 @@ _HOMES = {
     "claim_directory": "tiers.directory",
     "default_links": "links.route",
     "drive_places": "durable.drive_places",
+    "holds_part": "durable.drive_places",
     "dtype_from_name": "tiers.layout",
     "drop_cached": "file_io",
     "folder_clashes": "file_io",

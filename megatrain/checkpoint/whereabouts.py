@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.base.names import CHECKPOINTS_NAME, RESOLVED_NAME
 from tiered import list_generations, read_manifest
 from tiered.errors import GenerationError, TieredError
-from tiered.ext import SNAPSHOT_FOLDER, drive_places
+from tiered.ext import SNAPSHOT_FOLDER, drive_places, holds_part
 from tiered.units import format_size, is_number
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def lost_parts(manifest: Manifest, directory: Path, search: Sequence[Path] = ())
     if not missing or manifest.generation not in list_generations(directory):
         return ()
     sizes = {record.key: record.nbytes for record in manifest.blocks}
-    recorded = {place.nearby: str(place.recorded) for place in drive_places(manifest, directory)}
+    recorded = {place.path: str(place.recorded) for place in drive_places(manifest, directory)}
     return tuple(
         LostPart(
             str(path),
@@ -102,6 +102,7 @@ def outside_drives(manifest: Manifest, directory: Path, search: Sequence[Path] =
         return []
     name, recorded = f"{manifest.generation:08d}", {place.recorded for place in outside}
     inside = [path for path in (*search, *(place.path for place in places)) if path not in recorded]
+    inside = [path for path in inside if holds_part(path, manifest)]
     snaps = [path / SNAPSHOT_FOLDER / name for path in inside]
     return [place for place in outside if _supplies(place.path / SNAPSHOT_FOLDER / name, snaps)]
 
@@ -120,16 +121,19 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
     """
     name, drives = f"{manifest.generation:08d}", drive_places(manifest, folder)
     known = {str(place.path) for place in drives} | _drives_of_locations(manifest, folder, name)
-    if all(os.path.isdir(os.path.join(drive, SNAPSHOT_FOLDER, name)) for drive in known):
+    if all(holds_part(drive, manifest) for drive in known):
         return {}  # without a look at each block: a run may have thousands of checkpoints
     moved = {place.recorded: place.path for place in drives}
     missing: dict[Path, dict[str, None]] = {}
+    paths = [path for path in (*search, *(place.path for place in drives)) if holds_part(path, manifest)]
+    nearby = {place.nearby: place.path for place in drives}
     for block in manifest.blocks:
-        named = Path(os.path.normpath(folder / block.location))
-        paths = [*search, *(place.path for place in drives)]
-        places = [named, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
         depth = block.key.count("/")
+        named = Path(os.path.normpath(folder / block.location))
         drive = named.parents[depth + 2]
+        drive = nearby.get(drive, drive)
+        named = drive / SNAPSHOT_FOLDER / name / block.key
+        places = [named, *(path / SNAPSHOT_FOLDER / name / block.key for path in paths)]
         if (num_files := _num_files(block, places)) is None:
             missing.setdefault(drive, {})[block.key] = None
             continue
@@ -139,9 +143,7 @@ def _missing_parts(manifest: Manifest, folder: Path, search: Sequence[Path]) -> 
                 lay = _where_it_lay(named / "c" / str(number), depth)
                 missing.setdefault(moved.get(lay, lay), {})[block.key] = None
     return {
-        drive: tuple(keys)
-        for drive, keys in missing.items()
-        if drive != folder and not os.path.isdir(drive / SNAPSHOT_FOLDER / name)
+        drive: tuple(keys) for drive, keys in missing.items() if drive != folder and not holds_part(drive, manifest)
     }
 
 

@@ -26,7 +26,6 @@ __all__ = [
     "connect",
     "destroy",
     "init",
-    "init_by_file",
     "meeting_point",
 ]
 
@@ -286,19 +285,6 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
                 f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process for "
                 "each GPU, and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES)"
             )
-
-
-def init_by_file(world: World, device: torch.device, path: Path, bus: str = "") -> None:
-    """Join the default group with other processes of this machine.
-
-    Args:
-        world: Place of this rank among all.
-        path: A new file, the same for all.
-        bus: address of the GPU; "" where it is not known.
-    """
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-    init(world, device, FileStore(str(path), world.size), bus)
 
 
 def destroy() -> None:

@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.tasks.prompts import prompt_tokens
+from megatrain.tasks.prompts import PromptError, prompt_tokens
 from processes.saved_run import SavedRun, command_group, make_run
 
 TEMPLATE = (
@@ -82,6 +82,30 @@ def test_wrong_use(run: SavedRun) -> None:
     assert refused.exit_code == 2 and "--interactive reads prompts from stdin" in refused.stderr
     refused = converse(run.out, "Hi\n", "--system", "Be brief")
     assert refused.exit_code == 2 and "has no chat template, so it takes no system message" in refused.stderr
+
+
+def test_a_conversation_outlives_a_refused_turn_on_a_terminal(
+    with_template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse_second(tokenizer: Any, prompt: str, *rest: Any) -> torch.Tensor:
+        if prompt == "Why?":
+            raise PromptError("too long")
+        return prompt_tokens(tokenizer, prompt, *rest)
+
+    monkeypatch.setattr("megatrain.extras.generation.prompt_tokens", refuse_second)
+    piped = converse(with_template, "Hi\nWhy?\nHi\n")
+    assert piped.exit_code == 2 and "prompt 1: too long" in piped.stderr
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True, raising=False)
+    shown = converse(with_template, "Hi\nWhy?\nSo?\n")
+    assert shown.exit_code == 0 and "error: prompt 1: too long; the conversation is as before" in shown.stderr
+    first = generated(with_template, "<user>Hi\n<assistant>")
+    assert generated(with_template, f"<user>Hi\n<assistant>{first}\n<user>So?\n<assistant>") in shown.stdout
+
+
+def test_a_line_that_is_not_utf8_is_refused(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda prompt: "caf\udce9")
+    result = converse(run.out, "")
+    assert result.exit_code == 2 and "a line of stdin is not UTF-8" in result.stderr
 
 
 def test_other_folders_are_named(run: SavedRun, tmp_path: Path) -> None:

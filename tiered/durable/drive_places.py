@@ -25,7 +25,8 @@ class DrivePlace:
     Attributes:
         recorded: absolute path at the commit.
         nearby: the same place relative to the directory of generations as it is now.
-        path: the one of both that is read: ``recorded`` only if ``nearby`` has no part of the generation.
+        path: the one of both that is read: ``recorded`` if it alone has a part of the generation, or if ``nearby`` is
+            another store's.
     """
 
     recorded: Path
@@ -53,15 +54,22 @@ def drive_places(manifest: Manifest, directory: Path) -> tuple[DrivePlace, ...]:
         for path in map(Path, paths):
             nearby = path if block is None else Path(os.path.normpath(here / os.path.relpath(path, common)))
             is_moved = nearby != path  # else no note is read
-            is_left = is_moved and not _holds(nearby, name, manifest.store) and _holds(path, name, manifest.store)
+            is_left = is_moved and not holds_part(nearby, manifest)
+            is_left = is_left and (holds_part(path, manifest) or _is_of_another(nearby, manifest.store))
             places[path] = DrivePlace(path, nearby, path if is_left else nearby)
     return tuple(places.values())
 
 
-def _holds(path: Path, name: str, store: str) -> bool:
+def holds_part(path: Path | str, manifest: Manifest) -> bool:
     """Return whether a path has a part of a generation: a folder of its number that is not another store's."""
-    folder = path / SNAPSHOT_FOLDER / name
-    return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", store) == store
+    folder = Path(path, SNAPSHOT_FOLDER, generation_name(manifest.generation))
+    return os.path.isdir(folder) and read_note(folder / OWNER_NAME).get("id", manifest.store) == manifest.store
+
+
+def _is_of_another(path: Path, store: str) -> bool:
+    """Return whether a path has snapshots, all of them another store's: a run next to the copy uses it."""
+    owners = {read_note(note).get("id", store) for note in path.glob(f"{SNAPSHOT_FOLDER}/*/{OWNER_NAME}")}
+    return bool(owners) and store not in owners
 
 
 def read_note(path: Path) -> dict[str, Any]:

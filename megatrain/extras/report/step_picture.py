@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def _bars(events: Sequence[Mapping[str, Any]]) -> Iterator[Bar]:
 def _row_and_track(name: str) -> tuple[str, int]:
     """Split the name of a row of the file, which ends with a number from its second track on."""
     row, _, number = name.rpartition(" ")
-    return (row, int(number) - 1) if row and number.isdigit() else (name, 0)
+    return (row, int(number) - 1) if row and re.fullmatch("[1-9][0-9]{0,2}", number) else (name, 0)
 
 
 def _kind_of(row: str, name: str) -> tuple[str, str]:
@@ -126,8 +127,8 @@ def _shown(row: str) -> str:
 
 
 def _ruler(span_s: float, scale: float, bottom: float) -> Iterator[str]:
-    every_s = next(step for step in (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60, 600)
-                   if span_s / step <= 12 or step == 600)  # fmt: skip
+    steps = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60, 600)
+    every_s = next((step for step in steps if span_s / step <= 12), span_s / 12)
     for number in range(int(span_s / every_s) + 1):
         x = LEFT + number * every_s * scale
         yield f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#999" stroke-opacity="0.35"/>'

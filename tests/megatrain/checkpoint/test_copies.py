@@ -376,6 +376,25 @@ def test_folders_outside_a_copy_are_named_by_every_command(run: SavedRun, tmp_pa
         assert result.output.count("warning") >= 1
 
 
+def test_a_copy_next_to_the_drives_of_another_run(run: SavedRun, tmp_path: Path) -> None:
+    """They have folders and blocks of the same names. The copy's own parts stay where they were recorded."""
+    assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
+    other = run.copy(tmp_path / "other")
+    for name in ("one", "two", run.out.name):
+        shutil.rmtree(other.folder / name)
+    assert other.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
+    shutil.rmtree(other.out)
+    shutil.copytree(run.out, other.out)
+    result = verified(other)
+    assert result.exit_code == 0 and f"are read from '{run.folder / 'one'}'" in " ".join(result.output.split())
+    away = [(run.folder / name).rename(tmp_path / name) for name in ("one", "two")]
+    for words in (("ckpt", "verify"), ("status",), ("ckpt", "ls")):
+        result = other.call(*words, other.out)
+        shown = " ".join(result.output.split())
+        assert f"lay in '{run.folder / 'one'}', which is not there" in shown and "ckpt rm" not in shown, result.output
+    assert len(away) == 2
+
+
 def test_a_live_copy_without_a_whole_checkpoint_names_its_own_folders(run: SavedRun, tmp_path: Path) -> None:
     assert run.run(steps=4, **ON_TWO_DRIVES).exit_code == 0
     shutil.rmtree(run.out / "final")

@@ -369,6 +369,18 @@ def test_a_damaged_timeline_is_not_drawn(text: str, tmp_path: Path) -> None:
     assert check_page(page_of(folder)) == 4
 
 
+@pytest.mark.parametrize(
+    ("row", "duration"), [("to ram 0", 5), ("to ram 99999999", 5), ("to ram", 1e16), ("to ram", 1e300)]
+)
+def test_odd_rows_and_times_are_drawn(row: str, duration: float, tmp_path: Path) -> None:
+    folder = leave(tmp_path / "out", [4.0, 3.0])
+    other = {**NAMED, "tid": 8, "args": {"name": row}}
+    spans = [{**SPAN, "dur": duration}, {**SPAN, "tid": 8, "name": "model.layers.0/weight"}]
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": [NAMED, other, *spans]}))
+    page = page_of(folder)
+    assert "#72a1cf" in page and 1 <= page.count(" ms<") <= 14
+
+
 def test_a_long_timeline_has_few_bars(tmp_path: Path) -> None:
     spans = [{**SPAN, "name": f"forward {n % 3}", "ts": 10 * n} for n in range(30_000)]
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [NAMED, *spans]}))
