@@ -427,6 +427,8 @@ class RamTier:
         try:
             slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         except OSError:
+            if not self._spare.nbytes:
+                raise
             self._spare.trim(0)  # spare pages hold addresses too, which the process may lack
             slab = HostSlab(nbytes, pin=pin, spare=self._spare)
         with self._counting:

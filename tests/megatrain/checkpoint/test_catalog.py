@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -279,5 +280,6 @@ def test_a_list_reads_each_manifest_once_and_no_document_of_a_block(
     monkeypatch.setattr(os, "open", note)
     monkeypatch.setattr("megatrain.checkpoint.whereabouts._read", lambda path: pytest.fail(f"{path} was read"))
     assert [each.step for each in list_checkpoints(tmp_path)] == [1, 2, 3, 4]
-    manifests = [path for path in read if "snap/" in path]
-    assert len(manifests) == len(set(manifests)) == 4
+    of_generations = Counter(Path(path).name for path in set(read) if "snap/" in path)
+    assert of_generations == {"MANIFEST.json": 4, "OWNER.json": 4}
+    assert sum("snap/" in path for path in read) == 8, "each once"
