@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,10 +37,10 @@ def command(
 ) -> int:
     """Find every mistake before a run starts.
 
-    Looks at config, model, tokenizer, data, room, checkpoints and weights; trains and writes nothing. Reads every row
-    of the data and every weight. Lists all problems at once.
+    Checks config, model, tokenizer, every row of the data, memory, checkpoints and every weight. Trains and writes
+    nothing. Lists all problems at once.
 
-    The exit code is that of the first kind: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
+    The exit code is the first that applies: 2 config or model, 3 does not fit, 4 data, 1 storage failed.
     """
     findings = []
     with Spinner("importing torch", is_shown=not as_json) as spinner:
@@ -75,7 +74,7 @@ def command(
 
 
 def _print(finding: CheckResult) -> None:
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PLAIN_WIDTH
+    width = shutil.get_terminal_size((_PLAIN_WIDTH, 24)).columns
     head = f"{finding.severity:<7}  {finding.subject:<12}"
     indent = len(head) if width >= 2 * len(head) else 2
     lines = wrap_words(head + finding.text.partition("\n")[0], width, indent=indent)

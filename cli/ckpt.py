@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .control import run_argument
-from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError
+from .main import EXIT_CONFIG, EXIT_FAILED, RunFailedError, Subcommands
 from .options import json_option
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _RunOrUrl(click.Path):
-    """A run's folder, or the URL of its copies, which stays text."""
+    """Accepts a run's folder, or the URL of its copies as text."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if isinstance(value, str) and "://" in value else super().convert(value, param, ctx)
@@ -29,7 +29,7 @@ run_or_url = click.argument("run", type=_RunOrUrl(exists=True, file_okay=False, 
 step_option = click.option("--step", type=click.IntRange(min=0), metavar="N", help="Only the checkpoint of this step.")
 
 
-@click.group("ckpt")
+@click.group("ckpt", cls=Subcommands)
 def command() -> None:
     """List, check and remove the checkpoints of a run."""
 
@@ -38,7 +38,10 @@ def command() -> None:
 @run_or_url
 @json_option
 def list_command(run: Path | str, as_json: bool) -> int:
-    """List the checkpoints of RUN, its output_dir, or the URL of its copies (checkpoint.save_copy)."""
+    """List the checkpoints of RUN.
+
+    RUN is the output_dir of a run, or the URL of its copies (checkpoint.save_copy).
+    """
     from megatrain.checkpoint.catalog import list_checkpoints, list_notices
 
     notices: list[str] = []
@@ -61,7 +64,7 @@ def list_command(run: Path | str, as_json: bool) -> int:
 @step_option
 @json_option
 def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
-    """Read every byte of the checkpoints of RUN and compare with the checksums taken when they were written.
+    """Read every byte of the checkpoints of RUN and compare the checksums.
 
     RUN is its output_dir, or the URL of its copies.
     """
@@ -117,15 +120,15 @@ def verify_command(run: Path | str, step: int | None, as_json: bool) -> int:
 @click.option(
     "--generation", type=click.IntRange(min=1), metavar="N", help="The checkpoint of this number in `ckpt ls`."
 )
-@click.option("--all", "remove_all", is_flag=True, help="All of them, the last that can be used too.")
+@click.option("--all", "remove_all", is_flag=True, help="Remove all, with the last usable one.")
 @click.option("--yes", "-y", is_flag=True, help="Remove without asking.")
 @json_option
 def remove_command(
     run: Path, step: int | None, generation: int | None, remove_all: bool, yes: bool, as_json: bool
 ) -> int:
-    """Remove checkpoints of RUN: those of a --step, one --generation, or --all.
+    """Remove checkpoints of RUN by --step, by --generation, or --all.
 
-    The last one that can be used is only removed with --all. Nothing is removed while the run is alive.
+    Only --all removes the last usable checkpoint. Removes nothing while the run is alive.
     """
     from megatrain.checkpoint.catalog import check_not_in_use, checkpoints_folder, remove_checkpoint
 
@@ -149,7 +152,7 @@ def remove_command(
 
 
 def _fields(info: Checkpoint) -> dict[str, Any]:
-    """Return what `--json` says of a checkpoint."""
+    """Return the fields of a checkpoint for `--json`."""
     return {
         "step": info.step,
         "generation": info.number,
@@ -166,7 +169,7 @@ def _fields(info: Checkpoint) -> dict[str, Any]:
 
 
 def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpoint]:
-    """Return the checkpoints to remove; all where neither is given."""
+    """Return the checkpoints to remove: all if neither is given."""
     from megatrain.checkpoint.catalog import find_checkpoint, list_checkpoints
 
     infos = list_checkpoints(run)
@@ -185,7 +188,7 @@ def _chosen(run: Path, step: int | None, generation: int | None) -> list[Checkpo
 
 
 def _check_that_one_stays(run: Path, chosen: list[Checkpoint]) -> None:
-    """Refuse to remove a checkpoint and its copy where nothing else can be used, before the first of them goes."""
+    """Refuse, before the first removal, to remove both the last usable checkpoint and its copy."""
     from megatrain.checkpoint.catalog import list_checkpoints
 
     usable = [info for info in list_checkpoints(run) if info.problem is None]
@@ -225,11 +228,10 @@ def _print(infos: list[Checkpoint], notices: list[str]) -> None:
 
     from tiered.units import format_size
 
-    from .render import PLAIN_WIDTH, print_line
+    from .render import print_line, text_width
 
     console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
+    console.width = text_width(console)
     if not infos:
         console.print("no checkpoint: all were removed")
         _print_notices(notices)

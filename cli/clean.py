@@ -1,4 +1,4 @@
-"""``megatrain-tier clean``: remove what dead runs left on drives."""
+"""``megatrain-tier clean``: remove the block files that ended runs left on drives."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 @click.option(
     "--generations",
     type=click.Choice(["forgotten", "all"]),
-    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: where that folder is there and "
+    help="Also remove data of checkpoints that no checkpoint folder names. forgotten: where that folder exists and "
     "does not name it; all: also where that folder is gone. It may have been moved, or its drive may be away.",
 )
 @json_option
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
-    """Remove the block files that ended runs left in the folders of [[tiers.nvme]].
+    """Remove block files that ended runs left on drives.
 
-    Looks into each PATH and the folders below it, default: the current one. Data of checkpoints (but see
-    --generations), files of others, and folders that a run is using are never touched.
+    Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never touches other files, folders that a
+    run uses, or data of checkpoints, except as --generations says.
     """
     from tiered.ext import find_directories, find_orphans, measure_leftovers
 
@@ -71,7 +71,7 @@ def _is_agreed(sizes: Mapping[Path, int], *, as_json: bool) -> bool:
 
 
 def _remove(removable: list[Leftovers], doomed: list[Orphan]) -> tuple[list[Path], list[str]]:
-    """Return what was removed, and why the rest was not."""
+    """Return the removed folders, and why the others stay."""
     from tiered.errors import LockedError
     from tiered.ext import remove_leftovers, remove_orphan
 

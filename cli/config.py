@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .main import EXIT_CONFIG, RunFailedError, write_file
+from .main import EXIT_CONFIG, RunFailedError, Subcommands, write_file
 from .options import config_options, json_option, load
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _ORIGIN_COLUMN = 64
 _SHOWN_WHOLE = 4  # keys that are explained with all there is to say
 
 
-@click.group("config")
+@click.group("config", cls=Subcommands)
 def command() -> None:
     """Show, compare and explain configs."""
 

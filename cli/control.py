@@ -1,4 +1,4 @@
-"""``megatrain-tier status``, ``save`` and ``stop``: look at runs, follow one, ask one to save or to stop."""
+"""``megatrain-tier status``, ``save`` and ``stop``: show, follow, save and stop runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _timeout_option = click.option(
     default=3600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long to wait at most.",
+    help="Longest wait.",
 )
 
 
@@ -52,14 +52,14 @@ _timeout_option = click.option(
     "--follow",
     "is_followed",
     is_flag=True,
-    help="Show the live view of a run until it ends, and exit with its exit code; 0 where it is done already. Ctrl-C "
+    help="Show the live view of a run until it ends, and return its exit code (0 if it is done already). Ctrl-C "
     "leaves the view and not the run.",
 )
 @json_option
 def status_command(run: Path | None, is_followed: bool, as_json: bool) -> int:
-    """Show where runs stand.
+    """Show the state of runs.
 
-    RUN is the output_dir of a run, or a folder with several below it; default: the current one.
+    RUN is the output_dir of a run, or a folder with several runs below it. Default: the current folder.
     """
     if is_followed:
         return _follow(_one_of(run or Path()), as_json=as_json)
@@ -161,8 +161,8 @@ def _print(seen: _Seen) -> None:
 
 
 def echo_wrapped(text: str, *, indent: int = 2) -> None:
-    """Print text; on a terminal each line is wrapped between words, and continued lines are indented."""
-    if sys.stdout.isatty():
+    """Print text; wrap and indent its lines on a terminal or with ``COLUMNS``."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
         text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
         click.echo(line)
@@ -198,7 +198,7 @@ def _lines(seen: _Seen) -> list[tuple[str, str]]:
 
 
 def _silence(status: RunStatus) -> str:
-    """Return what it may mean that a living run has written nothing for some time; "" for a run that writes."""
+    """Return the likely reason why a living run has written nothing for some time, or "" if it has written."""
     from megatrain.run.status import SILENT_S
 
     seconds = _seconds_since(status.updated_at)
@@ -283,7 +283,7 @@ def _to_json(seen: _Seen) -> dict[str, Any]:
 
 
 def _follow(run: Path, *, as_json: bool) -> int:
-    """Show what a run does until it ends; Ctrl-C leaves the view. Of one that has ended, show how.
+    """Show a run until it ends, or how it ended. Ctrl-C leaves the view.
 
     Returns:
         The exit code of the run; 0 if the view was left; 1 if the run died.
@@ -323,7 +323,7 @@ def _follow(run: Path, *, as_json: bool) -> int:
 
 
 def _exit_code_of(status: RunStatus) -> int:
-    """Return the exit code of a run that has ended; one whose last state is not final died."""
+    """Return the exit code of a run that has ended. A run whose last state is not final died."""
     from megatrain.run.status import FINAL_STATES
 
     if status.state not in FINAL_STATES:
@@ -334,7 +334,7 @@ def _exit_code_of(status: RunStatus) -> int:
 
 
 class _Lines:
-    """A line for each step that is seen, and each message."""
+    """Prints a line for each step and each message."""
 
     def __init__(self) -> None:
         self._step, self._message = -1, ""
@@ -362,7 +362,7 @@ class _Lines:
 
 
 class _JsonLines(_Lines):
-    """A JSON object for each change of the status."""
+    """Prints a JSON object for each change of the status."""
 
     def show(self, status: RunStatus) -> None:
         if status.updated_at + str(status.step) != self._message:
@@ -371,7 +371,7 @@ class _JsonLines(_Lines):
 
 
 class _View(_Lines):
-    """The live view, as the run itself shows it on a terminal."""
+    """Draws the live view that the run itself draws on a terminal."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -432,7 +432,7 @@ class _View(_Lines):
 @_timeout_option
 @json_option
 def save_command(run: Path, timeout_s: float, as_json: bool) -> int:
-    """Have a run save a checkpoint after its current step and go on.
+    """Ask a run to save a checkpoint after its current step.
 
     RUN is the run's output_dir. Returns once the checkpoint is on disk.
     """
@@ -515,7 +515,7 @@ def _newer_checkpoint(before: RunStatus, now: RunStatus) -> int | None:
 @_timeout_option
 @json_option
 def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
-    """Have a run finish its current step, save and end.
+    """Ask a run to finish its current step, save and end.
 
     RUN is the run's output_dir. Returns once the run has ended. A second stop ends the run at once, without saving.
     """
@@ -550,7 +550,7 @@ def stop_command(run: Path, timeout_s: float, as_json: bool) -> int:
 
 
 def _require_owner(run: Path) -> LockHolder:
-    """Return the living process of a run; without one end the command, saying how the run ended."""
+    """Return the living process of a run. Without one, end the command with a text that says how the run ended."""
     from megatrain.base.owner import living_owner
     from megatrain.run.status import read_status
 
@@ -567,7 +567,7 @@ def _not_a_run(run: Path) -> str:
 
 
 def _own_status(run: Path, owner: LockHolder) -> RunStatus | None:
-    """Return the status that the living process wrote; None while that of an earlier run is there."""
+    """Return the status that the living process wrote, or None while only an earlier run's status exists."""
     from megatrain.run.status import read_status
 
     status = read_status(run)
@@ -575,7 +575,7 @@ def _own_status(run: Path, owner: LockHolder) -> RunStatus | None:
 
 
 def _wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until something is over; return whether it was in time."""
+    """Wait until a condition holds. Return False if the time is over first."""
     end_s = time.monotonic() + timeout_s
     while not is_over():
         if time.monotonic() >= end_s:
@@ -585,7 +585,7 @@ def _wait_for(is_over: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def _describe_ended(run: Path) -> str:
-    """Return how a run that is not running ended, and what to do."""
+    """Return how a run ended, and what the user can do."""
     from megatrain.run.status import read_status
 
     status = read_status(run)
@@ -604,7 +604,7 @@ def _describe_ended(run: Path) -> str:
 
 
 def _what_next(run: Path) -> str:
-    """Return from which step a run would continue, and which checkpoints are lost with a drive."""
+    """Return the step from which a run would continue, and the checkpoints that were lost with a drive."""
     from megatrain.checkpoint.scan import usable_checkpoint
     from megatrain.checkpoint.whereabouts import foreign_drives
 
@@ -630,13 +630,13 @@ def _lost(run: Path, *, with_remedy: bool = False) -> str:
 
 
 def _age(moment: str) -> str:
-    """Return how long ago a date and time was: "40 s", "3 min", "2 h 5 min"."""
+    """Return the time since a date, as "40 s", "3 min" or "2 h 5 min"."""
     seconds = _seconds_since(moment)
     return "some time" if seconds is None else duration(seconds)
 
 
 def _seconds_since(moment: str) -> float | None:
-    """Return the seconds since a date and time; None where that is none."""
+    """Return the seconds since a date, or None if the text is no date."""
     try:
         return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(moment)).total_seconds())
     except (ValueError, TypeError):
@@ -644,7 +644,7 @@ def _seconds_since(moment: str) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units at most."""
+    """Return a duration in at most two units."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = int(seconds) // 60

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .main import Subcommands
 from .options import config_options, json_option, load
 from .terminal import Spinner, leave_out_torch
 
@@ -24,22 +25,22 @@ _BAR_WIDTH = 40
 _BEGIN, _END = "[[", "]]"
 
 
-@click.group("data")
+@click.group("data", cls=Subcommands)
 def command() -> None:
     """Look at training data as the loss sees it."""
 
 
 @command.command("preview")
 @config_options
-@click.option("-n", "count", type=click.IntRange(min=1), default=3, show_default=True, help="How many rows.")
+@click.option("-n", "count", type=click.IntRange(min=1), default=3, show_default=True, help="Number of rows.")
 @click.option("--row", type=click.IntRange(min=1), metavar="I", help="Only row I, counted from 1 over all sources.")
 @json_option
 def preview_command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], count: int, row: int | None, as_json: bool
 ) -> int:
-    """Show rows with the tokens that are trained in green.
+    """Show rows, with the trained tokens in green.
 
-    Without colour, trained text stands in [[double brackets]].
+    Without colors, [[double brackets]] enclose trained text.
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
@@ -104,7 +105,7 @@ def _print_row(preview: RowPreview, is_coloured: bool) -> None:
 
 
 def _visible(text: str) -> str:
-    """Return a text whose control characters are shown, not obeyed."""
+    """Return a text with visible control characters, which the terminal does not obey."""
     return "".join(
         char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
     )
@@ -114,7 +115,7 @@ def _visible(text: str) -> str:
 @config_options
 @json_option
 def stats_command(config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: bool) -> int:
-    """Show lengths, trained share, padding, and what is dropped.
+    """Show lengths, the trained share, padding and dropped rows.
 
     Reads and tokenizes all rows, or takes them from the cache where they are.
     """

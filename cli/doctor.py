@@ -1,4 +1,4 @@
-"""``megatrain-tier doctor``: measure this machine, say what to fix, and keep the rates for plans."""
+"""``megatrain-tier doctor``: measure this machine and keep the rates for plans."""
 
 from __future__ import annotations
 
@@ -24,16 +24,20 @@ _STYLES = {"ok": "green", "note": "yellow", "warn": "bold red"}
 
 @click.command("doctor")
 @click.argument("paths", nargs=-1, type=click.Path(path_type=Path))
-@click.option("--quick", is_flag=True, help="About half a minute for one path; no long writes.")
+@click.option("--quick", is_flag=True, help="Measure for about half a minute per path, without long writes.")
 @click.option(
-    "--config", "config_file", type=click.Path(path_type=Path), metavar="FILE", help="Measure its [[tiers.nvme]] paths."
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Config whose [[tiers.nvme]] to measure.",
 )
 @click.option(
     "--save-profile",
     "profile_file",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Also write the figures of this machine, for `plan --machine FILE` elsewhere.",
+    help="Also write the figures of this machine for `plan --machine FILE`.",
 )
 @json_option
 def command(
@@ -43,9 +47,9 @@ def command(
     profile_file: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure what plans need to know of processors, GPU and the drives of PATHS; say what to fix.
+    """Measure processors, GPU and drives for plans, and say what to fix.
 
-    Keeps the rates in the user's cache folder, where `plan` finds them. Without PATHS: those of --config, else the
+    Keeps the rates in the user's cache folder, where `plan` finds them. Default of PATHS: those of --config, else the
     current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those bytes
     for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
     """
@@ -80,7 +84,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _paths_of(config_file: Path | None) -> list[Path]:
-    """Return the folders of a config's drives, or their nearest parents that exist; else a folder that can be used."""
+    """Return the folders of a config's drives, or their nearest existing parents; without drives a usable folder."""
     if config_file is not None:
         from megatrain.machine.machine import existing_parent
 
@@ -107,11 +111,10 @@ def _print(examination: Examination) -> None:
 
     from tiered.units import format_size
 
-    from .render import PLAIN_WIDTH
+    from .render import text_width
 
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
+    console.width = text_width(console)
     system = examination.system
     limit = "" if system.ram_limit_bytes >= system.ram_bytes else f" (limit {format_size(system.ram_limit_bytes)})"
     head = f"{system.host}  {system.cpu}, {system.num_cpus} CPUs, {format_size(system.ram_bytes)} RAM{limit}"

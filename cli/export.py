@@ -1,4 +1,4 @@
-"""``megatrain-tier export``: a checkpoint into a Hugging Face folder."""
+"""``megatrain-tier export``: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -27,25 +27,27 @@ _BAR_COLUMNS = 24
     type=click.Choice(["auto", "bfloat16", "float32"]),
     default="auto",
     show_default=True,
-    help="Of the weights; auto: as the run's config says. float32 keeps every bit.",
+    help="Data type of the weights. auto takes the one of the run's config; float32 keeps every bit.",
 )
-@click.option("--max-shard-size", metavar="SIZE", help='Largest file, e.g. "5GB". Default: as the run\'s config says.')
+@click.option(
+    "--max-shard-size", metavar="SIZE", help='Largest file, e.g. "5GB". Default: the size in the run\'s config.'
+)
 @click.option(
     "--model",
     "model_folder",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="A copy of the model's folder, where the one that the run started from is gone.",
+    help="Another copy of the model's folder, if the one that the run started from is gone.",
 )
-@click.option("--push-to-hub", "hub_id", metavar="ID", help="Send the folder to this repository of the hub, too.")
-@click.option("--private", "is_private", is_flag=True, help="The repository is made private, if it is made.")
+@click.option("--push-to-hub", "hub_id", metavar="ID", help="Also upload the folder to this repository of the hub.")
+@click.option("--private", "is_private", is_flag=True, help="Make a new repository private.")
 @click.option(
     "--merge",
     is_flag=True,
-    help="Of a run with [lora]: write the model with the adapters added. Default: as its config says.",
+    help="For a run with [lora]: write the model with merged adapters. Default: the value in the run's config.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
-@click.option("--ema", is_flag=True, help="The average of the weights, of a run with optimizer.ema_decay.")
+@click.option("--ema", is_flag=True, help="Write the average of the weights, for a run with optimizer.ema_decay.")
 @json_option
 def command(
     checkpoint: Path,
@@ -63,9 +65,9 @@ def command(
 ) -> int:
     """Write a checkpoint as a Hugging Face folder.
 
-    CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is made.
-    Needs no GPU and the RAM of a few pieces of 16 MiB; works beside a living run. The token for the hub is that of
-    HF_TOKEN or of `hf auth login`.
+    CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is a new
+    folder. Needs no GPU and little RAM, and works while the run lives. The token for the hub comes from HF_TOKEN or
+    `hf auth login`.
     """
     if is_private and hub_id is None:
         raise click.UsageError("--private needs --push-to-hub ID")
@@ -132,7 +134,7 @@ def command(
 
 
 def next_lines(folder: Path) -> list[str]:
-    """Return what can be done with an exported folder, a command line each."""
+    """Return command lines that use an exported folder."""
     here = os.path.relpath(folder)
     path = shlex.quote(here if len(here) < len(str(folder)) else str(folder))
     adapter = folder / "adapter_config.json"

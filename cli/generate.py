@@ -37,7 +37,7 @@ _BATCH = tuple(
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help='.jsonl with a "prompt" in each row, or text with one prompt in each line.',
+    help='A .jsonl file with a "prompt" in each row, or a text file with one prompt per line.',
 )
 @click.option("-p", "--prompt", "given", multiple=True, metavar="TEXT", help="A prompt. May be repeated.")
 @click.option(
@@ -45,14 +45,14 @@ _BATCH = tuple(
     "--interactive",
     "is_interactive",
     is_flag=True,
-    help="Read a prompt from each line of stdin and print the reply. With a chat template it is a conversation.",
+    help="Read a prompt from each line of stdin and print the reply. With a chat template, it is a conversation.",
 )
 @click.option(
     "-o",
     "--out",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help=".jsonl or .parquet, written when all is done. Default: JSON lines on stdout.",
+    help="A .jsonl or .parquet file, written at the end. Default: JSON lines on stdout.",
 )
 @click.option("--system", default="", metavar="TEXT", help="The system message in front of each prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=128, show_default=True, metavar="N")
@@ -60,15 +60,25 @@ _BATCH = tuple(
     "--temperature",
     type=click.FloatRange(min=0),
     metavar="T",
-    help="0: the likeliest token each time. Default: as the model's generation_config.json says.",
+    help="0 takes the likeliest token. Default: the value in the model's generation_config.json.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Of sampling.")
-@click.option("--rows", type=click.IntRange(min=1), metavar="N", help="Prompts that are padded to one length.")
-@click.option("--together", type=click.IntRange(min=1), metavar="N", help="Prompts that share each fetch of a weight.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, metavar="N", help="Seed of sampling.")
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Prompts that share each read of a weight. Default: four micro-batches.",
+)
+@click.option(
+    "--micro-batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Prompts of one forward, padded to one length. Default: 8.",
+)
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. tiers.ram.size=8GiB."
 )
-@click.option("--dry-run", is_flag=True, help="Print the plan of a token of all prompts, then stop.")
+@click.option("--dry-run", is_flag=True, help="Print the plan of one token of a batch, then stop.")
 def command(
     model: Path,
     file: Path | None,
@@ -79,30 +89,31 @@ def command(
     max_new_tokens: int,
     temperature: float | None,
     seed: int,
-    rows: int | None,
-    together: int | None,
+    batch_size: int | None,
+    micro_batch_size: int | None,
     overrides: tuple[str, ...],
     dry_run: bool,
 ) -> int:
     """Continue prompts with a model that need not fit into memory.
 
-    The tokens are those of transformers. Each weight is fetched once for a token of all prompts that are --together,
-    from the model's folder if RAM has no room for it; what the model keeps of the tokens so far lives in the tiers.
-    CONFIG is that of a run, of which model, tiers and precision count: it is the model that the run starts from. FOLDER
-    is the output_dir of a run, or what an export wrote: it is the trained model; an adapter runs with its base model.
+    The tokens equal those of transformers. Each weight is read once per token of a batch, from the model's folder if it
+    has no room in RAM. The cache of keys and values lives in the tiers.
+
+    CONFIG: the model that a run starts from; only its model, tiers and precision count. FOLDER: the trained model, in
+    the output_dir of a run or in an exported folder. An adapter runs with its base model.
     """
     if out is not None and out.suffix not in (".jsonl", ".parquet"):
         raise click.UsageError(f"--out {out}: name a file that ends with .jsonl or .parquet")
-    if is_interactive and (given or file or out or rows or together or dry_run):
+    if is_interactive and (given or file or out or batch_size or micro_batch_size or dry_run):
         raise click.UsageError(
-            "--interactive reads prompts from stdin and prints replies: leave out --prompt, --prompts, --out, --rows, "
-            "--together and --dry-run"
+            "--interactive reads prompts from stdin and prints replies: leave out --prompt, --prompts, --out, "
+            "--batch-size, --micro-batch-size and --dry-run"
         )
     prompts = [*given, *(_read(file) if file is not None else ())]
     if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
-    rows = rows or min(8, len(prompts))
-    together = max(rows, together or min(len(prompts), 4 * rows))
+    rows = micro_batch_size or min(8, len(prompts))
+    together = max(rows, batch_size or min(len(prompts), 4 * rows))
     with Spinner("reading the config") as spinner:
         loaded = _config(model, overrides, spinner)
         spinner.say("importing torch")
@@ -201,7 +212,7 @@ def _config(model: Path, overrides: Sequence[str], spinner: Spinner) -> LoadedCo
         loaded = load(model, (), overrides, spinner)
     given = next((key for key in _BATCH if loaded.origins.get(key, "").startswith("--set")), None)
     if given is not None:
-        raise click.UsageError(f"--set {given} is of training: --rows and --together say how prompts are grouped")
+        raise click.UsageError(f"--set {given} is for training: use --batch-size and --micro-batch-size")
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""``megatrain-tier import``: another tool's config or command line, translated."""
+"""``megatrain-tier import``: translate another tool's config or command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "--from",
     "tool",
     type=click.Choice(["llamafactory", "axolotl", "trl", "deepspeed", "megatrain"]),
-    help="Whose config it is. Default: seen from its keys.",
+    help="Tool of the config. Default: recognized by its keys.",
 )
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT", help="Write the TOML file there."
@@ -74,7 +74,7 @@ def _write(out: Path, text: str) -> None:
 
 
 def _print_rest(translation: Translation, out: Path | None) -> None:
-    """Say on stderr what a person should look at."""
+    """Print the keys that need the user's attention on stderr."""
     from megatrain.base.other_tools import TITLES
     from megatrain.extras.translate.translate import one_line
 

@@ -33,13 +33,13 @@ _EXAMPLE_FOLDER = "megatrain-example"
 @click.option(
     "--task",
     type=click.Choice(["sft", "pretrain", "distill", "dpo", "reward"]),
-    help="What to train on. Default: dpo where the data is preferences, pretrain where it is plain text, else sft.",
+    help="Task of the run. Default: dpo for preferences, pretrain for plain text, else sft.",
 )
 @click.option(
     "--lora",
     "has_lora",
     is_flag=True,
-    help="Train small adapters in place of the whole model. The model may be quantized then (QLoRA).",
+    help="Train small adapters instead of the whole model. The model may then be quantized (QLoRA).",
 )
 @click.option("--model", metavar="FOLDER_OR_ID", help="A Hugging Face folder, or the name of a model on the hub.")
 @click.option("--data", metavar="PATH", help="File, glob or folder of training data, or the hub name of a data set.")
@@ -61,9 +61,8 @@ def command(
 ) -> int:
     """Write a commented starter config for this machine.
 
-    PATH is the file, default run.toml, or a folder for it. Nothing is overwritten. Beside it goes the JSON Schema with
-    which editors complete and check the file. Of data on this machine the first rows are looked at, and what their
-    columns are is written.
+    PATH is the new file, or a folder for it. Default: run.toml. Overwrites nothing. Also writes the JSON Schema, with
+    which editors complete and check the file. Names the columns of the first rows if the data is on this machine.
     """
     if is_example:
         if task is not None or has_lora or model is not None or data is not None:
@@ -128,7 +127,7 @@ def command(
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a folder that nothing can be written in: said of it, and not of the first file."""
+    """Refuse a folder that is not writable. The error names the folder, not its first file."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -167,7 +166,7 @@ def _write_example(folder: Path, *, as_json: bool) -> int:
 
 
 def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
-    """Look at the first rows of the data, where they are on this machine."""
+    """Read the first rows of data on this machine."""
     from megatrain.config.starter import DataFacts
     from megatrain.data.files import ARROW_SUFFIXES, TEXT_SUFFIXES, suffix_of
     from megatrain.data.rows_report import DataError
@@ -186,7 +185,7 @@ def _data_facts(data: str, folder: Path, task: str | None) -> DataFacts:
 
 
 def _without_template(rows: DataFacts) -> DataFacts:
-    """Return questions and answers as prompts and completions: the model has no chat template to write them with."""
+    """Return questions and answers as prompts and completions, for a model without a chat template."""
     if rows.format != "alpaca" or not rows.columns or "input" in rows.fields:
         return rows
     question, answer = (rows.columns.get(name, name) for name in ("instruction", "output"))
@@ -198,7 +197,7 @@ def _is_path(text: str) -> bool:
 
 
 def _as_written(text: str, folder: Path) -> str:
-    """Return a path of the command line as the config has it: relative to its folder, where it is below it."""
+    """Return a path for the config: relative to the config's folder if it is below that folder."""
     if text.startswith(("~", "$")) or not (_is_path(text) or any(char in text for char in "*?[")):
         return text
     whole = os.path.abspath(text)
@@ -207,7 +206,7 @@ def _as_written(text: str, folder: Path) -> str:
 
 
 def _write_schema(folder: Path) -> Path | None:
-    """Write the schema beside the config; a file of that name that is not ours stays, and None is returned."""
+    """Write the schema next to the config. If another file has that name, keep it and return None."""
     from megatrain.config.keys import SCHEMA_FILE_NAME, SCHEMA_TITLE, json_schema
 
     path = folder / SCHEMA_FILE_NAME

@@ -22,7 +22,7 @@ import click
 from .terminal import OWN_PROCESS, screens
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -103,8 +103,8 @@ GROUPS = {
     "Start": ("init", "import", "check", "plan", "run"),
     "Watch": ("status", "save", "stop"),
     "Result": ("report", "generate", "export", "score"),
-    "Look closer": ("config", "data", "doctor", "verify"),
-    "Keep house": ("ckpt", "clean", "completion"),
+    "Inspect": ("config", "data", "doctor", "verify"),
+    "Maintain": ("ckpt", "clean", "completion"),
 }
 #: What keys are often called for short.
 _SHORT_NAMES = {
@@ -127,6 +127,8 @@ _REMOVED_COMMANDS = {
 _REMOVED_OPTIONS = {
     ("doctor", "--processes"): "Plan for several GPUs with `plan --machine FILE`: write the rate between them as "
     "`peer` into [gpu] of the file that `doctor --save-profile FILE` makes",
+    ("generate", "--rows"): "Use --micro-batch-size",
+    ("generate", "--together"): "Use --batch-size",
     ("plan", "--what-if"): "Plan once more with other values: plan CONFIG --set tiers.ram.size=64GiB --set "
     "data.max_length=2048",
     ("report", "--compare"): "Call `report --json` for each run; `megatrain-tier config diff RUN RUN2` lists the keys "
@@ -236,19 +238,29 @@ def describe(error: BaseException) -> str:
     return text
 
 
-class CommandGroup(click.Group):
+class Subcommands(click.Group):
+    """Lists its commands with whole summaries: click cuts a summary that is longer than a line."""
+
+    def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
+        """Return the names of the commands by the title of their section."""
+        return {"Commands": self.list_commands(ctx)}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the name and the first sentence of each command."""
+        for title, names in self.sections(ctx).items():
+            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
+            with formatter.section(title):
+                formatter.write_dl([(name, command.get_short_help_str(sys.maxsize)) for name, command in found])
+
+
+class CommandGroup(Subcommands):
     """Imports a command when it is called, and turns exceptions into messages and exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands in the order in which they are needed."""
-        for title, names in GROUPS.items():
-            found = [(name, command) for name in names if (command := self.get_command(ctx, name)) is not None]
-            longest = formatter.width - 6 - max(map(len, _COMMANDS))
-            with formatter.section(title):
-                formatter.write_dl([(name, command.get_short_help_str(longest)) for name, command in found])
+    def sections(self, ctx: click.Context) -> Mapping[str, Sequence[str]]:
+        return GROUPS
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -335,16 +347,26 @@ def _let_gpu_memory_grow() -> None:
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=CommandGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="""\b
+Exit codes:
+  0   done
+  1   failed
+  2   wrong config or usage
+  3   does not fit the tiers
+  4   wrong data
+  5   verify found a difference
+  75  interrupted and saved: the same command continues""",
+)
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."
 )
 def command_group() -> None:
-    """Train language models larger than the GPU: weights, gradients and optimizer state live in GPU memory, RAM
-    and NVMe drives, and move by schedule.
+    """Train language models that do not fit in memory.
 
-    Exit codes: 0 done, 1 failed, 2 config or usage, 3 does not fit, 4 data, 5 verify found a difference, 75 interrupted
-    and saved: run it again to continue.
+    Weights, gradients and optimizer state live in GPU memory, RAM and NVMe drives, and move by schedule.
     """
 
 

@@ -42,7 +42,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             "overrides",
             multiple=True,
             metavar="KEY=VALUE",
-            help="Change one key; a unique last name is enough: --set learning_rate=2e-5. May be repeated.",
+            help="Change one key. A unique last name is enough: --set learning_rate=2e-5. May be repeated.",
         ),
         click.option(
             "-c",
@@ -51,7 +51,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="Another TOML file laid over CONFIG. May be repeated.",
+            help="Another TOML file; its keys replace those of CONFIG. May be repeated.",
         ),
         click.argument("config", type=click.Path(path_type=Path)),
     ):

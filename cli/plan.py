@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .control import echo_wrapped
 from .main import EXIT_CONFIG, EXIT_DOES_NOT_FIT
 from .main import describe as describe_error
 from .options import config_options, json_option, load
@@ -23,39 +22,56 @@ if TYPE_CHECKING:
     from megatrain.tasks.evaluation import EvaluationSpec
 
 
+def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value != "list" or ctx.resilient_parsing:
+        return value
+    from megatrain.machine.files import machine_names, read_machine
+
+    rows = [(name, read_machine(name)[1].title) for name in machine_names()]
+    for name, title in rows:
+        click.echo(f"{name:<{max(len(each) for each, _ in rows)}}  {title}")
+    ctx.exit()
+
+
 @click.command("plan")
 @config_options
 @json_option
 @click.option(
     "--measure",
     is_flag=True,
-    help="Measure this machine first, as `doctor --quick` does, and time steps of this very model and batch (random "
-    "weights, on a CPU): the predicted step is then what a run should take, not a bound.",
+    help="First measure this machine, as `doctor --quick` does, and time steps of this model and batch on the CPU with "
+    "random weights. The predicted seconds are then those of a run, not a bound.",
 )
 @click.option(
     "--machine",
     "machine_name",
     metavar="NAME|FILE",
-    help="Plan for another machine, from its figures: sizes that the config leaves to the machine are that machine's, "
-    "given ones are compared with it, and times are predicted from published and estimated rates. Nothing is measured "
-    "here, and no GPU is needed. An unknown name lists the machines; `doctor --save-profile` makes a file of one.",
+    is_eager=True,
+    callback=_list_machines,
+    help="Plan for another machine: a name, or a file of `doctor --save-profile`. Sizes that CONFIG leaves open are "
+    "that machine's. Times are predicted from published and estimated rates: nothing is measured, and no GPU is "
+    "needed. `--machine list` lists the names.",
 )
 @click.option(
     "--processes",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Plan for one of N processes of a host that train together, each with a GPU of its own; none is started. "
-    "Default: distributed.processes of the config.",
+    help="Plan for one of N processes on a host, each with its own GPU. Starts none. "
+    "Default: distributed.processes of CONFIG.",
 )
 @click.option(
     "--hosts",
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Plan for N hosts that are like this one, or like --machine, each with one process.",
+    help="Plan for N hosts like this one or like --machine, with one process each.",
 )
-@click.option("--simulate", is_flag=True, help="Replay a step at the rates that doctor measured: how long, what waits.")
-@click.option("--count-steps", is_flag=True, help="Read the data, to know the steps of a run that is given in epochs.")
+@click.option(
+    "--simulate",
+    is_flag=True,
+    help="Simulate a step at the rates of `doctor`: seconds and waits.",
+)
+@click.option("--count-steps", is_flag=True, help="Read the data to count the steps of a run that is given in epochs.")
 def command(
     config: Path,
     extra_files: tuple[Path, ...],
@@ -68,7 +84,10 @@ def command(
     simulate: bool,
     count_steps: bool,
 ) -> int:
-    """Show where every byte goes, what moves per step, and what the whole run comes to. Trains nothing."""
+    """Show where every byte goes and what moves per step.
+
+    Also predicts the seconds of a step and the length of the run. Trains nothing. The last line is the verdict.
+    """
     if measure and machine_name is not None:
         raise click.UsageError("--measure times this machine, --machine plans for another one: use one of them")
     with Spinner("reading the config", is_shown=not as_json) as spinner:
@@ -162,10 +181,8 @@ def _print(
             values["problem"] = problem
         click.echo(json.dumps(values))
         return
-    print_plan(plan, simulated=simulated, problem=problem)
-    if length is not None:
-        for line in [*_run_lines(length, step_s), *_evaluation_lines(evaluation, plan)]:
-            echo_wrapped(line, indent=16)
+    lines = () if length is None else (*_run_lines(length, step_s), *_evaluation_lines(evaluation, plan))
+    print_plan(plan, simulated=simulated, run_lines=lines, problem=problem)
 
 
 def _simulated(plan: Plan) -> SimulatedStep | None:

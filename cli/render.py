@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shlex
 import threading
 from collections import deque
@@ -40,7 +41,7 @@ from tiered.units import GiB, MiB, format_duration, format_size
 from .terminal import wrap_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from megatrain.plan.plan import Plan
@@ -55,17 +56,24 @@ _LEAST_TABLE = 50  # columns of a terminal that a table of tiers has room in
 PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 
+def text_width(console: Console) -> int:
+    """Return the columns of text on a console: of a file or a pipe those of ``COLUMNS``, else ``PLAIN_WIDTH``."""
+    return console.width if console.is_terminal or "COLUMNS" in os.environ else max(console.width, PLAIN_WIDTH)
+
+
 def print_plan(
     plan: Plan,
     *,
     as_json: bool = False,
     simulated: SimulatedStep | None = None,
+    run_lines: Sequence[str] = (),
     console: Console | None = None,
     problem: str = "",
 ) -> None:
-    """Print a plan on stdout, as a table or as one JSON object.
+    """Print a plan on stdout, as a table or as one JSON object. The last line of the text says whether it fits.
 
     Args:
+        run_lines: lines about the whole run, printed after those about a step.
         console: default: stdout.
         problem: why a run would be refused although its blocks fit the tiers; "": it would not be.
     """
@@ -73,8 +81,7 @@ def print_plan(
     from megatrain.plan.process import process_memory
 
     console = console or Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
+    console.width = text_width(console)
     if as_json:
         values = plan_to_json(plan)
         if simulated is not None:
@@ -94,8 +101,8 @@ def print_plan(
         print_line(console, f"moved per step  {moved}", indent=16)
     for line in show.estimate_lines(plan.estimate) if plan.estimate is not None else ():
         print_line(console, line, indent=16)
-    if simulated is not None:
-        print_line(console, simulated.line, indent=16)
+    for line in (*(() if simulated is None else (simulated.line,)), *run_lines):
+        print_line(console, line, indent=16)
     for message in show.messages(plan):
         print_line(console, message, indent=0)
     for each in plan.objections:

@@ -1,4 +1,4 @@
-"""``megatrain-tier report``: what was planned, what happened, where the time went."""
+"""``megatrain-tier report``: plan, measurements and the seconds of a step."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .options import json_option, records_of
     "page",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="OUT",
-    help="Write one page that needs nothing else: no network, no other file.",
+    help="Write one self-contained page.",
 )
 @json_option
 def command(run: Path, page: Path | None, as_json: bool) -> int:
-    """Say what was planned, what happened, and where the time went.
+    """Compare plan and measurements of a run, and show where the time went.
 
     RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
     """

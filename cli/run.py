@@ -77,9 +77,9 @@ def command(
 ) -> int:
     """Train, and write a Hugging Face folder at the end.
 
-    Where output_dir holds checkpoints, continues the newest. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) ends the run
-    after its step, saved, with exit code 75: the same command continues it. Without its terminal, its output
-    goes into output_dir/run.log.
+    Continues the newest checkpoint in output_dir. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) saves after the present
+    step and ends with exit code 75; the same command continues. Without a terminal, the output goes into
+    output_dir/run.log.
     """
     if max_steps is not None:
         overrides = (*overrides, f"training.max_steps={max_steps}")
@@ -141,7 +141,7 @@ def _run(
         shown = PlanObserver(console)
 
         class Starting(RunObserver):
-            """Called first when training starts: from then on output_dir belongs to the run."""
+            """Called when training starts: from here on, output_dir belongs to the run."""
 
             def on_start(self, info: RunInfo) -> None:
                 log = info.output_dir / LOG_NAME
@@ -201,7 +201,7 @@ def _run(
 
 
 def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
-    """Print a plan; return what a run of it would end with before its first step."""
+    """Print a plan. Return the error that a run would raise before its first step."""
     from megatrain.plan.placement import DoesNotFitError
     from megatrain.plan.tiers import check_drives, check_folders
     from megatrain.training.open_run import look_at_weights
@@ -225,7 +225,7 @@ def _print_dry_run(plan: Plan, *, as_json: bool) -> int:
 
 
 def _plan_of_one(loaded: LoadedConfig) -> Plan | None:
-    """Return the plan of one of several processes, none of which is started; None: the config asks for one."""
+    """Return the plan of one of several processes, or None if the config asks for one process. Start none."""
     if loaded.config.distributed.processes == 1:
         return None
     from megatrain.training.prepare import plan_one_rank
@@ -238,7 +238,7 @@ def _print_fetched(file: FetchedFile) -> None:
 
 
 def _exit_code_of(ending: BaseException | RunSummary) -> int:
-    """Return the exit code after an error, or after a run that is done or was stopped."""
+    """Return the exit code of a run that ended."""
     if isinstance(ending, BaseException):
         return exit_code_of(ending) or EXIT_FAILED
     if not ending.interrupted:
@@ -247,7 +247,7 @@ def _exit_code_of(ending: BaseException | RunSummary) -> int:
 
 
 def _describe_interrupted(output_dir: Path) -> str:
-    """Return what is saved of a run that was ended at once."""
+    """Return a text about the last checkpoint of a run that ended at once."""
     from megatrain.run.folder import committed_step
 
     saved = committed_step(output_dir)
@@ -257,7 +257,7 @@ def _describe_interrupted(output_dir: Path) -> str:
 
 
 def _describe_schedule(name: str, max_steps: int) -> str:
-    """Return what --max-steps does to the learning rate: a trial of N steps is no beginning of the whole run."""
+    """Return a text about --max-steps: the learning rate differs from that of the first N steps of the whole run."""
     return (
         f"note: the learning rate goes through its whole schedule ({name}) in these {max_steps} steps: they are not "
         "the first ones of a longer run"
@@ -268,7 +268,7 @@ def _describe_schedule(name: str, max_steps: int) -> str:
 
 
 def _launch(loaded: LoadedConfig, words: Sequence[str], output: RunOutput) -> int:
-    """Run in several processes on this machine, and wait for them; return the exit code of the run."""
+    """Run in several processes on this machine. Return the exit code of the run."""
     from megatrain.ranks.launch import launch
 
     assert __package__ is not None
@@ -302,7 +302,7 @@ def _run_as_rank(
     allow_config_change: bool,
     as_json: bool,
 ) -> NoReturn:
-    """Be one of the processes of a run; it ends here, with the others."""
+    """Run as one of several processes, which end together."""
     try:
         with (
             RunOutput() as output,

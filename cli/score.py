@@ -1,4 +1,4 @@
-"""``megatrain-tier score``: what a model of any size says of the tokens of a data set."""
+"""``megatrain-tier score``: log-probabilities, likely tokens or embeddings of a data set."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 def command(
     config: Path, extra_files: tuple[Path, ...], overrides: tuple[str, ...], dry_run: bool, as_json: bool
 ) -> int:
-    """Write what a model says of each token of [[data.train]]: log-probabilities, likeliest words, embeddings.
+    """Write log-probabilities, likely tokens or embeddings of data.
 
-    Nothing is trained. The weights are streamed from the model's folder, each once for all rows of a pass, which are
-    those of a step ([training]); [score] says what is written, into output_dir/scores. Where scores are there already,
-    it continues. Ctrl-C or SIGTERM ends it after its pass, with exit code 75; whatever ends it, no row is scored twice
-    but those of the pass that it was in.
+    Reads [[data.train]] and trains nothing. Streams the weights from the model's folder, each once per pass. A pass has the rows of a training
+    step ([training]). [score] says what goes into output_dir/scores. The same command continues earlier scores.
+
+    Ctrl-C or SIGTERM ends it after the present pass, with exit code 75. Only rows of an unfinished pass are scored
+    again.
     """
     with Spinner("reading the config", is_shown=not as_json) as spinner:
         loaded = load(config, extra_files, overrides, spinner)
@@ -48,7 +49,7 @@ def command(
             spinner.say("reading the model and planning")
 
             class Lines(RunObserver):
-                """Prints messages on stderr, and the plan of scores that are begun; a line of those that go on."""
+                """Prints messages on stderr. Prints the plan of new scores, and one line for continued scores."""
 
                 def on_message(self, text: str) -> None:
                     click.echo(text, err=True)

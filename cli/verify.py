@@ -25,7 +25,7 @@ _TIERS = ("ram", "nvme")
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key of CONFIG. May be repeated."
 )
 @click.option(
-    "--tiers", default="ram,nvme", show_default=True, metavar="TIERS", help="Where state is put: ram, or ram,nvme."
+    "--tiers", default="ram,nvme", show_default=True, metavar="TIERS", help="Tiers of the state: ram, or ram,nvme."
 )
 @json_option
 def command(config: Path | None, overrides: tuple[str, ...], tiers: str, as_json: bool) -> int:
@@ -65,7 +65,7 @@ def _parse_tiers(text: str) -> tuple[str, ...]:
 
 
 def _scratch() -> Path:
-    """Return the folder for what is written: the current one, else that for temporary files."""
+    """Return a writable folder: the current one, else the one for temporary files."""
     here = Path.cwd()
     return here if os.access(here, os.W_OK) else Path(tempfile.gettempdir())
 
@@ -75,11 +75,10 @@ def _print(verdict: Verdict) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from .render import PLAIN_WIDTH
+    from .render import text_width
 
     console = Console()
-    if not console.is_terminal:
-        console.width = max(console.width, PLAIN_WIDTH)
+    console.width = text_width(console)
     console.print(Text(verdict.headline, style="bold"), soft_wrap=True)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("", "allowed", "found"):

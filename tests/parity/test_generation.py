@@ -160,7 +160,16 @@ def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
     runner = CliRunner()
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
-    words = ["generate", str(tiny_model), "--max-new-tokens", str(NUM_NEW), "--temperature", "0", "--rows", "2"]
+    words = [
+        "generate",
+        str(tiny_model),
+        "--max-new-tokens",
+        str(NUM_NEW),
+        "--temperature",
+        "0",
+        "--micro-batch-size",
+        "2",
+    ]
     words += ["--set", "device=cpu", "--set", "tiers.ram.size=8MiB", "--set", "precision.compute_dtype=float32"]
     done = runner.invoke(cli_group, [*words, "--prompts", str(rows), "-o", str(tmp_path / "said.parquet")])
     assert done.exit_code == 0, done.output
@@ -191,7 +200,7 @@ def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path, 
     tokens = json.loads(done.stdout.splitlines()[0])["token_ids"]
     assert tokens == expected[: len(tokens)]
     refused = CliRunner().invoke(cli_group, [*words, "--set", "train_batch_tokens=8192"])
-    assert refused.exit_code == 2 and "--rows and --together" in refused.output
+    assert refused.exit_code == 2 and "use --batch-size and --micro-batch-size" in refused.output
 
 
 @pytest.fixture
