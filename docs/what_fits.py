@@ -367,7 +367,7 @@ Made by `python docs/what_fits.py`, from the `config.json` of models (`examples/
 (`megatrain/machine/machines`, each figure with its source or what it is estimated from). **Nothing here was measured by this
 project**: bytes are exact plans, speeds are predictions from rates. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
 
-Computing is [counted](sizing.md#how-good-the-prediction-is) as products, attention, bytes of all other operators, and the
+Computing is [counted](sizing.md#accuracy-of-the-prediction) as products, attention, bytes of all other operators, and the
 host's launches, which go on beside a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
 at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU, where a row that is bound by `host` has
 micro-batches too short for its GPU. Under each machine stand those of its own rates that are assumed: estimated from data
