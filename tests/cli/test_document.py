@@ -48,7 +48,7 @@ def test_every_command_has_its_section_with_every_option(cli_module: CliModule) 
 
 def test_a_default_and_a_bound_are_shown(cli_module: CliModule) -> None:
     text = " ".join(cli_module("document").to_markdown().split())
-    assert "How many rows. [default: 3; x>=1]" in text
+    assert "Number of rows. [default: 3; x>=1]" in text
     assert "--dtype [auto|bfloat16|float32]" in text
 
 

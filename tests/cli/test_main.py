@@ -23,6 +23,7 @@ from click.testing import CliRunner, Result
 
 from megatrain.base.observer import CheckpointMetrics, RunInfo, RunObserver, RunSummary, StepMetrics
 from megatrain.data.rows_report import DataError
+from megatrain.machine.files import machine_names
 from megatrain.plan.limits import Objection
 from megatrain.plan.process import ProcessMemory
 from tiered import CapacityError, GiB, MiB
@@ -327,6 +328,28 @@ def test_help_lists_each_command_in_one_group(call: Callable[..., Result], cli_m
     titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["Options:", *(f"{title}:" for title in main.GROUPS)]
     assert lines[lines.index("Start:") + 1].split()[0] == "init"
+
+
+@pytest.mark.parametrize("command", ["", "ckpt", "config", "data"])
+def test_no_summary_is_cut_at_80_columns(
+    call: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = call(*command.split(), "--help").stdout
+    assert "..." not in text.partition("Options:")[2]
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_exit_codes_are_the_last_lines_of_the_help(call: Callable[..., Result], cli_module: CliModule) -> None:
+    lines = call("--help").stdout.rstrip().splitlines()
+    codes = [value for name, value in vars(cli_module("main")).items() if name.startswith("EXIT_")]
+    assert [int(line.split()[0]) for line in lines[-len(codes) :]] == sorted(codes)
+
+
+def test_machines_are_listed_without_a_config(call: Callable[..., Result]) -> None:
+    result = call("plan", "--machine", "list")
+    assert result.exit_code == 0
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(machine_names())
 
 
 def test_warnings_go_to_stderr(call: Callable[..., Result], config: Path, trainer: dict[str, Any]) -> None:
