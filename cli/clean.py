@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def command(paths: tuple[Path, ...], yes: bool, generations: str | None, as_json: bool) -> int:
     """Remove block files that ended runs left on drives.
 
-    Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never touches
-    other files, folders that a run uses, or data of checkpoints, except as --generations says.
+    Searches each PATH and the folders below it for folders of [[tiers.nvme]]. Default: the current folder. Never
+    touches other files, folders that a run uses, or data of checkpoints, except as --generations says.
     """
     from tiered.ext import find_directories, find_orphans, measure_leftovers
 
