@@ -227,10 +227,10 @@ BESIDE_THE_API = {
         "megatrain.embed.shared -> megatrain.ranks.lanes",
     },
     "stand-ins for weights, sums of gradients and keys of blocks are the engine's": {
-        "megatrain.embed.activations -> megatrain.engine.visit",
+        "megatrain.embed.activations -> megatrain.engine.graph_keeping",
         "megatrain.embed.groups -> megatrain.engine.program",
         "megatrain.embed.partition -> megatrain.engine.program",
-        "megatrain.embed.weights -> megatrain.engine.visit",
+        "megatrain.embed.weights -> megatrain.engine.absent_weights",
         "megatrain.embed.weights -> megatrain.engine.weight_gradients",
     },
     "a model is found and built as the trainer does it": {

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.engine.state import RandomStates, ThreadModes, without_saved_tensors
-from megatrain.engine.visit import optional_gradients
+from megatrain.engine.unit_run import optional_gradients
 from megatrain.engine.weight_gradients import intercepting, new_leaf
 from megatrain.models.graph import find_layers
 from megatrain.models.small import small_model

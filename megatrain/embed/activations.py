@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatrain.embed.stores import shared_state
 from megatrain.embed.weights import Delegated, KeptInMemory, OuterHooks, SavedTensor, Versioned, outer_hooks, unpack
-from megatrain.engine.visit import version_probe
+from megatrain.engine.graph_keeping import version_probe
 from tiered import TieredStore, Transfer
 from tiered.errors import CapacityError
 from tiered.units import PAGE_BYTES, GiB, MiB, format_size, round_up

@@ -1,8 +1,8 @@
 """Parameters of a module as blocks of a store: their weights, their gradients, and what autograd saves of them.
 
 The engine binds leased weights to a module for one visit, since it runs each unit's forward itself
-(``megatrain.engine.visit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters: so these
-stay the same objects, absent or present, and what the graph saves of them is found again by block.
+(``megatrain.engine.bound_unit.BoundUnit``). Here the user's code runs, and the user's optimizer has the parameters: so
+these stay the same objects, absent or present, and what the graph saves of them is found again by block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatrain.base.layout import views
 from megatrain.embed.modes import past_modes
 from megatrain.embed.shared import ModuleRanks, UnshardedBlock, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
-from megatrain.engine.visit import METADATA_QUERIES, placeholder
+from megatrain.engine.absent_weights import METADATA_QUERIES, placeholder
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import partial_squares, squared_norm
 from tiered import checksum

@@ -49,14 +49,6 @@ class StoreAccess:
 
     Used by one thread, the one that runs the step.
 
-    Args:
-        model: What runs, by the ticks of its program.
-        threads: Threads of gradient sums and norms.
-        collectives: The ranks among whom the program shares blocks.
-        updater: Makes the updates of the program; None: it has none.
-        timeline: Records every op; None: nothing is recorded.
-        activity: Progress within the step, for status.
-
     Attributes:
         updates_ahead: Whether a step can queue its own updates before the host knows their factor.
     """

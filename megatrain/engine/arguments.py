@@ -24,7 +24,6 @@ def tree_map(value: Any, leaf: Callable[[Any], Any], container: Callable[[Any], 
     """Rebuild lists, tuples and mappings with `leaf` applied to everything else.
 
     Args:
-        value: Any nesting of containers.
         leaf: Maps every value that is not a list, tuple or mapping.
         container: Maps a list or mapping, or returns None to have it rebuilt.
     """
@@ -122,14 +121,8 @@ class _Rebuilder:
 class CapturedArguments:
     """The arguments of one call of a unit by one micro-batch.
 
-    Args:
-        unit_name: For error messages.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-
     Attributes:
         tensors: The tensors in the arguments, each once; offloaded ones become None.
-        originals: The caller's containers.
         activations: Numbers of the tensors that are activations: hidden states, and all that require grad.
 
     Raises:
@@ -215,11 +208,6 @@ class CapturedArguments:
 class CapturedResult:
     """Result of one run of a unit: return value, changed containers, and records of output recorders.
 
-    Args:
-        value: The unit's return value.
-        rebuilt: The arguments it ran with, after the run.
-        records: Records of Hugging Face's output recorders, by key.
-
     Attributes:
         outputs: The differentiable tensors in it, each once, attached to the unit's graph.
     """
@@ -272,8 +260,6 @@ class CapturedResult:
         Args:
             outputs: Outer tensors in the order of `self.outputs`.
             inputs: The caller's tensors, in the order of the captured ones.
-            originals: The caller's containers.
-            collector: The caller's output recorders.
         """
 
         def leaf(value: Any) -> Any:

@@ -56,8 +56,6 @@ class AttentionCall:
     """One call of a fused attention operator.
 
     Attributes:
-        backend: family of kernels.
-        is_backward: whether it computes gradients.
         num_queries: query tokens of all sequences.
         num_keys: key tokens of all sequences.
         longest_keys: key tokens of the longest sequence.

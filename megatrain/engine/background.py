@@ -26,7 +26,6 @@ class BackgroundUpdates:
         """Run an update when those before it have ended.
 
         Args:
-            keys: The blocks that it reads and writes.
             update: ends their leases as well.
         """
         if self._executor is None:

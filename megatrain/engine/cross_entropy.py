@@ -80,7 +80,6 @@ class RunningSoftmax:
 
     Args:
         labels: [rows], each a word.
-        vocab_size: words of all parts.
         smoothing: 0: none.
         z_loss: 0: none.
     """

@@ -55,7 +55,6 @@ class AveragedWeight:
     Attributes:
         keys: Blocks of the averages, one for each part of the layout's state.
         nbytes: Size of these blocks together, of all ranks.
-        dtype: The dtype that layers compute in.
     """
 
     keys: tuple[str, ...]

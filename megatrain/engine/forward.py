@@ -19,7 +19,7 @@ pass a unit before any of them reaches the next, so its weights come once per st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -30,12 +30,15 @@ from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.base.progress import Activity
+from megatrain.engine.bound_unit import BoundUnit, installed_stubs, units_stubbed
 from megatrain.engine.cross_entropy import PLAIN
+from megatrain.engine.graph_keeping import GraphKeeping
 from megatrain.engine.head import ChunkedHead, HeadTiling
 from megatrain.engine.head_model import HeadModel, TrunkOutput, accepts_use_cache, without_auxiliary_loss
 from megatrain.engine.head_plan import HeadPlan, plan_head
 from megatrain.engine.head_weights import HeadWeights
 from megatrain.engine.host_io import MicroBatches, read_numbers
+from megatrain.engine.input_saving import AbsentMicroBatches, InputSaving
 from megatrain.engine.labels import LabelledRows, count_labels, labelled_rows, shifted_labels, without_labels
 from megatrain.engine.loss import MicroBatchLoss, PartialMean
 from megatrain.engine.objective import Objective
@@ -44,12 +47,12 @@ from megatrain.engine.saved_results import SavedResults
 from megatrain.engine.state import RandomStates, micro_batch_seed
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
 from megatrain.engine.token_scores import RunningTopK, TokenScores, joined_scores
-from megatrain.engine.visit import BoundUnit, UnitVisit, VisitSequence, installed_stubs
+from megatrain.engine.visit import UnitVisit, VisitSequence
 from megatrain.engine.vocabulary import PartWeight
 
 if TYPE_CHECKING:
+    from megatrain.engine.compiled_layers import LayerCompiler
     from megatrain.engine.program import BlockAccess, TracedVisit, VisitTrace
-    from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
 
 __all__ = [
@@ -57,7 +60,6 @@ __all__ = [
     "NoTrainedTokensError",
     "PassOrder",
     "QueuedLoss",
-    "StepLoss",
     "SummedLoss",
     "VisitOrderError",
     "move_buffers",
@@ -77,27 +79,13 @@ class QueuedLoss:
     """Loss of one optimizer step that the device may not have computed yet.
 
     Attributes:
-        terms: Scalars on the compute device; the loss is their sum in double precision, in this order.
-        num_trained_tokens: Tokens with a label, after the shift.
+        terms: Scalars on the compute device; the loss is their sum in double precision, in this order (decision 0099).
         figures: What the loss tells of the step beside its value.
     """
 
     terms: tuple[Tensor, ...]
     num_trained_tokens: int
     figures: tuple[PartialMean, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepLoss:
-    """Loss of one optimizer step.
-
-    Attributes:
-        loss: Mean of the micro-batches' own losses, each weighted by its share of the step's labels (decision 0099).
-        num_trained_tokens: Tokens with a label, after the shift.
-    """
-
-    loss: float
-    num_trained_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,18 +123,14 @@ class PassOrder:
 class LayerRunner:
     """Computes loss and gradients of a step, or the loss of an evaluation pass.
 
-    Not thread-safe: one step at a time, on one thread.
+    Not thread-safe: one step at a time, on one thread. Each pass raises `VisitOrderError` if the model does not call
+    its units as planned, and `UnsupportedModelError` if a layer does something that streaming cannot reproduce.
 
     Args:
-        graph: The model; its buffers are moved to `device`.
-        access: Weights, gradient accumulators and activations.
-        order: Of micro-batches and pieces of logits.
         trace: Expected visits, which the forward is checked against; None: no check.
         objective: Label smoothing and noise; None: plain cross entropy.
         recompute: What is kept of the forward for the backward. The weights of visits whose graphs are kept must stay
             unchanged and in place from one to the other.
-        compiler: Of layers; None: they run eagerly.
-        activity: Progress within the step, for status.
         context: Makes the context that forward and backward of a pass run in; None: that of the graph's converters.
 
     Attributes:
@@ -257,16 +241,6 @@ class LayerRunner:
         start, stop = max(self._plan.ranges(self._head_columns), key=lambda words: words[1] - words[0])
         return self._head_rows * (stop - start) * self._plan.logit_nbytes
 
-    def forward_backward(
-        self, micro_batches: Sequence[Mapping[str, Tensor]], *, num_items: int | None = None, seed: int = 0
-    ) -> StepLoss:
-        """Run forward and backward of all micro-batches, then read the loss, which syncs with the device.
-
-        Arguments and errors are those of `queue`.
-        """
-        queued = self.queue(micro_batches, num_items=num_items, seed=seed)
-        return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
-
     def queue(
         self,
         micro_batches: Sequence[Mapping[str, Tensor]],
@@ -290,8 +264,6 @@ class LayerRunner:
 
         Raises:
             NoTrainedTokensError: no position has a label, or the loss is a mean over no tokens.
-            VisitOrderError: the model does not call its units as planned.
-            UnsupportedModelError: a layer does something that streaming cannot reproduce.
         """
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = [count_labels(labels) for labels in shifted]
@@ -327,30 +299,35 @@ class LayerRunner:
 
         The loss is plain cross entropy: no dropout, no objective, no auxiliary terms. Only hidden states live between
         units; activation blocks, gradients and random states of training are not touched.
-
-        Args:
-            micro_batches: As in `forward_backward`.
-
-        Raises:
-            VisitOrderError: as in `forward_backward`.
-            UnsupportedModelError: as in `forward_backward`.
         """
-        model, random_state = self._graph.model, self._random.get()
         shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
         counts = {number: count_labels(labels) for number, labels in enumerate(shifted)}
         # Those without a label add nothing; but the ticks are planned, so one micro-batch has to run.
         counts = {number: count for number, count in counts.items() if count} or {0: 0}
+        with self._evaluating(micro_batches, {number: shifted[number] for number in counts}) as (batches, rows):
+            losses = self._forward_pass(batches, rows, counts)
+        return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
+
+    @contextmanager
+    def _evaluating(
+        self, micro_batches: Sequence[Mapping[str, Tensor]], shifted: Mapping[int, Tensor]
+    ) -> Iterator[tuple[dict[int, dict[str, Any]], dict[int, LabelledRows]]]:
+        """Yield micro-batches and their labelled rows on the compute device, for forwards in eval mode.
+
+        Args:
+            shifted: Labels [B * S] for the next token, on the host, by number of the micro-batches that run.
+        """
+        model, random_state = self._graph.model, self._random.get()
         model.eval()
         try:
             with torch.no_grad(), without_auxiliary_loss(model):
-                chosen = {number: micro_batches[number] for number in counts}
-                labelled = {number: labelled_rows(shifted[number]) for number in counts}
+                chosen = {number: micro_batches[number] for number in shifted}
+                labelled = {number: labelled_rows(labels) for number, labels in shifted.items()}
                 batches, rows, _ = self._micro_batches.place(chosen, labelled)
-                losses = self._forward_pass(batches, rows, counts)
+                yield batches, rows
         finally:
             model.train()
             self._end_pass(random_state)
-        return SummedLoss(tuple(read_numbers(losses)), sum(counts.values()))
 
     def score(
         self,
@@ -365,27 +342,17 @@ class LayerRunner:
         Nothing but hidden states lives between units. A micro-batch's scores do not depend on the others of the call.
 
         Args:
-            micro_batches: As in `forward_backward`.
-            k: Likeliest words of each place.
             on_hidden: Called with the number of each micro-batch and its last hidden states [B, S, H].
 
         Returns:
             For each micro-batch the scores of its places with a label (that of the token after it), row by row.
 
         Raises:
-            VisitOrderError: as in `forward_backward`.
-            UnsupportedModelError: as in `forward_backward`; or there are no hidden states to be had.
+            UnsupportedModelError: there are no hidden states to be had.
         """
-        model, random_state = self._graph.model, self._random.get()
-        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
-        labelled = {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
-        model.eval()
-        try:
-            batches, rows, _ = self._micro_batches.place(dict(enumerate(micro_batches)), labelled)
+        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
+        with self._evaluating(micro_batches, shifted) as (batches, rows):
             return list(self.score_pass(batches, rows, k, temperature, on_hidden))
-        finally:
-            model.train()
-            self._end_pass(random_state)
 
     def score_pass(
         self,
@@ -418,30 +385,15 @@ class LayerRunner:
 
         For models whose forward is not cut before its head: those that say a few numbers of a text, or of a token.
 
-        Args:
-            micro_batches: As in `forward_backward`.
-
         Returns:
             For each micro-batch its `logits` on the host, as the model's class shapes them.
-
-        Raises:
-            VisitOrderError: as in `forward_backward`.
-            UnsupportedModelError: as in `forward_backward`.
         """
         assert self._plan is None, "logits of words come in pieces"
-        model, random_state = self._graph.model, self._random.get()
-        shifted = [shifted_labels(batch["labels"]).reshape(-1) for batch in micro_batches]
-        labelled = {number: labelled_rows(labels) for number, labels in enumerate(shifted)}
-        model.eval()
-        try:
-            with torch.no_grad(), self._trunk.prepared():
-                batches, _, _ = self._micro_batches.place(dict(enumerate(micro_batches)), labelled)
-                outputs = self._trunk.run(batches, 0)
-                self._trunk.check_visit_count()
-                return [output["logits"].float().cpu() for _, output, _ in outputs]
-        finally:
-            model.train()
-            self._end_pass(random_state)
+        shifted = {number: shifted_labels(batch["labels"]).reshape(-1) for number, batch in enumerate(micro_batches)}
+        with self._evaluating(micro_batches, shifted) as (batches, _), self._trunk.prepared():
+            outputs = self._trunk.run(batches, 0)
+            self._trunk.check_visit_count()
+            return [output["logits"].float().cpu() for _, output, _ in outputs]
 
     def _last_hidden(self, output: Any) -> Tensor:
         if self._plan is None:
@@ -455,36 +407,23 @@ class LayerRunner:
         """Run the forward as `evaluate` does; return the log-probability of each row's labels, by micro-batch.
 
         Args:
-            micro_batches: As in `forward_backward`; what losses read beside labels is not looked at.
-
-        Raises:
-            VisitOrderError: as in `forward_backward`.
-            UnsupportedModelError: as in `forward_backward`.
+            micro_batches: As in `queue`; what losses read beside labels is not looked at.
         """
-        model, random_state = self._graph.model, self._random.get()
         shifted = [shifted_labels(batch["labels"]) for batch in micro_batches]
         counts = [[count_labels(row) for row in labels] for labels in shifted]
         # The ticks are planned, so one micro-batch has to run even if none has a label.
         chosen = [number for number, own in enumerate(counts) if any(own)] or [0]
-        model.eval()
-        try:
-            with torch.no_grad(), without_auxiliary_loss(model), self._trunk.prepared():
-                batches, rows, _ = self._micro_batches.place(
-                    {number: micro_batches[number] for number in chosen},
-                    {number: labelled_rows(shifted[number].reshape(-1)) for number in chosen},
-                )
-                outputs = self._trunk.run(batches, 0)
-                self._trunk.check_visit_count()
-                with self._head_on(batches, rows, outputs) as (head, items):
-                    found = head.log_probs(items)
+        labels_of_chosen = {number: shifted[number].reshape(-1) for number in chosen}
+        with self._evaluating(micro_batches, labels_of_chosen) as (batches, rows), self._trunk.prepared():
+            outputs = self._trunk.run(batches, 0)
+            self._trunk.check_visit_count()
+            with self._head_on(batches, rows, outputs) as (head, items):
+                found = head.log_probs(items)
             sums = [
                 part.sum()
                 for number, each in zip(chosen, found, strict=True)
                 for part in torch.split(each, counts[number])
             ]
-        finally:
-            model.train()
-            self._end_pass(random_state)
         numbers = iter(read_numbers(sums))
         by_number = {number: [next(numbers) for _ in counts[number]] for number in chosen}
         return [by_number.get(number, [0.0] * len(own)) for number, own in enumerate(counts)]
@@ -503,9 +442,7 @@ class LayerRunner:
         """Run forward and backward over one group of micro-batches and return their loss terms.
 
         Args:
-            batches: By number of the micro-batch, on the compute device.
             rows: Positions that have a label, and their shifted labels.
-            num_items: Trained tokens that the loss is the mean over.
             first_number: Number in the step of the micro-batch with number 0.
         """
         with (
@@ -638,6 +575,13 @@ class _TrunkReached(BaseException):
         super().__init__()
 
 
+def _trunk_stub(trunk_forward: Callable[..., Any]) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        raise _TrunkReached(trunk_forward(*args, **kwargs))
+
+    return stub
+
+
 class Trunk:
     """Runs the forwards of all micro-batches to the cut before the head, or to their end where there is no cut.
 
@@ -649,10 +593,6 @@ class Trunk:
         mirror: Entered while a model's own code runs: the host mirror of its inputs. None: it reads them from the
             device.
         recompute: What visits keep of their forward for the backward.
-        context: Makes the context that forward and backward run in.
-
-    Attributes:
-        visits: Those of the running pass.
     """
 
     def __init__(
@@ -677,22 +617,17 @@ class Trunk:
     @contextmanager
     def prepared(self) -> Iterator[None]:
         """Replace all weights by placeholders, and the forwards of all units by stubs."""
-        with ExitStack() as stack:
-            for bound in self._bounds:
-                stack.enter_context(bound.with_placeholders())
-            stack.enter_context(self._stubbed())
-            stack.enter_context(self._context())
+        cut: dict[torch.nn.Module, Callable[..., Any]] = {}
+        if self._head is not None:
+            cut[self._head.trunk] = _trunk_stub(self._head.trunk.forward)
+        with units_stubbed(self._bounds, cut), self._context():
             yield
 
     def run(self, batches: Mapping[int, dict[str, Any]], seed: int, first_number: int = 0) -> list[SuspendedOutput]:
         """Run the forward of every micro-batch, in the current grad mode; to be called inside `prepared`.
 
         Args:
-            batches: By number of the micro-batch, on the compute device.
             first_number: Number in the step of the micro-batch with number 0.
-
-        Raises:
-            VisitOrderError: the model does not call its units as planned.
         """
         self.visits.clear()
         anchor = torch.zeros((), device=self._device, requires_grad=torch.is_grad_enabled())
@@ -775,24 +710,27 @@ class Trunk:
         return unit, [forward for forward in forwards if forward.call and forward.call.unit_index == unit]
 
     def _visit(self, number: int, unit: int, anchor: Tensor, absent: Sequence[int]) -> UnitVisit:
-        bound, is_kept = self._bounds[unit], number in self._recompute.kept_graphs
+        """Make a visit, with the policies that the plan has for it."""
+        visits, access, random = self.visits, self.visits.access, self.visits.random
         planned = None if self._trace is None else self._trace.visits[number]
-        saved: list[int | None] = [] if planned is None or is_kept else [*range(len(planned.saved))]
-        saved += [None] if saved and number in self._recompute.saving else []
-        unused = [(micro_batch, index) for micro_batch in absent for index in saved]
-        has_backward = planned is not None and planned.has_backward
+        keeping: GraphKeeping | InputSaving = GraphKeeping(random)
+        saved: list[int | None] = []
+        if number not in self._recompute.kept_graphs:
+            unneeded = frozenset[str]() if planned is None else planned.unneeded.weights
+            keeping = InputSaving(number, access, random, self._saved_results(number, planned), unneeded)
+            saved += [] if planned is None else range(len(planned.saved))
+            saved += [None] if saved and number in self._recompute.saving else []
+        blocks = [(micro_batch, index) for micro_batch in absent for index in saved]
         visit = UnitVisit(
             number,
-            bound,
-            self.visits,
+            self._bounds[unit],
+            visits,
+            keeping,
+            AbsentMicroBatches(number, access, blocks, anchor),
             anchor,
-            is_kept,
-            None if is_kept else self._saved_results(number, planned),
-            unused,
-            has_backward,
-            frozenset() if planned is None else planned.unneeded.weights,
+            planned is not None and planned.has_backward,
         )
-        self.visits.append(visit)
+        visits.append(visit)
         return visit
 
     def _saved_results(self, number: int, planned: TracedVisit | None) -> Callable[[], SavedResults] | None:
@@ -802,21 +740,6 @@ class Trunk:
         with_products = number in self._recompute.saved_results
         attention_nbytes = planned.attention.nbytes if planned is not None and with_products else None
         return partial(SavedResults, attention_nbytes, with_products=with_products)
-
-    # -- stubs -------------------------------------------------------------------------------------------------
-
-    def _stubbed(self) -> Any:
-        stubs: dict[torch.nn.Module, Callable[..., Any]] = {
-            bound.unit.module: _unit_stub(bound.unit.index) for bound in self._bounds if not bound.unit.is_container
-        }
-        if self._head is not None:
-            trunk_forward = self._head.trunk.forward
-
-            def trunk_stub(*args: Any, **kwargs: Any) -> Any:
-                raise _TrunkReached(trunk_forward(*args, **kwargs))
-
-            stubs[self._head.trunk] = trunk_stub
-        return installed_stubs(stubs)
 
     def _forward_of(self, batch: dict[str, Any]) -> Callable[[SuspendedForward], Any]:
         options: dict[str, Any] = {"use_cache": False} if self._accepts_use_cache else {}
@@ -834,12 +757,3 @@ class Trunk:
                 return reached.output
 
         return forward
-
-
-def _unit_stub(index: int) -> Callable[..., Any]:
-    from transformers.utils.output_capturing import _active_collector
-
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
-
-    return stub

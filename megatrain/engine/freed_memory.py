@@ -66,11 +66,7 @@ def freed_memory_kept(store: object, limit_bytes: int) -> Iterator[None]:
 
 
 def give_back_beyond_limit(store: object, op_bytes: int) -> None:
-    """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may.
-
-    Args:
-        op_bytes: Memory that the op computes in.
-    """
+    """Give all freed memory back if an op of a run may not begin with it: some microseconds where it may."""
     limit = _limits.get(store)
     if limit is not None and _resident_bytes() + op_bytes > limit:
         trim()

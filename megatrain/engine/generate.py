@@ -8,16 +8,19 @@ So tokens are those of ``generate``: its masks, its cache, its sampling, in its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.absent_weights import placeholder
+from megatrain.engine.bound_unit import BoundUnit, units_stubbed
 from megatrain.engine.forward import VisitOrderError, move_buffers
+from megatrain.engine.idle import RoutedWeights
 from megatrain.engine.program import (
     DURABLE_KINDS,
     BlockPlan,
@@ -28,6 +31,7 @@ from megatrain.engine.program import (
     StepProgram,
     Tick,
     VisitTrace,
+    WeightAccess,
     cache_key,
     gathers_before,
     layouts_of_unit,
@@ -35,7 +39,6 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.state import RandomStates
 from megatrain.engine.suspend import SuspendedForward, UnitCall, suspend
-from megatrain.engine.visit import BoundUnit, installed_stubs, placeholder
 
 if TYPE_CHECKING:
     from megatrain.models.graph import ModelGraph, Unit
@@ -45,20 +48,8 @@ __all__ = ["GenerationAccess", "GenerationRunner", "frozen_program", "generation
 _ALIGNMENT_BYTES = 64
 
 
-class GenerationAccess(Protocol):
-    """Blocks of a generation, as the running model asks for them. Used by one thread."""
-
-    def begin(self, phase: Literal["forward", "head", "backward"], visit: int) -> None:
-        """Go to a visit."""
-
-    def weights(self, unit: Unit, visit: int) -> AbstractContextManager[Mapping[str, Tensor | MatrixParts]]:
-        """Lease a unit's weights."""
-
-    def skip_weights(self, unit: Unit, visit: int) -> None:
-        """Leave a unit's weights where they are; in place of ``weights``."""
-
-    def note_idle(self, visits: Sequence[int], idle: Collection[int]) -> None:
-        """Note of visits, the present one and later, which will leave their weights where they are."""
+class GenerationAccess(WeightAccess, Protocol):
+    """Blocks of a generation, as the running model asks for them."""
 
     def cache_room(self, visit: int, micro_batch: int) -> AbstractContextManager[Tensor | None]:
         """Lease the bytes of what the cache holds of a visit and micro-batch, uint8 [N]; None: it holds nothing."""
@@ -68,8 +59,6 @@ class GenerationRunner:
     """Runs functions that call a model's forward again and again, all of them in lockstep.
 
     Args:
-        graph: The model; its buffers are moved to `device`.
-        access: Weights and the cache.
         bounds: Every unit's module with slots for its weights, by index; None: they are made.
         trace: Visits of a forward, which each one is checked against; None: the first one says which there are.
         num_micro_batches: That are planned; the cache's blocks of those that are not there are leased all the same.
@@ -186,7 +175,9 @@ class GenerationRunner:
                     with self._access.cache_room(visit, number):
                         pass
             return []
-        with self._weights(visit, bound, calls) as weights, bound.bound(self._usable(bound.unit, weights)):
+        routed = RoutedWeights(bound, visit, self._access)
+        routed.note_calls(calls)
+        with routed.leased() as weights, bound.bound(self._usable(bound.unit, weights)):
             bound.look_up(calls)
             turn = 0
             for forward, cache in zip(forwards, kept, strict=True):
@@ -194,7 +185,7 @@ class GenerationRunner:
                 with self._access.cache_room(visit, forward.micro_batch) as room:
                     if forward.call is None:
                         continue
-                    bound.turn, turn = turn, turn + 1
+                    bound.rows.turn, turn = turn, turn + 1
                     with cache.inside(visit, room), forward.modes.applied():
                         self._random.set(forward.random_state)
                         value = bound.call(forward.call)
@@ -224,19 +215,6 @@ class GenerationRunner:
         return whole
 
     @contextmanager
-    def _weights(
-        self, visit: int, bound: BoundUnit, calls: Sequence[UnitCall]
-    ) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
-        """Lease a unit's weights; if no token goes to it, they are left where they are."""
-        is_idle = bound.note_idle(calls, visit, self._access)
-        if is_idle:
-            self._access.skip_weights(bound.unit, visit)
-            yield bound.zeros()
-            return
-        with self._access.weights(bound.unit, visit) as weights:
-            yield weights
-
-    @contextmanager
     def _prepared(self) -> Iterator[None]:
         """Replace all weights by placeholders, the forwards of all units by stubs, and have containers at hand."""
         containers = [unit for unit in self._graph.units if unit.is_container]
@@ -249,15 +227,7 @@ class GenerationRunner:
                     unit.module._parameters[leaf] = value
             return forward(*args, **kwargs)
 
-        stubs: dict[nn.Module, Callable[..., Any]] = {
-            bound.unit.module: _unit_stub(bound.unit.index) for bound in self._bounds if not bound.unit.is_container
-        }
-        if containers:
-            stubs[model] = with_containers
-        with ExitStack() as stack:
-            for bound in self._bounds:
-                stack.enter_context(bound.with_placeholders())
-            stack.enter_context(installed_stubs(stubs))
+        with units_stubbed(self._bounds, {model: with_containers} if containers else {}):
             yield
 
 
@@ -267,15 +237,6 @@ def _ignoring(function: Callable[[], Any]) -> Callable[[SuspendedForward], Any]:
 
 def _resuming(forward: SuspendedForward, value: Any) -> Callable[[], None]:
     return lambda: forward.resume(lambda: value)
-
-
-def _unit_stub(index: int) -> Callable[..., Any]:
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        from transformers.utils.output_capturing import _active_collector
-
-        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
-
-    return stub
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,6 @@ class HeadTiling:
     """How the logits of a micro-batch are cut: rows into pieces, the vocabulary into parts.
 
     Attributes:
-        vocab_size: Words of all parts.
-        rows: Rows per piece.
         columns: Words per part of the vocabulary, at most; 0: logits are whole.
         kept_parts: Parts of a piece whose graphs are kept from the first pass to the second, at least one. It changes
             no bits.
@@ -65,13 +63,6 @@ class HeadTiling:
 
 class ChunkedHead:
     """Runs the head of all micro-batches of a pass: their loss, and the gradients of their trunk's outputs.
-
-    Args:
-        model: The head as the model's own forward computes it.
-        weights: Leases of its weights and gradient accumulators.
-        tiling: The pieces and parts that it runs over.
-        random: Random state of the compute device.
-        activity: Progress within the step, for status.
 
     Attributes:
         figures: What the loss tells of the micro-batches that were run.
@@ -137,10 +128,6 @@ class ChunkedHead:
         """Yield what the model says of the rows of each output with a label, on the host. To be called in `no_grad`.
 
         Weights are leased once for all of them.
-
-        Args:
-            outputs: As in ``run``.
-            k: Likeliest words of each row.
         """
         with ExitStack() as stack:
             self._weights.bound(stack)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.engine.arguments import tree_map
+from megatrain.engine.bound_unit import installed_stubs
 from megatrain.engine.cross_entropy import PLAIN, replaced_loss
-from megatrain.engine.visit import installed_stubs, optional_gradients
+from megatrain.engine.unit_run import optional_gradients
 from megatrain.engine.vocabulary import PartWeight, VocabularyPart
 
 if TYPE_CHECKING:
@@ -34,11 +35,8 @@ class TrunkOutput:
     """Input of the head from one micro-batch.
 
     Attributes:
-        micro_batch: Number of the micro-batch in the step.
-        output: The trunk's `ModelOutput`.
         batch: The micro-batch on the compute device, without labels.
         rows: Rows of `last_hidden_state` (flattened to [B * S, H]) with a label.
-        labels: Their labels, same length.
         random_state: The micro-batch's random stream at the cut.
     """
 
@@ -57,7 +55,6 @@ class HeadRows:
 
     Attributes:
         output: The trunk's output with these rows alone.
-        rows: Their positions.
         leaf: Their hidden states [1, rows, H].
         loss: Their loss; None: the model's own loss function computes it.
         kept: Logits that the second pass need not make again, by part.
@@ -85,9 +82,7 @@ class HeadModel:
     """What a model computes behind its trunk.
 
     Args:
-        trunk: The submodule whose output the head starts from.
         stand_in: Stands for the weight that makes the logits, which come in parts; None: they are whole.
-        is_product: As in ``HeadPlan``.
 
     Attributes:
         has_auxiliary_loss: Whether the loss has an auxiliary term of the routers.

@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatrain.engine.absent_weights import METADATA_QUERIES
+from megatrain.engine.bound_unit import installed_stubs
 from megatrain.engine.cross_entropy import replaced_loss
 from megatrain.engine.head_model import without_auxiliary_loss
-from megatrain.engine.visit import METADATA_QUERIES, installed_stubs
 from megatrain.engine.vocabulary import vocabulary_ranges
 
 if TYPE_CHECKING:

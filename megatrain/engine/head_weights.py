@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatrain.engine.bound_unit import BoundUnit
 from megatrain.engine.head_model import HeadRows, TrunkOutput
-from megatrain.engine.visit import BoundUnit, PartedWeight, optional_gradients
+from megatrain.engine.passing import PartedWeight
+from megatrain.engine.unit_run import optional_gradients
 from megatrain.engine.vocabulary import PartWeight, VocabularyPart
 from megatrain.engine.weight_gradients import GradientTarget, target_of, weight_leaf
 
@@ -40,8 +42,6 @@ class Leaves:
         """Run a graph's backward, and add what it gives to the gradients of the weights and of the piece's rows.
 
         Args:
-            piece: What the graph was made of.
-            output: End of the graph.
             trained: More leaves of the graph, with targets that their gradients go to.
         """
         rows = [piece.leaf] if piece.leaf.requires_grad else []
@@ -63,7 +63,6 @@ class HeadWeights:
 
     Args:
         bounds: The head's units and the number of each one's visit.
-        access: Weights and gradient accumulators.
         cut_weight: Owner's name of the weight that makes the logits, where they come in parts; "": they are whole.
         stand_in: Stands for that weight; None: logits are whole.
         ranges: Words of each part of the vocabulary, `(start, stop)`.

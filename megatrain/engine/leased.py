@@ -45,27 +45,25 @@ class WeightPlace(Protocol):
         """Note how many tokens a step has that begins: experts that more likely get none are not fetched ahead."""
 
 
-class ShardingHooks(Protocol):
+class ShardingHooks:
     """What stands between the blocks of this process and the running model, at every place where ranks would differ.
 
     Attributes:
-        weights: How leased blocks become weights.
-        window_bytes: The most that full copies of weights, sums of gradients and what was received took together.
+        gradients: Where gradients are summed.
     """
 
-    @property
-    def weights(self) -> WeightPlace: ...
+    weights: WeightPlace
+    gradients: GradientPlace
 
     @property
-    def gradients(self) -> GradientPlace: ...
-
-    @property
-    def window_bytes(self) -> int: ...
+    def window_bytes(self) -> int:
+        """The most that full copies of weights, sums of gradients and what was received took together."""
+        return 0
 
     def start_step(self) -> None:
         """Forget what a step before left, which may have failed."""
 
-    def before_visit(self, op: Op, /) -> None:
+    def before_visit(self, op: Op) -> None:
         """Get ready for a visit, whose op has begun."""
 
     def after_visit(self) -> None:
@@ -77,14 +75,15 @@ class ShardingHooks(Protocol):
     def end_step(self) -> None:
         """Drop what is left, after the last op."""
 
-    def run(self, op: Op, /) -> None:
+    def run(self, op: Op) -> None:
         """Run an op that serves a visit."""
+        raise AssertionError(f"a process alone has no {op}")
 
-    def before_update(self, layout: UnitLayout, /) -> None:
+    def before_update(self, layout: UnitLayout) -> None:
         """Make known what an update in the backward depends on: the norm of its layout, and what got a gradient."""
 
     def agree(
-        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal], /
+        self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
     ) -> Callable[[], tuple[list[float], list[tuple[str, float, int]]]]:
         """Send the results of a step to the host, of all ranks.
 
@@ -97,44 +96,20 @@ class ShardingHooks(Protocol):
             A function, called once, that waits for the results. It returns the terms, and the figures with their
             totals as numbers, in the order of micro-batches.
         """
+        raise NotImplementedError
 
 
-class OneProcess:
-    """The hooks of a process that has everything; a ``ShardingHooks``.
-
-    Args:
-        gradients: What is known of the running step's gradients.
-    """
-
-    window_bytes = 0
+class OneProcess(ShardingHooks):
+    """The hooks of a process that has everything: nothing comes from elsewhere, and leases end by themselves."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._step_gradients = gradients
-        self.weights = LeasedWeights(execution)
+        self.weights: LeasedWeights = LeasedWeights(execution)
         self.gradients = LeasedGradients(execution, gradients)
-
-    def start_step(self) -> None:
-        """Nothing is left: leases have ended."""
-
-    def before_visit(self, op: Op) -> None:
-        """Nothing has to come from elsewhere."""
-
-    def after_visit(self) -> None:
-        """Leases end by themselves."""
 
     def end_visits(self) -> None:
         """Give the room of decoded weights back: updates need it."""
         self.weights.free()
-
-    def end_step(self) -> None:
-        """Nothing is left."""
-
-    def run(self, op: Op) -> None:
-        """Never called."""
-        raise AssertionError(f"a process alone has no {op}")
-
-    def before_update(self, layout: UnitLayout) -> None:
-        """All is known: the norm is taken where the gradient is complete."""
 
     def agree(
         self, layouts: Sequence[UnitLayout], terms: Sequence[torch.Tensor], figures: Sequence[CountedTotal]
@@ -274,11 +249,7 @@ class LeasedWeights:
 
 
 class LeasedGradients:
-    """Gradients that are summed in their blocks, or beside these where blocks are not fp32; a ``GradientPlace``.
-
-    Args:
-        gradients: What is known of the running step's gradients.
-    """
+    """Gradients that are summed in their blocks, or beside these where blocks are not fp32; a ``GradientPlace``."""
 
     def __init__(self, execution: TapeExecution, gradients: StepGradients) -> None:
         self._execution, self._gradients = execution, gradients

@@ -32,7 +32,6 @@ class PartialMean:
     """A part of a mean that is told of a step: ``total`` over ``count`` examples.
 
     Attributes:
-        name: The name under which the mean is told.
         total: Scalar, on the compute device or on the host.
         count: Number of examples that it is the sum over.
     """
@@ -77,7 +76,6 @@ class MicroBatchLoss(Protocol):
         Args:
             labels: Words that follow the rows [rows].
             first: Number of the first row among the micro-batch's rows with a label.
-            vocab_size: Words of all parts.
             num_items: Rows with a label of the whole step, that a mean over them is divided by.
             in_parts: Whether logits come in parts, which the model's own loss function cannot take.
         """

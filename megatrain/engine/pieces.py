@@ -88,7 +88,6 @@ class LeasedParts:
     """A weight that is cut; ``MatrixParts``.
 
     Args:
-        layout: Layout of the matrix alone.
         held: Blocks that are leased already, by key: all of the parts or none.
         lease: Leases blocks by their keys, where none is.
     """
@@ -128,14 +127,7 @@ def _matrix(block: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class PassingGradient:
-    """The gradient of one matrix at one use site, whose parts are leased one after the other.
-
-    Args:
-        place: Leases the parts, and has memory for their sums.
-        gradients: Is told what got a gradient.
-        layout: Layout of the matrix alone.
-        visit: The visit that is the use site.
-    """
+    """The gradient of one matrix at one use site, whose parts are leased one after the other."""
 
     def __init__(
         self, place: GradientPlace, gradients: StepGradients, layout: UnitLayout, visit: int, keys: Sequence[str]
@@ -297,13 +289,7 @@ def fp32_like(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def zero_gaps(blocks: Sequence[torch.Tensor], parts: Sequence[range], layout: UnitLayout, filled: set[str]) -> None:
-    """Zero what no gradient was copied into: padding between entries, and entries without a gradient.
-
-    Args:
-        blocks: The layout's gradient, a tensor for each part.
-        parts: Ranges of elements that these are.
-        filled: Parameters with a gradient.
-    """
+    """Zero what no gradient was copied into: padding between entries, and entries without a gradient."""
     position = 0
     ends = [(entry.offset, entry.offset + entry.numel) for entry in layout.entries if entry.name in filled]
     for start, stop in (*ends, (layout.num_elements, layout.num_elements)):

@@ -62,7 +62,9 @@ __all__ = [
     "StepProgram",
     "Tick",
     "TracedVisit",
+    "VisitMemory",
     "VisitTrace",
+    "WeightAccess",
     "activation_key",
     "activations_of",
     "results_key",
@@ -87,18 +89,10 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class TracedVisit:
-    """One unit call of a forward; byte counts are those of one micro-batch, on the compute device.
+class VisitMemory:
+    """Bytes of one visit that are in no block, of one micro-batch, on the compute device.
 
     Attributes:
-        unit: Index of the unit.
-        is_head: Whether it runs in the head phase, piece by piece.
-        has_backward: Whether the backward recomputes the unit. False where nothing trained comes before its output, and
-            where the loss does not depend on it: the visit is announced then, but no weights are leased.
-        saved: `(shape, dtype)` of every activation that is offloaded until the backward.
-        reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
-            one block for both.
-        chance_of_no_token: That a token goes to none of a mixture's experts here, if it goes to any as likely.
         held_nbytes: Live when the visit begins, without weights and gradient accumulators: hidden states, masks,
             tables.
         stays_nbytes: Of these, what is there until the backward: masks, tables, ids, and what autograd saves of the
@@ -106,33 +100,49 @@ class TracedVisit:
             and the next visit's.
         forward_nbytes: Peak on top of that while the unit runs (and the model's own code up to the next visit).
         backward_nbytes: Peak of recompute and backward on top of what is held, gradients of the parameters included.
-        backward: That of recompute and backward, as they are run. Both are none for visits of the head.
-        by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
-            of its gradient.
         graph_nbytes: Size of the forward's graph if it is kept for the backward: all that autograd saves, the inputs,
             and weights cast to other dtypes; not the weights themselves, nor what visits share.
+    """
+
+    held_nbytes: int
+    stays_nbytes: int
+    forward_nbytes: int
+    backward_nbytes: int
+    graph_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TracedVisit:
+    """One unit call of a forward.
+
+    Attributes:
+        is_head: Whether it runs in the head phase, piece by piece.
+        has_backward: Whether the backward recomputes the unit. False where nothing trained comes before its output, and
+            where the loss does not depend on it: the visit is announced then, but no weights are leased.
+        saved: `(shape, dtype)` of every activation that is offloaded until the backward.
+        reused: (visit, index) of the activation of an earlier visit, by index of one that is the same tensor: there is
+            one block for both.
+        chance_of_no_token: That a token goes to none of a mixture's experts here, if it goes to any as likely.
+        backward: Work of recompute and backward, as they are run. Both are none for visits of the head.
+        by_part: Owner's names of the parameters of which the visit can take one part after the other, of the weight and
+            of its gradient.
         attention: Results of its attention kernels that may be saved for the recompute.
         results: Those of attention, and of its products that are needed.
-        unneeded: What the recompute leaves out.
     """
 
     unit: int
     is_head: bool
     has_backward: bool
     saved: tuple[tuple[tuple[int, ...], torch.dtype], ...]
-    held_nbytes: int
-    forward_nbytes: int
-    backward_nbytes: int
+    memory: VisitMemory
     forward: Work = NO_WORK
     backward: Work = NO_WORK
-    graph_nbytes: int = 0
     by_part: frozenset[str] = frozenset()
     attention: Savable = NOT_SAVABLE
     results: Savable = NOT_SAVABLE
     reused: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     chance_of_no_token: float = 0.0
     unneeded: Unneeded = NOTHING_UNNEEDED
-    stays_nbytes: int = 0
 
     @property
     def is_run_again(self) -> bool:
@@ -154,7 +164,6 @@ class VisitTrace:
             gradients, and the gradient of the trunk's output.
         head_rows: Rows of logits at a time; 0 if the head is not chunked.
         head_columns: Words of the vocabulary at a time; 0: all.
-        head_parts: Number of parts of the vocabulary.
         head_part_nbytes: Size of the graph of a part's logits, if it is kept for the second pass. Of one part it is in
             ``head_nbytes``.
         guesses: Values that the trace made up, where and why, a sentence each: counts are estimates then.
@@ -162,7 +171,6 @@ class VisitTrace:
         head: Work of the head phase, forward and backward, with a label for every token, each logit computed once.
         logits_flops: Floating-point operations of the logits; the second pass computes those again that were not
             kept.
-        num_tokens: Tokens of the micro-batch.
         dense_masks: What takes masks of [S, S]: memory is quadratic in the length of rows then.
     """
 
@@ -334,7 +342,7 @@ class GroupUpdates:
             layer's gradients where updates are not deferred.
         streamed: Layouts that are updated in the compute tier wherever their blocks live: these are fetched for it,
             part by part, and written back.
-        sent_elements: Layout -> elements of this rank's matrices, which an update in RAM sends to the compute device
+        sent_elements: Layout -> elements of its matrices, which an update in RAM sends to the compute device
             and back, in bf16.
     """
 
@@ -370,8 +378,6 @@ class StepProgram:
     backward that completes their gradient.
 
     Attributes:
-        blocks: All of them, by key.
-        ticks: The step, in order.
         cuts: Which layouts are blocks of parts, and which parts pass one by one.
         encodings: Layout -> how blocks hold its weight where they do not hold what layers compute with: it is decoded
             in the compute tier for each visit.
@@ -546,11 +552,8 @@ class StepProgram:
         return Schedule(streamed, period, end, start=start, deferred=deferred)
 
 
-class BlockAccess(Protocol):
-    """Blocks of one step, as the running model asks for them: in the order of the program. Used by one thread.
-
-    A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
-    """
+class WeightAccess(Protocol):
+    """Weights of a pass, as the running model asks for them: in the order of the program. Used by one thread."""
 
     def begin(self, phase: ModelPhase, visit: int) -> None:
         """Go to the next tick: forward visits 0.., the head (by its first visit), backward visits ..0.
@@ -578,6 +581,13 @@ class BlockAccess(Protocol):
             visits: Those of all experts of a layer.
             idle: those to which no token goes.
         """
+
+
+class BlockAccess(WeightAccess, Protocol):
+    """Blocks of one step, as the running model asks for them.
+
+    A unit that is called twice in a forward has two visits, and each visit is a use site with its own accumulators.
+    """
 
     def gradients(self, unit: Unit, visit: int) -> AbstractContextManager[GradientSink]:
         """Lease the accumulators of a unit's trainable parameters, if it has any, at this use site."""
@@ -630,12 +640,15 @@ class GradientSink(Protocol):
 
     def rows_of_parts(self, name: str, /) -> Sequence[range]:
         """Return the rows of the parts that are to be filled one after the other, inside of ``part``; else nothing."""
+        return ()
 
     def part(self, name: str, number: int, /) -> AbstractContextManager[None]:
         """Lease a part of a parameter's accumulator. Each is leased once, the head's in reverse."""
+        raise AssertionError(f"{name} is there, whole")
 
     def rows(self, name: str, start: int, stop: int, /) -> AbstractContextManager[None]:
         """Accumulate products in these rows of the part that is leased, for all micro-batches."""
+        raise AssertionError(f"{name} is there, whole")
 
     def add(self, name: str, gradient: Tensor, /) -> None:
         """Accumulate one micro-batch's gradient (compute dtype, the parameter's shape); a step's first is copied."""
@@ -760,10 +773,6 @@ def reading_averages(program: StepProgram, graph: ModelGraph, kind: str) -> Step
     """Return the program of passes that read averages where a layout has some, each rounded when it is there.
 
     A block of an average takes the place of one of the weight; of a weight that is not cut, as its state is, all do.
-
-    Args:
-        program: An evaluation pass.
-        kind: The kind of state that averages are.
     """
     encodings, read = dict(program.encodings), dict[str, Group]()
     for layout in graph.layouts.values():
@@ -790,11 +799,8 @@ class ProgramBuilder:
     """Builds the program of a step from a model's units and the trace of their visits.
 
     Args:
-        graph: Units and layouts.
         trace: Visits of one forward, with what each saves for its backward.
-        num_micro_batches: Micro-batches per optimizer step.
         order: ``layer`` (all micro-batches of a layer before the next layer) or ``micro_batch``.
-        compute_tier: Name of the tier that layers run in.
         optimizer: Updates the weights: kinds of state are its own. None: nothing is trained, or updated.
         grad_dtype: Precision of gradients at rest.
         updates: When and where groups are updated; what that moves beside blocks is found here.
@@ -1214,9 +1220,7 @@ def weight_block(
 
     Args:
         num_elements: How many of them the block holds: all, or a rank's shard.
-        dtype: that layers compute in.
         encoding: How the block holds the weights; None: as they are.
-        in_folder: as in ``BlockPlan``.
         in_place: it can be read from the folder, if it is there.
     """
     return BlockPlan(

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from megatrain.base.layout import InPieces, views, views_of_parts
 from megatrain.engine.host_io import sent_to_host
+from megatrain.engine.leased import ShardingHooks
 from megatrain.engine.pieces import LeasedParts, zero_gaps
 from megatrain.engine.weight_gradients import GradientAccumulator, LaneAccumulator
 from megatrain.optim.clip import add_in_order, partial_squares
@@ -47,13 +48,10 @@ if TYPE_CHECKING:
 __all__ = ["Ranks", "parts_of_program"]
 
 
-class Ranks:
-    """The hooks of a process that has shards of blocks, and computes with full copies; a ``ShardingHooks``.
+class Ranks(ShardingHooks):
+    """The hooks of a process that has shards of blocks, and computes with full copies.
 
     Used by one thread, the one that runs the step.
-
-    Args:
-        gradients: What is known of the running step's gradients.
     """
 
     def __init__(self, collectives: Collectives, execution: TapeExecution, gradients: StepGradients) -> None:
@@ -64,8 +62,10 @@ class Ranks:
         self._execution, self._step_gradients = execution, gradients
         self.window = RankWindow(program)
         self._turns = PartTurns(self._pass_unused)
-        self.weights = FullCopies(collectives, execution, self.window, self._turns)
-        self.gradients = ExchangedGradients(collectives, execution, gradients, self.window, self._turns)
+        self.weights: FullCopies = FullCopies(collectives, execution, self.window, self._turns)
+        self.gradients: ExchangedGradients = ExchangedGradients(
+            collectives, execution, gradients, self.window, self._turns
+        )
 
     @property
     def window_bytes(self) -> int:
@@ -181,14 +181,10 @@ class Ranks:
 class RankWindow:
     """Memory and stream of what lies between shards and the running model.
 
-    Args:
-        program: Says whether collectives go on beside the layers.
-
     Attributes:
         device: Where shards are leased, once one was gathered.
         side: On a GPU, the stream of collectives, if they go on beside the layers; else None.
         held_bytes: What full copies, sums and what was received take now.
-        most_bytes: The most that they took together.
     """
 
     def __init__(self, program: StepProgram) -> None:
@@ -300,7 +296,6 @@ class _CopiesOfTick:
     """Full copies of the weights of one tick.
 
     Attributes:
-        tensors: Layout -> its full copy.
         works: What fills them, on the host; None: done.
         event: Behind what fills them, on a GPU.
     """
@@ -321,23 +316,14 @@ class _CopiesOfTick:
 
 @dataclass(frozen=True, slots=True)
 class _Leaving:
-    """Sums of gradients that are being sent.
-
-    Attributes:
-        event: Behind what sends them: their memory is free after it.
-    """
+    """Sums of gradients that are being sent."""
 
     sums: list[Tensor]
     event: Any
 
 
 class FullCopies:
-    """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``.
-
-    Args:
-        window: Memory of the copies.
-        turns: Order of parts that pass within a tick.
-    """
+    """Weights as full copies, gathered from the shards of all ranks; a ``WeightPlace``."""
 
     def __init__(
         self, collectives: Collectives, execution: TapeExecution, window: RankWindow, turns: PartTurns
@@ -371,7 +357,7 @@ class FullCopies:
                     own = [shards[key] for key in program.weight_keys(layout)]
                     dtype = program.gathered_dtype(program.weight_keys(layout)[0])
                     copy = torch.empty(program.full_elements(layout), dtype=dtype, device=self._window.device)
-                    self._window.note(_nbytes(copy))
+                    self._window.note(copy.nbytes)
                     full.tensors[layout.name] = copy
                     full.works.append(self._gather_parts(copy, program.weight_parts_of(layout), own))
             if self._window.side is not None:
@@ -404,7 +390,7 @@ class FullCopies:
         if waiting:
             full = waiting.popleft()
             self._window.wait_for_model()  # the next gather goes into the same memory
-            self._window.note(-sum(map(_nbytes, full.tensors.values())))
+            self._window.note(-sum(each.nbytes for each in full.tensors.values()))
 
     @contextmanager
     def of_visit(self, layouts: Sequence[UnitLayout], visit: int) -> Iterator[Mapping[str, Tensor | MatrixParts]]:
@@ -449,22 +435,17 @@ class FullCopies:
             self._window.find_device(shards[key].device)
             length = len(self._program.sharding.shards.gathered(part))
             copy = torch.empty(length, dtype=self._program.gathered_dtype(key), device=self._window.device)
-            self._window.note(_nbytes(copy))
+            self._window.note(copy.nbytes)
             self._gather_part(copy, shards[key])
         yield copy
         self._window.wait_for_model()  # the next gather goes into the same memory
-        self._window.note(-_nbytes(copy))
+        self._window.note(-copy.nbytes)
 
 
 class ExchangedGradients:
     """Gradients that are summed in memory of their own, then exchanged: each rank adds up what it owns.
 
     A ``GradientPlace``.
-
-    Args:
-        gradients: What is known of the running step's gradients.
-        window: Memory of the sums.
-        turns: Order of parts that pass within a tick.
     """
 
     def __init__(
@@ -505,7 +486,7 @@ class ExchangedGradients:
         """Drop the sums that an exchange of before has sent."""
         for leaving in self._leaving:
             torch.cuda.current_stream().wait_event(leaving.event)  # the next sums are made in the same memory
-            self._window.note(-sum(map(_nbytes, leaving.sums)))
+            self._window.note(-sum(each.nbytes for each in leaving.sums))
         self._leaving.clear()
 
     @contextmanager
@@ -520,7 +501,7 @@ class ExchangedGradients:
                 )
                 for layout in layouts
             }
-            self._window.note(sum(map(_nbytes, memory.values())))
+            self._window.note(sum(each.nbytes for each in memory.values()))
             made.append(memory)
             targets: dict[str, Tensor | InPieces] = {}
             for layout in layouts:
@@ -535,7 +516,7 @@ class ExchangedGradients:
         while len(made) < len(left):  # no micro-batch has lanes there
             room()
         for memory in made[len(left) :]:
-            self._window.note(-sum(map(_nbytes, memory.values())))
+            self._window.note(-sum(each.nbytes for each in memory.values()))
         for layout in layouts:
             use = self._gradients.use_of(layout.name, visit)
             self._sums[layout.name, use] = [memory[layout.name] for memory in made[: len(left)]]
@@ -560,7 +541,7 @@ class ExchangedGradients:
                 if part == len(parts) - 1:
                     sent += self._sums.pop((name, use))
                     if self._window.side is None:
-                        self._window.note(-sum(map(_nbytes, sent)))
+                        self._window.note(-sum(each.nbytes for each in sent))
                         sent.clear()
             if self._window.side is not None:
                 self._leaving.append(_Leaving(sent, self._window.event()))
@@ -570,7 +551,6 @@ class ExchangedGradients:
 
         Args:
             keys: The gradient's, and those of other use sites that are added to it.
-            tensors: Leased blocks, by key.
             sums: This rank's ranges of lanes: the shards of all ranks, one after the other.
         """
         name, use, part = self._places[keys[0]]
@@ -595,7 +575,7 @@ class ExchangedGradients:
         of_ranks = [lanes.sums_of_rank(each) for each in range(lanes.size)]
         length = sums[0].numel() // lanes.size
         received = torch.empty(lanes.num_sums * length, dtype=torch.float32, device=sums[0].device)
-        self._window.note(_nbytes(received))
+        self._window.note(received.nbytes)
         found: dict[Subtree, Tensor] = {}
         start = 0
         for number in range(max(map(len, of_ranks))):
@@ -607,7 +587,7 @@ class ExchangedGradients:
             rows = iter(received[start:stop].view(-1, length))
             found.update((nodes[number], next(rows)) for nodes in of_ranks if number < len(nodes))
             start = stop
-        self._window.note(-_nbytes(received))
+        self._window.note(-received.nbytes)
         return total(0, lanes.count, found, Tensor.add_)
 
     @contextmanager
@@ -623,7 +603,6 @@ class ExchangedGradients:
         """Yield zeros for the sums of a part, and exchange them.
 
         Args:
-            key: Key of the gradient's part.
             before: Runs before the exchange, when the sums are complete.
         """
         name, use, number = self._places[key]
@@ -631,14 +610,14 @@ class ExchangedGradients:
         part = self._program.parts_of(layout)[number]
         shape = len(self._gradients.lanes.subtrees), len(self._program.sharding.shards.gathered(part))
         memory = torch.zeros(shape, dtype=torch.float32, device=self._window.device)
-        self._window.note(_nbytes(memory))
+        self._window.note(memory.nbytes)
         yield [each[: len(part)] for each in memory]
         before()
         others = range(1, len(self._gradients.uses[name])) if use == 0 else ()
         keys = [key, *(self._program.gradient_keys(layout, other)[number] for other in others)]
         with self._window.within_tick(), self._execution.lease(keys) as tensors:
             self._exchange_part(keys, tensors, list(memory))
-        self._window.note(-_nbytes(memory))
+        self._window.note(-memory.nbytes)
 
     @contextmanager
     def open_sums(self) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -648,8 +627,8 @@ class ExchangedGradients:
         def make(like: Tensor) -> Tensor:
             nonlocal made
             memory = torch.empty_like(like)
-            made += _nbytes(memory)
-            self._window.note(_nbytes(memory))
+            made += memory.nbytes
+            self._window.note(memory.nbytes)
             return memory
 
         yield make
@@ -670,10 +649,6 @@ def _on_host(tensors: Sequence[Tensor]) -> Tensor:
 
 def _within(tensor: Tensor, elements: range) -> Tensor:
     return tensor[elements.start : elements.stop]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def parts_of_program(program: StepProgram, num_micro_batches: int) -> dict[str, str]:

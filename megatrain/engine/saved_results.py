@@ -44,7 +44,6 @@ class Savable:
 
     Attributes:
         nbytes: Size of the block of a micro-batch.
-        work: Work of these calls in the forward.
     """
 
     nbytes: int = 0
@@ -163,11 +162,7 @@ class ResultSizes:
     """Measures what a run of a unit could save, for a trace.
 
     Args:
-        owners: as for `SavedResults`.
         flops_of: FLOPs of a call of an operator, given it, its arguments and its result.
-
-    Attributes:
-        attention: Results of attention alone.
     """
 
     def __init__(

@@ -26,12 +26,7 @@ LEAST_FILLED = 0.75
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One gradient's life in a block.
-
-    Attributes:
-        start: first tick that uses it.
-        stop: last tick that uses it.
-    """
+    """One gradient's life in a block."""
 
     start: int
     stop: int

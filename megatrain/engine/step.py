@@ -51,7 +51,6 @@ class StepResult:
     Attributes:
         loss: token-weighted mean over the step, before the update.
         grad_norm: global norm before clipping.
-        num_trained_tokens: tokens with a label.
         skipped: the gradient was not finite and is not used.
         left_out: layers whose gradients alone were not finite and are not used.
         figures: means that the loss tells of the step, by name.
@@ -73,11 +72,7 @@ class StepEngine:
 
     Args:
         store: Holds every block of the model's program, with contents for weights and optimizer state.
-        recipe: How its steps are computed.
-        collectives: The ranks among whom the program shares blocks.
         threads: Threads of gradient sums and norms; None: as many as torch has.
-        timeline: Records every op; None: nothing is recorded.
-        activity: Progress within the step, for status.
 
     Attributes:
         num_updates: Steps whose gradient was used, which is what the optimizer counts; skipped ones are left out.
@@ -275,17 +270,7 @@ class StepEngine:
 
 
 class EvaluationEngine:
-    """Runs forwards on blocks of a store, between steps with no update pending. Used by the thread that trains.
-
-    Args:
-        model: What runs, with the program of one pass.
-        collectives: The ranks among whom the program shares blocks.
-        timeline: Records every op; None: nothing is recorded.
-        activity: Progress within the pass, for status.
-
-    Attributes:
-        program: Ticks and blocks of one pass.
-    """
+    """Runs forwards on blocks of a store, between steps with no update pending. Used by the thread that trains."""
 
     def __init__(
         self,
@@ -320,7 +305,6 @@ class EvaluationEngine:
 
         Args:
             head: Has the layers run them, once, and returns what is asked of them: a method of ``LayerRunner``.
-            number: Counts the passes of a schedule.
 
         Raises:
             VisitOrderError: in eval mode the model calls its units in another order.

@@ -12,8 +12,8 @@ from megatrain.engine.objective import Objective
 
 if TYPE_CHECKING:
     from megatrain.base.layout import UnitLayout
+    from megatrain.engine.compiled_layers import LayerCompiler
     from megatrain.engine.program import Stays, StepProgram, VisitTrace
-    from megatrain.engine.visit import LayerCompiler
     from megatrain.models.graph import ModelGraph
     from megatrain.optim.base import Optimizer, Segment
 
@@ -25,9 +25,6 @@ class StreamedModel:
     """A model that runs on a device while its weights are blocks of a store. A plan makes it.
 
     Attributes:
-        trace: The visits of its units in one forward.
-        program: Ticks and blocks of a step, or of a pass.
-        homes: Block key -> tier, as planned and registered.
         stays: Copies that stay in the compute tier from one use to the next; nothing: each is fetched for each use.
     """
 
@@ -44,7 +41,6 @@ class StepRecipe:
     """How the steps of a model are computed.
 
     Attributes:
-        optimizer: Updates blocks in RAM.
         segments: Returns what of a layout is updated, with learning rate and decay.
         max_grad_norm: Clips the global norm, or each layer's where the program does not defer updates; 0: no clipping.
         device_optimizer: Updates blocks in the compute tier, if the program has such updates.
@@ -52,7 +48,6 @@ class StepRecipe:
             ``ignore`` uses it. Where updates are not deferred each layer's gradient is judged alone.
         seed: Random numbers of dropout and noise come from it.
         order: "layer": all micro-batches of a unit before the next unit; "micro_batch": one micro-batch at a time.
-        compiler: Compiles layers; None: they run eagerly.
     """
 
     optimizer: Optimizer

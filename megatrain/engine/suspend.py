@@ -31,8 +31,6 @@ class UnitCall:
     """A unit call that a suspended forward waits for.
 
     Attributes:
-        unit_index: Index of the unit.
-        args: Positional arguments.
         collector: The forward's active output recorders (key -> list), if any.
     """
 
@@ -46,10 +44,8 @@ class SuspendedForward:
     """One micro-batch's forward.
 
     Args:
-        micro_batch: Number of the micro-batch in the step.
         function: Runs the forward, given this object; every unit call inside reaches `suspend`.
         random: Random state of the compute device, swapped at every switch.
-        seed: Seed of the forward's random stream.
         mirror: Entered while the model's code runs, left while the engine does; None: no mirror.
 
     Attributes:

@@ -34,9 +34,6 @@ class BlockUse:
     """One use of a block in a program.
 
     Attributes:
-        tick: position in the step.
-        mode: How the block is leased.
-        tier: Where the block is leased.
         is_last: its contents are dead afterwards.
         is_pinned: its copy is to stay in ``tier`` until the next use.
     """
@@ -66,7 +63,6 @@ class Use:
     """One lease of a block, with all that it moves.
 
     Attributes:
-        mode: How the block is leased.
         was_pinned: the copy was pinned for this use.
         fetches: the contents come from home.
         release: what becomes of the copy afterwards.
@@ -87,8 +83,6 @@ def follow(
     """Follow the copy of one block through its uses in a step: the one rule of what moves.
 
     Args:
-        accesses: in order.
-        home: tier of the block.
         pinned: the copy that an earlier step left for the first use.
 
     Returns:
@@ -119,12 +113,8 @@ class Op:
 
     Attributes:
         tick: position in the step; the schedule numbers it the same.
-        phase: as in ``Tick``.
-        visit: as in ``Tick``.
-        tier: Where its blocks are leased.
         held: leased together for the whole tick.
         passing: groups leased one after the other within it; of an update, none where all parts are at home.
-        serves: as in ``Tick``.
         beside: Link -> bytes that it moves beside blocks: to other ranks and from them, directions of matrices.
     """
 
@@ -148,7 +138,6 @@ class Tape:
     """The ops of a step in order.
 
     Attributes:
-        ops: in order.
         pinned: by key, the copies that are pinned for the next step when this one is over.
     """
 
@@ -177,7 +166,6 @@ def compile_step(
     """Return the tape of one step.
 
     Args:
-        homes: Block key -> tier.
         stays: Which copies wait for which next use.
         updates: include the deferred updates, which finish the step before.
         passes: include its own ticks: forward, head, backward.
@@ -211,11 +199,7 @@ def compile_step(
 
 
 class TapeStore:
-    """Carries out on a store what a tape says of copies. Used by the thread that runs the step.
-
-    Args:
-        homes: block key -> tier.
-    """
+    """Carries out on a store what a tape says of copies. Used by the thread that runs the step."""
 
     def __init__(self, store: TieredStore, homes: Mapping[str, str]) -> None:
         self._store, self._homes = store, homes
@@ -232,9 +216,6 @@ class TapeStore:
 
         Nothing is fetched for it. Where a copy was to stay for the next use, its room does: that use fetches it then,
         once for both, or finds what the prefetcher had brought before this was known. So no more is moved than planned.
-
-        Args:
-            tier: Where the op leased them.
         """
         assert use.mode == "r", use
         if use.release is Release.HOME:
@@ -252,11 +233,7 @@ class TapeStore:
             self._store.evict(use.key, "ram")
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
-        """Release copies as the tape says. Call it after their leases have ended.
-
-        Args:
-            tier: Where the op leased them.
-        """
+        """Release copies as the tape says. Call it after their leases have ended."""
         # A layer's update discards a gradient between every two other blocks: without those at home it is one call.
         leaving = (use for use in uses if use.release is not Release.HOME)
         for release, alike in groupby(leaving, lambda use: use.release):

@@ -102,9 +102,7 @@ class _UpdatedPart:
 
     Attributes:
         states: kinds of state, each with the key of its block.
-        weight: key of the weight's block.
         within: elements of that block; None: all.
-        gradient: key of the gradient's block.
         segments: What is updated of all parameters in the part, with their names.
     """
 
@@ -117,10 +115,6 @@ class _UpdatedPart:
 
 class Updater:
     """Updates the block group of a layout in the tier that the tape says.
-
-    Args:
-        model: whose weights are updated.
-        recipe: optimizers, and what of each layout they update.
 
     Attributes:
         trained: index of a layout -> it and its segments.
@@ -167,10 +161,8 @@ class Updater:
         """Update one part of a layout.
 
         Args:
-            index: Number of the layout.
             tensors: by block key: the layout's weight, and the part's state and gradient.
             update: Step count and learning rate, with the factor on this gradient.
-            filled: parameters that got a gradient.
         """
         optimizer, own = self.optimizers[tier], self.of_part(index, part, tensors, filled)
         if self.matrices is not None and isinstance(optimizer, MatrixOptimizer):
@@ -190,10 +182,7 @@ class Updater:
         """Update all parts of a layout, whose blocks are all leased, by tables where the optimizer has some.
 
         Args:
-            index: Number of the layout.
-            tensors: Blocks of all parts by key.
             update: Step count and learning rate, with the factor on this gradient.
-            filled: Parameters that got a gradient.
         """
         if (optimizer := self.by_tables.get(tier)) is not None:
             addresses = optimizer.addresses(tensors.values())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatrain.engine.visit import AbsentWeight
+from megatrain.engine.absent_weights import AbsentWeight
 from megatrain.engine.weight_gradients import linear
 
 __all__ = [
@@ -49,8 +49,6 @@ class VocabularyPart:
     """The rows of the weight that make the logits of some words.
 
     Attributes:
-        start: first word.
-        stop: after the last one.
         weight: [stop - start, hidden]; a leaf with a target (``weight_leaf``) if it is trained.
     """
 
@@ -98,6 +96,3 @@ def _linear_of_part(rows: Tensor, weight: PartWeight, bias: Tensor | None = None
         return functional.linear(rows, part.weight, own_bias)
     out = linear(rows, part.weight, own_bias)
     return functional.linear(rows, part.weight, own_bias) if out is None else out  # under autocast: autograd's way
-
-
-# -- whether a head can be cut --------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +26,8 @@ from torch.overrides import TorchFunctionMode
 from megatrain.base.layout import InPieces
 from megatrain.engine import device_kernels
 from megatrain.engine.device_kernels import reads_sync_host
+from megatrain.engine.program import GradientSink
 from megatrain.ranks.lanes import Lanes, Subtree
-
-if TYPE_CHECKING:
-    from megatrain.engine.program import GradientSink
 
 __all__ = [
     "GradientAccumulator",
@@ -47,7 +45,7 @@ __all__ = [
 _TEMPORARY_NBYTES = 16 << 20
 
 
-class GradientAccumulator:
+class GradientAccumulator(GradientSink):
     """The fp32 accumulators of one use site during one visit: a parameter's first gradient is copied, others added.
 
     Args:
@@ -78,18 +76,6 @@ class GradientAccumulator:
         else:
             self._targets[name].copy_(gradient)
             self._added.add(name)
-
-    def rows_of_parts(self, name: str) -> Sequence[range]:
-        """Return nothing: all accumulators are there, whole."""
-        return ()
-
-    def part(self, name: str, number: int) -> AbstractContextManager[None]:
-        """Never called."""
-        raise AssertionError(f"{name} is there, whole")
-
-    def rows(self, name: str, start: int, stop: int) -> AbstractContextManager[None]:
-        """Never called."""
-        raise AssertionError(f"{name} is there, whole")
 
     def take(self, other: GradientAccumulator) -> None:
         """Add another's sums to these, which it has none of afterwards."""

@@ -45,11 +45,7 @@ _SOFTMAX_NUMBERS = 16
 
 @dataclass(frozen=True, slots=True)
 class Transient:
-    """Memory of the compute tier that is in no block, for some turns of a step.
-
-    Attributes:
-        last: The last turn that has it.
-    """
+    """Memory of the compute tier that is in no block, for some turns of a step."""
 
     name: str
     nbytes: int
@@ -93,8 +89,8 @@ def visit_transients(
     stays from visit to visit.
     """
     step = (0, 0), (len(program.ticks), 0)
-    moves = max((visit.held_nbytes - visit.stays_nbytes for visit in trace.visits), default=0)
-    stays = max((visit.stays_nbytes for visit in trace.visits), default=0)
+    moves = max((visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits), default=0)
+    stays = max((visit.memory.stays_nbytes for visit in trace.visits), default=0)
     yield Transient("streams", num_micro_batches * (stays + 2 * moves), *step)
     decoding = decoding_bytes(program.encodings.values(), device)
     yield Transient("decoded weights", decoded_bytes(graph, trace, program) + decoding, *step)
@@ -114,14 +110,15 @@ def kept_graphs(
 
     Args:
         program: A step; its ticks are the same, whatever it keeps.
-        visits: Those whose graphs are kept.
     """
     ticks = {(tick.phase, tick.visit): number for number, tick in enumerate(program.ticks)}
     for visit in visits:
         first, last = ticks["forward", visit], ticks["backward", visit]
-        nbytes = num_micro_batches * trace.visits[visit].graph_nbytes
+        nbytes = num_micro_batches * trace.visits[visit].memory.graph_nbytes
         for number in (first, last):
-            counted = min(trace.visits[visit].graph_nbytes, _computing_bytes(trace, program, program.ticks[number]))
+            counted = min(
+                trace.visits[visit].memory.graph_nbytes, _computing_bytes(trace, program, program.ticks[number])
+            )
             yield Transient.of_tick("kept graph", nbytes - counted, number)
         yield Transient("kept graph", nbytes, (first + 1, 0), (last - 1, _END))
 
@@ -150,8 +147,8 @@ def _computing_bytes(trace: VisitTrace, program: StepProgram, tick: Tick) -> int
     if tick.phase == "head":
         return trace.head_nbytes + (program.recompute.kept_parts - 1) * trace.head_part_nbytes
     if tick.phase == "forward":
-        return trace.visits[tick.visit].forward_nbytes
-    return trace.visits[tick.visit].backward_nbytes if tick.phase == "backward" else 0
+        return trace.visits[tick.visit].memory.forward_nbytes
+    return trace.visits[tick.visit].memory.backward_nbytes if tick.phase == "backward" else 0
 
 
 def _sums(program: StepProgram, number: int) -> Iterator[Transient]:

@@ -272,7 +272,7 @@ def operations_per_byte(trace: VisitTrace) -> dict[What, float]:
     found: dict[What, tuple[int, int]] = {
         "graphs": (
             sum(visit.recompute.computed_flops for visit in visits),
-            sum(visit.graph_nbytes for visit in visits),
+            sum(visit.memory.graph_nbytes for visit in visits),
         ),
         "results": _value(visit.results for visit in visits),
         "attention": _value(visit.attention for visit in visits),

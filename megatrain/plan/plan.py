@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatrain.engine import device_kernels
+from megatrain.engine.compiled_layers import LayerCompiler
 from megatrain.engine.flash import FlashKernels
 from megatrain.engine.program import (
     StepProgram,
@@ -19,7 +20,6 @@ from megatrain.engine.program import (
 )
 from megatrain.engine.streamed import StepRecipe, StreamedModel
 from megatrain.engine.updates import weight_is_split
-from megatrain.engine.visit import LayerCompiler
 from megatrain.models.graph import ModelGraph
 from megatrain.optim import clip
 from megatrain.optim.base import Optimizer

@@ -946,7 +946,7 @@ def parts_without_room(trace: VisitTrace) -> int:
     if trace.head_parts == 1:
         return 1
     trunk = (visit for visit in trace.visits if not visit.is_head)
-    fullest = max((max(visit.forward_nbytes, visit.backward_nbytes) for visit in trunk), default=0)
+    fullest = max((max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trunk), default=0)
     free = max(0, fullest - trace.head_nbytes)
     return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
 

@@ -74,8 +74,8 @@ def peer_links(tier: str, size: int, num_hosts: int) -> list[str]:
     Args:
         size: number of ranks.
     """
-    places = [PEER] * (size > num_hosts) + [NETWORK] * (num_hosts > 1)
-    return [link for place in places for link in (f"{place}->{tier}", f"{tier}->{place}")]
+    place = PEER if num_hosts == 1 else NETWORK
+    return [] if size == 1 else [f"{place}->{tier}", f"{tier}->{place}"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class RankLanes:
     num_hosts: int = 1
 
     def __post_init__(self) -> None:
-        assert 1 <= self.size <= self.count and self.size % self.num_hosts == 0, self
+        assert 1 <= self.size <= self.count and self.num_hosts in (1, self.size), self
 
     def sums_of_rank(self, rank: int) -> list[tuple[int, int]]:
         """Return the ranges of lanes whose gradients a rank adds up by itself, in order."""

@@ -24,7 +24,6 @@ __all__ = [
     "World",
     "WorldError",
     "connect",
-    "destroy",
     "init",
     "meeting_point",
 ]
@@ -285,15 +284,3 @@ def _check_gpus(world: World, store: Store, bus: str | None) -> None:
                 f"rank {same} and rank {rank} would compute on the same GPU of {host}, {bus}. Start one process for "
                 "each GPU, and let each see all of them or one of its own (CUDA_VISIBLE_DEVICES)"
             )
-
-
-def destroy() -> None:
-    """Leave the group, where this process joined one.
-
-    For processes that live on, which hold no result of a collective any more: the destructor of a gloo group joins,
-    with the GIL held, a thread that may wait for the GIL to free its last work. The ranks of a run end by ``os._exit``.
-    """
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()

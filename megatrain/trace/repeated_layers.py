@@ -23,7 +23,7 @@ from megatrain.engine.arguments import tree_map
 from megatrain.engine.work import Work
 
 if TYPE_CHECKING:
-    from megatrain.engine.visit import BoundUnit
+    from megatrain.engine.bound_unit import BoundUnit
 
 __all__ = ["CountedBackward", "Gradient", "Recorder", "RepeatedLayers", "gradients_of"]
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.absent_weights import METADATA_QUERIES
 from megatrain.engine.arguments import tree_map
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.device_kernels import stands_for_gpu
@@ -30,10 +31,9 @@ from megatrain.engine.flash import planned_flash
 from megatrain.engine.forward import LayerRunner, PassOrder, move_buffers
 from megatrain.engine.generate import GenerationRunner
 from megatrain.engine.objective import Objective
-from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitTrace
+from megatrain.engine.program import KEEP_NOTHING, Recompute, TracedVisit, VisitMemory, VisitTrace
 from megatrain.engine.saved_results import NOT_SAVABLE, ResultSizes, Savable
 from megatrain.engine.unneeded import NOTHING_UNNEEDED, ProductUses, Unneeded, changed_arguments
-from megatrain.engine.visit import METADATA_QUERIES
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.engine.work import NO_WORK, Work, moved_nbytes
 from megatrain.models.skeleton import reads_more_than_text, rows_are_documents
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import PreTrainedModel
 
-    from megatrain.engine.visit import BoundUnit, UnitVisit
+    from megatrain.engine.bound_unit import BoundUnit
+    from megatrain.engine.visit import UnitVisit
     from megatrain.models.converter import LayerPart
     from megatrain.models.graph import ModelGraph, Unit
 
@@ -263,12 +264,12 @@ def _with_all_pieces(trace: VisitTrace, num_rows: int, num_tokens: int, row_nbyt
         moved_nbytes=head.moved_nbytes * num_tokens // num_rows,
         launches=head.launches * (num_traced + num_more) // num_traced,
     )
-    visits = tuple(
-        replace(visit, forward_nbytes=visit.forward_nbytes + nbytes, backward_nbytes=visit.backward_nbytes + nbytes)
-        if visit.is_head
-        else visit
-        for visit in trace.visits
-    )
+
+    def with_rows(memory: VisitMemory) -> VisitMemory:
+        peaks = {"forward_nbytes": memory.forward_nbytes + nbytes, "backward_nbytes": memory.backward_nbytes + nbytes}
+        return replace(memory, **peaks)
+
+    visits = tuple(replace(visit, memory=with_rows(visit.memory)) if visit.is_head else visit for visit in trace.visits)
     return replace(
         trace,
         visits=visits,
@@ -336,7 +337,7 @@ class _Tracer:
             if bound.unit.part is not None:
                 bound.forward = self._once(bound.unit.part, bound.forward)
             bound.forward = self._measured(bound, self._guessing(bound))
-            bound.backward = self._backward
+        self.runner.visits.run_backward = self._backward
 
     def skip_weights(self, unit: Unit, visit: int) -> None:
         raise AssertionError("where tokens are routed to is not known in a trace")
@@ -555,47 +556,10 @@ class _Tracer:
         num_head = len(self.runner.head_units)
         first_head = len(self._units) - num_head
         last_stays = max(self._stays.values(), default=0)
-        visits: list[TracedVisit] = []
-        for number, unit in enumerate(self._units):
-            is_head = number >= first_head
-            counted = self._alike.get(number, number)
-            forward = phases.get(("forward", counted)) or phases["head", first_head]
-            own = (
-                phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)
-            )  # a forward alone has none
-            backward = phases.get(("backward", counted)) or own
-            saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
-            has_backward = number in self._with_backward
-            held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
-            peaks = (forward.peak_nbytes, backward.peak_nbytes)
-            # A part was counted with all tokens, which bounds the memory.
-            share = self._graph.units[unit].share
-            unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
-            work = (forward.work.of_share(share), (backward.work - unneeded.work).of_share(share))
-            if is_head:
-                work = (NO_WORK, NO_WORK)
-            graph_nbytes = self._graph_nbytes.get(counted, 0)
-            by_part = self.runner.by_part_in_head
-            if not is_head:  # activations come back for one run, and looking rows up takes one of its own
-                rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
-                by_part = frozenset() if saved else frozenset(rows)
-            counts = (*peaks, *work, graph_nbytes)
-            visit = TracedVisit(unit, is_head, has_backward, saved, held_nbytes, *counts, by_part)
-            visit = replace(
-                visit,
-                reused=self._reused.get(number, {}),
-                chance_of_no_token=self._misses.get(number, 0.0),
-                unneeded=replace(unneeded, work=unneeded.work.of_share(share)),
-                stays_nbytes=min(held_nbytes, self._stays.get(number, last_stays)),
-            )
-            is_part = self._graph.units[unit].part is not None
-            if saved and not is_head and not is_part and not visit.reused:
-                attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
-                visit = replace(visit, attention=attention, results=results)
-            visits.append(visit)
+        visits = tuple(self._traced(number, phases, first_head, last_stays) for number in range(len(self._units)))
         head = phases["head", first_head] if num_head else _Phase("head", first_head, 0, 0, 0)
         return VisitTrace(
-            visits=tuple(visits),
+            visits=visits,
             head_nbytes=head.peak_nbytes,
             head_rows=self.runner.head_rows,
             head_columns=self.runner.head_columns,
@@ -606,6 +570,52 @@ class _Tracer:
             head=head.work,
             dense_masks=tuple(self._dense_masks),
             logits_flops=self.runner.logits_flops,
+        )
+
+    def _traced(
+        self, number: int, phases: Mapping[tuple[str, int], _Phase], first_head: int, last_stays: int
+    ) -> TracedVisit:
+        """Return what was counted of one visit.
+
+        Args:
+            phases: Counts by name of the phase and visit.
+            first_head: First visit of the head.
+            last_stays: Bytes that stay until the backward behind the last layer.
+        """
+        unit, is_head = self._graph.units[self._units[number]], number >= first_head
+        counted = self._alike.get(number, number)
+        forward = phases.get(("forward", counted)) or phases["head", first_head]
+        none = phases["head", first_head] if is_head else _Phase("backward", number, 0, 0, 0)  # a forward alone
+        backward = phases.get(("backward", counted)) or none
+        held_nbytes = (phases.get(("forward", number)) or forward).held_nbytes
+        stays_nbytes = min(held_nbytes, self._stays.get(number, last_stays))
+        graph_nbytes = self._graph_nbytes.get(counted, 0)
+        # A part was counted with all tokens, which bounds the memory; its work is that of its share.
+        memory = VisitMemory(held_nbytes, stays_nbytes, forward.peak_nbytes, backward.peak_nbytes, graph_nbytes)
+        unneeded = self._unneeded.get(number, NOTHING_UNNEEDED)
+        saved = tuple((tuple(t.shape), t.dtype) for t in self._saved.get(number, ()))
+        reused = self._reused.get(number, {})
+        attention, results = NOT_SAVABLE, NOT_SAVABLE
+        if saved and not is_head and unit.part is None and not reused:
+            attention, results = self._savable.get(number, (NOT_SAVABLE, NOT_SAVABLE))
+        by_part = self.runner.by_part_in_head
+        if not is_head:  # activations come back for one run, and looking rows up takes one of its own
+            rows = self._only_rows.get(number, set()) & self._looked_up.get(number, set())
+            by_part = frozenset() if saved else frozenset(rows)
+        return TracedVisit(
+            unit.index,
+            is_head,
+            has_backward=number in self._with_backward,
+            saved=saved,
+            memory=memory,
+            forward=NO_WORK if is_head else forward.work.of_share(unit.share),
+            backward=NO_WORK if is_head else (backward.work - unneeded.work).of_share(unit.share),
+            by_part=by_part,
+            attention=attention,
+            results=results,
+            reused=reused,
+            chance_of_no_token=self._misses.get(number, 0.0),
+            unneeded=replace(unneeded, work=unneeded.work.of_share(unit.share)),
         )
 
 
@@ -632,8 +642,9 @@ class _GenerationTracer(_Tracer):
         for number, phase in phases.items():
             unit, counted = self.units[number], phases[self._alike.get(number, number)]
             work = counted.work.of_share(self._graph.units[unit].share)
-            visit = TracedVisit(unit, False, False, (), phase.held_nbytes, counted.peak_nbytes, 0, work)
-            yield replace(visit, chance_of_no_token=self._misses.get(number, 0.0))
+            memory = VisitMemory(phase.held_nbytes, 0, counted.peak_nbytes, 0, 0)
+            chance = self._misses.get(number, 0.0)
+            yield TracedVisit(unit, False, False, (), memory, forward=work, chance_of_no_token=chance)
 
     @contextmanager
     def cache_room(self, visit: int, micro_batch: int) -> Iterator[Tensor]:

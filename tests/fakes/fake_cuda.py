@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from fakes.virtual_tensor import map_leaves
 from fakes.virtual_torch import give_tensors_a_guard
-from megatrain.engine import visit
-from megatrain.engine.visit import AbsentWeight, absent_weight
+from megatrain.engine import bound_unit
+from megatrain.engine.absent_weights import AbsentWeight, absent_weight
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def _in_place() -> Iterator[None]:
         return mode_dispatch(mode, func, types, _from_cpp(args), _from_cpp(kwargs or {}))
 
     stands_for = {
-        (visit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # made of real memory
+        (bound_unit, "absent_weight"): lambda weight, _: absent_weight(weight, torch.device("cpu")),  # of real memory
         (fake_tensor.FakeTensor, "__torch_dispatch__"): classmethod(dispatch_tensor),
         (fake_tensor.FakeTensorMode, "__torch_dispatch__"): dispatch_mode,
         (fake_tensor.FakeTensorMode, "avoid_device_init"): property(lambda mode: True),

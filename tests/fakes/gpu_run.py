@@ -16,9 +16,9 @@ from torch import Tensor
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor, without_modes
-from megatrain.engine import device_kernels, visit
+from megatrain.engine import bound_unit, device_kernels
+from megatrain.engine.absent_weights import AbsentWeight, absent_weight
 from megatrain.engine.program import VisitTrace
-from megatrain.engine.visit import AbsentWeight, absent_weight
 from megatrain.optim import by_tier, clip
 from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
@@ -48,7 +48,7 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
         mock.patch.object(planner, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # Made inside of torch, by its own idea of the device.
-        mock.patch.object(visit, "absent_weight", _absent_weight_on_cpu),
+        mock.patch.object(bound_unit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
         mock.patch.object(planner, "has_liger_kernels", return_value=False),  # they run on a GPU alone
         mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),

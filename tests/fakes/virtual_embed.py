@@ -22,7 +22,7 @@ from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
 from megatrain.embed import activations, weights
-from megatrain.engine.visit import version_probe
+from megatrain.engine.graph_keeping import version_probe
 
 
 class _Present(weights.PresentParameter, VirtualTensor):

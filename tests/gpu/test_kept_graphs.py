@@ -63,7 +63,7 @@ def test_kept_graphs_on_a_device(family: str, dtype: torch.dtype, virtual: Virtu
     kept_loss, kept_gradients, peak = step(config, dtype, range(1000))
     assert kept_loss == loss and kept_gradients.keys() == gradients.keys()
     assert all(torch.equal(kept_gradients[name], gradients[name]) for name in gradients)
-    graphs = NUM_MICRO_BATCHES * sum(visit.graph_nbytes for visit in trace.visits if not visit.is_head)
+    graphs = NUM_MICRO_BATCHES * sum(visit.memory.graph_nbytes for visit in trace.visits if not visit.is_head)
     libraries_bytes = 64 * MiB if virtual is None else 0  # their own workspaces come on top
     assert graphs / 2 < peak <= graphs + planned_workspace(graph, trace, NUM_MICRO_BATCHES) + libraries_bytes
 

@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 
 from megatrain.engine.forward import LayerRunner, PassOrder
+from megatrain.engine.host_io import read_numbers
 from megatrain.engine.program import BlockAccess, Recompute
 from megatrain.models.graph import ModelGraph
 
-__all__ = ["layer_runner"]
+__all__ = ["StepLoss", "StepRunner", "layer_runner"]
+
+
+@dataclass(frozen=True)
+class StepLoss:
+    """Loss of one optimizer step."""
+
+    loss: float
+    num_trained_tokens: int
+
+
+class StepRunner(LayerRunner):
+    """A runner that reads the loss of each step, which syncs with the device."""
+
+    def forward_backward(
+        self,
+        micro_batches: Sequence[Mapping[str, torch.Tensor]],
+        *,
+        num_items: int | None = None,
+        seed: int = 0,
+    ) -> StepLoss:
+        """Run forward and backward of all micro-batches; gradients go to the access."""
+        queued = self.queue(micro_batches, num_items=num_items, seed=seed)
+        return StepLoss(float(sum(read_numbers(queued.terms))), queued.num_trained_tokens)
 
 
 def layer_runner(
@@ -28,9 +53,9 @@ def layer_runner(
     saved_results: Iterable[int] = (),
     kept_parts: int = 1,
     **options: Any,
-) -> LayerRunner:
+) -> StepRunner:
     """Return a runner with this `PassOrder` and this `Recompute`."""
-    return LayerRunner(
+    return StepRunner(
         graph,
         access,
         device=device,

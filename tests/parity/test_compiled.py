@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatrain.base.errors import UnsupportedModelError
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner
-from megatrain.engine.visit import BoundUnit, LayerCompiler
+from megatrain.engine.bound_unit import BoundUnit
+from megatrain.engine.compiled_layers import LayerCompiler
 from megatrain.trace.trace import trace_visits
 from oracles.memory_access import MemoryAccess
-from oracles.runners import layer_runner
+from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import TieredRun, config_text, run_config
 
 NUM_STEPS = 3
@@ -77,7 +77,7 @@ def test_kernels_of_inductor_compute_what_layers_do(tiny_model: Path, tmp_path: 
 
 def prepared(
     family: str, compiler: LayerCompiler | None, kept: Any = (), **values: Any
-) -> tuple[LayerRunner, MemoryAccess, dict[str, torch.Tensor]]:
+) -> tuple[StepRunner, MemoryAccess, dict[str, torch.Tensor]]:
     config = AutoConfig.for_model(
         family, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
         num_key_value_heads=2, vocab_size=96, max_position_embeddings=64, pad_token_id=0, **values,
@@ -128,7 +128,9 @@ def test_graphs_of_compiled_layers_take_no_more_than_was_traced(backend: str) ->
         runner, access, batch = prepared(family, LayerCompiler(backend), kept=range(99), **values)
         graph = build_graph(runner._graph.config, attn_implementation="sdpa")
         traced = [
-            v.graph_nbytes for v in trace_visits(graph, 2, 32, torch.float32).visits if graph.units[v.unit].is_layer
+            v.memory.graph_nbytes
+            for v in trace_visits(graph, 2, 32, torch.float32).visits
+            if graph.units[v.unit].is_layer
         ]
         taken = [saved_nbytes(bound) for bound in runner.bounds if bound.unit.is_layer]
         runner.forward_backward([batch])

@@ -24,7 +24,6 @@ from megatrain.base.progress import Activity
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.data.encoding import load_tokenizer
-from megatrain.engine.forward import LayerRunner
 from megatrain.extras.report.figures import compute_figures
 from megatrain.extras.report.history import read_history
 from megatrain.extras.report.page import render_page
@@ -41,7 +40,7 @@ from megatrain.training.trainer import Trainer
 from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
-from oracles.runners import layer_runner
+from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import EXAMPLES, config_text
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -66,7 +65,7 @@ EVALUATION = "eval_steps = 3\neval_on_start = true"
 SEGMENTS = (3, 2)
 
 
-def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> tuple[LayerRunner, MemoryAccess]:
+def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> tuple[StepRunner, MemoryAccess]:
     graph = build_graph(config, dtype=dtype)
     trace = trace_visits(graph, 2, 12, dtype)
     access = MemoryAccess(graph, dict(model.named_parameters()), dtype)

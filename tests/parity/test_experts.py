@@ -263,7 +263,7 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
         if index not in visit.reused
     )
     workspace = planned_workspace(plan.graph, trace, num_micro_batches, parts_without_room(trace))
-    return num_micro_batches * saved, workspace, max(visit.held_nbytes for visit in trace.visits)
+    return num_micro_batches * saved, workspace, max(visit.memory.held_nbytes for visit in trace.visits)
 
 
 class Told(RunObserver):

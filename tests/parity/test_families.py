@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatrain.converters.spec import build_graph
-from megatrain.engine.forward import LayerRunner, StepLoss
 from oracles.families import FAMILIES, RECENT, packed_batches, padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
-from oracles.runners import layer_runner
+from oracles.runners import StepLoss, StepRunner, layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +31,7 @@ def streamed(
     head_rows: int | None = None,
     freeze: Sequence[str] = (),
     dtype: torch.dtype = torch.float32,
-) -> tuple[StepLoss, dict[str, torch.Tensor], LayerRunner]:
+) -> tuple[StepLoss, dict[str, torch.Tensor], StepRunner]:
     graph = build_graph(config, freeze=freeze, dtype=dtype)
     buffers = dict(model.named_buffers())
     for name, buffer in graph.model.named_buffers():
@@ -58,7 +57,7 @@ def assert_equal(
 
 def compare(
     config: Any, batches: Sequence[Mapping[str, torch.Tensor]], *, tolerance: float = 1e-5, **options: Any
-) -> LayerRunner:
+) -> StepRunner:
     """Compare both orders with Hugging Face and with each other, the latter bit for bit."""
     model = build_model(config, freeze=options.get("freeze", ()))
     expected = train_step(model, batches, SEED)

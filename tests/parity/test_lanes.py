@@ -233,9 +233,11 @@ def test_open_sums_are_planned(
         visits, largest = plan.trace.visits, max(layout.num_elements for layout in plan.graph.layouts.values())
         num_sums = lanes.bit_length() - (grad_dtype == "float32")  # in fp32 the block is the first one
         assert max(made.values(), default=0) == 4 * num_sums * largest
-        computing = [max(each.forward_nbytes, each.backward_nbytes + made[n]) for n, each in enumerate(visits)]
+        computing = [
+            max(each.memory.forward_nbytes, each.memory.backward_nbytes + made[n]) for n, each in enumerate(visits)
+        ]
         (head,) = (number for number, visit in enumerate(visits) if visit.is_head)
-        streams = 2 * 8 * max(visit.held_nbytes for visit in visits)
+        streams = 2 * 8 * max(visit.memory.held_nbytes for visit in visits)
         in_visit = max(*computing, plan.trace.head_nbytes + made[head])
         fullest[lanes] = round_up(streams + in_visit, PAGE_BYTES)
         taken[lanes] = plan.placement.workspace_bytes["ram"]

@@ -13,13 +13,12 @@ from peft import get_peft_model
 from megatrain.converters.adapters import adapters_of
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import tile_mlps
-from megatrain.engine.forward import StepLoss
 from megatrain.models.table import LoraConfig
 from oracles.families import padded_batches, tiny_config
 from oracles.huggingface import Reference, build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, peft_model, plain_name
-from oracles.runners import layer_runner
+from oracles.runners import StepLoss, layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -18,7 +18,6 @@ from megatrain.data.dataset import encode_rows
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import to_row
 from megatrain.data.loader import BatchLoader
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.labels import shifted_labels
 from megatrain.engine.loss import mean_figures
@@ -27,7 +26,7 @@ from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined
-from oracles.runners import layer_runner
+from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import EXAMPLES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -71,7 +70,7 @@ def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, preferences: s
 
 def make_runner(
     config: Any, model: Any, objective: Objective | None, *, cuts_experts: bool = False, **options: Any
-) -> tuple[LayerRunner, MemoryAccess]:
+) -> tuple[StepRunner, MemoryAccess]:
     graph = build_graph(config, cuts_experts=cuts_experts)
     access = MemoryAccess(graph, cut_like(graph, dict(model.named_parameters())), torch.float32)
     options = {"head_rows": ROWS, "head_columns": COLUMNS, **options}

@@ -17,7 +17,6 @@ from torch import Tensor
 from megatrain.converters.spec import build_graph
 from megatrain.engine import forward
 from megatrain.engine.cross_entropy import CrossEntropy, RunningSoftmax
-from megatrain.engine.forward import LayerRunner
 from megatrain.engine.head_model import HeadModel
 from megatrain.engine.head_plan import HeadPlan, plan_head
 from megatrain.engine.objective import Objective
@@ -31,7 +30,7 @@ from oracles.families import FAMILIES, VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.planned_workspace import planned_workspace
-from oracles.runners import layer_runner
+from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import config_text, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,7 +48,7 @@ def runner_of(
     dtype: torch.dtype = torch.float32,
     access: Any = MemoryAccess,
     **options: Any,
-) -> tuple[LayerRunner, MemoryAccess]:
+) -> tuple[StepRunner, MemoryAccess]:
     graph = build_graph(config, freeze=freeze, dtype=dtype)
     if hook is not None:
         graph.model.get_output_embeddings().register_forward_hook(hook)
@@ -316,7 +315,7 @@ def test_memory_does_not_grow_with_the_vocabulary() -> None:
     assert small.head_part_nbytes < large.head_nbytes == small.head_nbytes < 5 * small.head_part_nbytes
     assert large.head_nbytes < trace_of(32 * 8192, head_columns=0).head_nbytes / 4
     embedding = large.visits[0]
-    assert 0 < embedding.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
+    assert 0 < embedding.memory.backward_nbytes < 1 << 20 < 32 * 8192 * 32 * 4  # no dense gradient
 
 
 def test_kept_parts_are_in_the_plan() -> None:

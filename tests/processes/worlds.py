@@ -139,7 +139,7 @@ def _run_rank(
         answer.send_bytes(pickle.dumps((True, traceback.format_exc())))
     answer.close()
     sys.stdout.flush()
-    os._exit(0)  # see ``megatrain.ranks.world.destroy``
+    os._exit(0)  # see ``megatrain.ranks.group.RankGroup.end``
 
 
 def plan_of_rank(config: Path, world: World) -> Plan:

@@ -21,7 +21,7 @@ def most_held(family: str, length: int, attention: str = "sdpa", **options: bool
     graph = build_graph(tiny_config(family), attn_implementation=attention, dtype=torch.float32)
     trace = trace_visits(graph, 1, length, torch.float32, **options)
     assert bool(trace.dense_masks) == (options != {"padded": False} and (attention == "eager" or len(options) == 2))
-    return max(visit.held_nbytes for visit in trace.visits)
+    return max(visit.memory.held_nbytes for visit in trace.visits)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
@@ -50,5 +50,5 @@ def test_a_plan_tells_of_masks(rows: int, packing: str, keys: str, tmp_path: Pat
     plan = plan_run(resolve(load_config(tmp_path / "run.toml").config))
     has_mask = bool(keys) and (packing == "true" or rows > 1 or "eager" in keys)
     assert plan.micro_batch_size == rows
-    assert (max(visit.stays_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
+    assert (max(visit.memory.stays_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
     assert any("max_length squared" in message for message in messages(plan)) == has_mask

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.cross_entropy import CrossEntropy
-from megatrain.engine.forward import StepLoss
+from megatrain.engine.graph_keeping import KeptGraph
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import (
     GroupUpdates,
@@ -25,7 +25,6 @@ from megatrain.engine.program import (
     results_key,
     saving_results,
 )
-from megatrain.engine.visit import KeptGraph
 from megatrain.models.graph import ModelGraph, Unit
 from megatrain.optim.elementwise import AdamW
 from megatrain.trace.trace import CountingMode, trace_visits
@@ -33,7 +32,7 @@ from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.planned_workspace import fullest_bytes, planned_workspace
-from oracles.runners import layer_runner
+from oracles.runners import StepLoss, layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -349,7 +348,7 @@ def test_graphs_take_what_the_trace_says(family: str, order: str) -> None:
         with side.access.watched() as ledger:
             side.step([batch] * num_batches)
         live[keeps], peak[keeps] = side.access.live_at_head, ledger.peak_nbytes
-    planned = together * sum(visit.graph_nbytes for visit in trunk)
+    planned = together * sum(visit.memory.graph_nbytes for visit in trunk)
     workspace = planned_workspace(graph, trace, together)
     assert 0.8 * workspace < peak[False] <= workspace
     assert peak[True] <= fullest_bytes(graph, trace, program_of(graph, trace, order), together) <= workspace + planned
@@ -457,5 +456,5 @@ def test_a_result_in_the_place_of_what_was_saved_and_dropped_is_no_part_of_the_g
     for layer in dropping.model.model.layers:
         layer.mlp.register_forward_hook(sines_dropped)
     (one, other) = (trace_visits(graph, 2, 16, torch.float32) for graph in (plain, dropping))
-    assert [visit.graph_nbytes for visit in one.visits] == [visit.graph_nbytes for visit in other.visits]
+    assert [visit.memory.graph_nbytes for visit in one.visits] == [visit.memory.graph_nbytes for visit in other.visits]
     assert [visit.unneeded.weights for visit in one.visits] == [visit.unneeded.weights for visit in other.visits]

@@ -289,13 +289,13 @@ def test_trace_says_what_is_saved_and_held() -> None:
     assert trace.visits[0].saved == ()
     assert all(visit.saved == (((2, 16, 32), torch.float32),) for visit in trace.visits[1:5])
     layers = trace.visits[2:4]
-    assert layers[0] == layers[1] or layers[0].held_nbytes == layers[1].held_nbytes
+    assert layers[0] == layers[1] or layers[0].memory.held_nbytes == layers[1].memory.held_nbytes
     hidden_nbytes = 2 * 16 * 32 * 4
-    assert trace.visits[2].held_nbytes == 2 * hidden_nbytes + trace.visits[2].stays_nbytes
-    assert all(0 < visit.forward_nbytes <= visit.backward_nbytes for visit in layers)
+    assert trace.visits[2].memory.held_nbytes == 2 * hidden_nbytes + trace.visits[2].memory.stays_nbytes
+    assert all(0 < visit.memory.forward_nbytes <= visit.memory.backward_nbytes for visit in layers)
     logits_nbytes = 2 * 16 * VOCAB * 4  # of which a loss makes others of that size
     assert 2 * logits_nbytes < trace.head_nbytes < 4 * logits_nbytes and trace.exact
-    assert 0 < layers[0].stays_nbytes < layers[0].held_nbytes
+    assert 0 < layers[0].memory.stays_nbytes < layers[0].memory.held_nbytes
     assert all(parameter.is_meta for parameter in graph.model.parameters())
     assert torch.zeros(1).device.type == "cpu"
 
@@ -314,7 +314,7 @@ def test_held_memory_does_not_grow_with_depth() -> None:
         _, trace = graph_with_trace("llama", num_hidden_layers=9)
     finally:
         gc.enable()
-    held = [visit.held_nbytes for visit in trace.visits[2:9]]
+    held = [visit.memory.held_nbytes for visit in trace.visits[2:9]]
     assert held == [held[0]] * len(held)
 
 

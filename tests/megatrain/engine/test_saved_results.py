@@ -12,14 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.attention import AttentionCall
-from megatrain.engine.forward import StepLoss
 from megatrain.engine.saved_results import SavedResults
 from megatrain.models.graph import ModelGraph
 from megatrain.trace.trace import trace_visits
 from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
-from oracles.runners import layer_runner
+from oracles.runners import StepLoss, layer_runner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -14,7 +14,6 @@ from fakes.waits import counted_waits
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
 from megatrain.engine import gradients, host_io, leased, weight_gradients
-from megatrain.engine.forward import LayerRunner
 from megatrain.optim import clip
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
@@ -22,7 +21,7 @@ from megatrain.training.trainer import Trainer
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
-from oracles.runners import layer_runner
+from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import config_text, make_loader, write_tiny_model
 
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
@@ -46,7 +45,7 @@ class NormOnDevice(clip.SquaredNorm):
         self._device[0] = torch.cat([clip.device_partials(part) for part in parts])
 
 
-def runner_of(config: Any) -> LayerRunner:
+def runner_of(config: Any) -> StepRunner:
     graph = build_graph(config)
     access = MemoryAccess(graph, dict(build_model(config).named_parameters()), torch.float32)
     return layer_runner(graph, access, device="cpu")

@@ -82,7 +82,7 @@ def test_what_code_between_visits_saves_stays_and_is_counted_once(monkeypatch: p
         assert any(unit.part is not None for unit in graph.units)
         trace = trace_visits(graph, 4, 64, torch.float32)
         few, many = (planned_workspace(graph, trace, count) for count in (1, 101))
-        return max(visit.held_nbytes for visit in trace.visits), (many - few) // 100
+        return max(visit.memory.held_nbytes for visit in trace.visits), (many - few) // 100
 
     (held, own), (more_held, more_own) = bytes_of(2), bytes_of(4)
     # At least a hidden state for each layer more, and few of them.
@@ -98,7 +98,7 @@ def test_the_graph_of_a_visit_waits_until_its_backward() -> None:
     ).build()
     program = keeping_graphs(plain, frozenset({2, 3}))
     waiting = list(kept_graphs(trace, program, {2, 3}, 3))
-    assert peak_bytes(waiting) == 3 * (trace.visits[2].graph_nbytes + trace.visits[3].graph_nbytes)
+    assert peak_bytes(waiting) == 3 * (trace.visits[2].memory.graph_nbytes + trace.visits[3].memory.graph_nbytes)
     visits = list(visit_transients(graph, trace, program, 3, CPU))
     assert peak_bytes(visits) < peak_bytes([*visits, *waiting]) <= peak_bytes(visits) + peak_bytes(waiting)
 
@@ -111,8 +111,8 @@ def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
         graph, trace, num_micro_batches=3, order="layer", compute_tier="ram", optimizer=AdamW()
     ).build()
     by_phase = {
-        "forward": lambda visit: trace.visits[visit].forward_nbytes,
-        "backward": lambda visit: trace.visits[visit].backward_nbytes,
+        "forward": lambda visit: trace.visits[visit].memory.forward_nbytes,
+        "backward": lambda visit: trace.visits[visit].memory.backward_nbytes,
         "head": lambda visit: trace.head_nbytes,
         "update": lambda visit: 0,
     }
@@ -121,7 +121,7 @@ def test_each_tick_computes_in_the_bytes_of_its_visit() -> None:
     assert len({*found}) > 2
     kept = dict(zip(plain.ticks, computing_bytes(trace, keeping_graphs(plain, frozenset({2}))), strict=True))
     (forward,) = (nbytes for tick, nbytes in kept.items() if (tick.phase, tick.visit) == ("forward", 2))
-    assert forward == max(kept.values()) > trace.visits[2].forward_nbytes
+    assert forward == max(kept.values()) > trace.visits[2].memory.forward_nbytes
 
 
 def test_a_full_copy_is_there_from_its_gather_and_a_sum_to_its_exchange() -> None:

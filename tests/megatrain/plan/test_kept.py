@@ -40,7 +40,7 @@ def make_plan(folder: Path, *, nvme: int = 0, **tables: str) -> Plan:
 
 
 def kept_bytes(plan: Plan, visits: list[int]) -> int:
-    return plan.num_micro_batches * sum(plan.trace.visits[visit].graph_nbytes for visit in visits)
+    return plan.num_micro_batches * sum(plan.trace.visits[visit].memory.graph_nbytes for visit in visits)
 
 
 def test_as_many_of_the_last_as_fit(tmp_path: Path) -> None:

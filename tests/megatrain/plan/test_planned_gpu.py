@@ -141,7 +141,7 @@ def test_kernels_of_liger_are_counted_as_they_are(tmp_path: Path) -> None:
             assert 0.4 * work.moved_nbytes < other.moved_nbytes < 0.6 * work.moved_nbytes, phase
             assert 0.5 * work.launches < other.launches < 0.8 * work.launches, phase
     layers = [(a, b) for a, b in zip(plain.trace.visits, fused.trace.visits, strict=True) if not a.is_head][1:]
-    assert all(0 < with_kernels.backward_nbytes < eager.backward_nbytes for eager, with_kernels in layers)
+    assert all(0 < with_kernels.memory.backward_nbytes < eager.memory.backward_nbytes for eager, with_kernels in layers)
 
 
 def test_micro_batches_run_one_at_a_time_where_that_saves_more_than_it_moves(tmp_path: Path) -> None:

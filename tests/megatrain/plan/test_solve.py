@@ -125,10 +125,12 @@ def test_the_workspace_has_all_streams_twice_what_stays_once_and_one_computation
     """Between two units each micro-batch has the input of one and the output of the other, and masks and tables."""
     graph = build_graph(tiny_config("llama"))
     trace = trace_visits(graph, 2, 16, torch.float32)
-    stays = max(visit.stays_nbytes for visit in trace.visits)
-    streams = max(visit.held_nbytes - visit.stays_nbytes for visit in trace.visits)
+    stays = max(visit.memory.stays_nbytes for visit in trace.visits)
+    streams = max(visit.memory.held_nbytes - visit.memory.stays_nbytes for visit in trace.visits)
     assert stays > 0
-    inside = max(trace.head_nbytes, *(max(visit.forward_nbytes, visit.backward_nbytes) for visit in trace.visits))
+    inside = max(
+        trace.head_nbytes, *(max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trace.visits)
+    )
     for count in (1, 1000):
         assert 0 <= planned_workspace(graph, trace, count) - (count * (stays + 2 * streams) + inside) < PAGE_BYTES
     wide = replace(trace, head_nbytes=10 * inside)  # of a large vocabulary

@@ -176,9 +176,15 @@ def test_it_is_in_the_plan_of_a_layer() -> None:
     for visit, other in zip(ordered.visits, free.visits, strict=True):
         if visit.backward.flops and visit.unit in (2, 3, 4):
             assert (
-                visit.backward_nbytes > 33 * one_split > visit.backward_nbytes - other.backward_nbytes > 20 * one_split
+                visit.memory.backward_nbytes
+                > 33 * one_split
+                > visit.memory.backward_nbytes - other.memory.backward_nbytes
+                > 20 * one_split
             )
-            assert one_split < other.backward_nbytes < 4 * one_split and visit.forward_nbytes == other.forward_nbytes
+            assert (
+                one_split < other.memory.backward_nbytes < 4 * one_split
+                and visit.memory.forward_nbytes == other.memory.forward_nbytes
+            )
 
 
 @pytest.fixture
@@ -236,7 +242,9 @@ def test_a_formula_that_fails_costs_figures_and_no_plan(monkeypatch: pytest.Monk
     monkeypatch.setattr("megatrain.trace.trace.count_flops", failing)
     trace = trace_of()
     assert trace.exact and trace.uncounted == ("aten.silu.default: AssertionError: no such shape",)
-    assert [visit.backward_nbytes for visit in trace.visits] == [visit.backward_nbytes for visit in whole.visits]
+    assert [visit.memory.backward_nbytes for visit in trace.visits] == [
+        visit.memory.backward_nbytes for visit in whole.visits
+    ]
     assert step_flops(trace, num_places=64, num_real_tokens=64, num_trained_tokens=64) == StepFlops(0, 0)
 
 

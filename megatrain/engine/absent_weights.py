@@ -1,0 +1,157 @@
+"""Placeholders of weights that are not bound: they have shape, dtype and device, and no memory.
+
+Model code may ask for these at any time. A look at the values of a small weight, or at a few rows of a large one, is a
+visit of the weight's unit (`WeightLook`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.arguments import tree_map
+from megatrain.engine.suspend import UnitCall, is_suspendable, suspend
+
+__all__ = ["METADATA_QUERIES", "AbsentWeight", "WeightLook", "absent_weight", "placeholder"]
+
+
+#: Tensor methods that need no values; ``embed`` answers the same of a parameter that is in the store.
+METADATA_QUERIES = frozenset(
+    {
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "stride",
+        "ndimension",
+        "element_size",
+        "get_device",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "is_sparse",
+        "__len__",
+        "__hash__",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightLook:
+    """A call of a unit that is a look at one of its weights from outside of its module, in place of the unit's forward.
+
+    Args of the call after it: the rows that are looked at, integers of any shape; none: all of the weight.
+    """
+
+    owner: str
+
+
+#: Elements that a look outside of a weight's own module may take: 4 MiB of fp32. They stay as long as the model's code
+#: wants them, in no tier.
+_MOST_LOOKED_AT = 1 << 20
+
+
+class AbsentWeight(Tensor):
+    """Placeholder of a weight that is not bound: it has shape, dtype and device.
+
+    Model code may ask for these at any time; values are there only while the engine runs the unit. A look at a small
+    weight, or at a few rows of a large one, is a visit of the unit like any other: it is in the plan, its weights are
+    leased for it, and its gradient is added to those of the unit's other visits. What would take more is refused.
+
+    Attributes:
+        site: Index of the unit, and the full name of the parameter.
+    """
+
+    site: tuple[int, str] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in METADATA_QUERIES | {"__get__", "__repr__"}:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return _with_values(func, args, kwargs or {})
+
+    def look(self, func: Callable[..., Any], rows: Tensor | None = None) -> Tensor:
+        """Return some rows, or all of the weight, for the code of the model that called a function of torch.
+
+        Raises:
+            UnsupportedModelError: that is too much, or the model's code does not run in a pass.
+        """
+        num_elements = self.numel() if rows is None else rows.numel() * (self.numel() // len(self))
+        if self.site is None or num_elements > _MOST_LOOKED_AT or not is_suspendable():
+            name = "a weight" if self.site is None else self.site[1]
+            raise UnsupportedModelError(
+                "the model",
+                f"its code uses {name} outside of the weight's own module ({getattr(func, '__name__', func)}); such a "
+                f"weight cannot be streamed. Looks at up to {_MOST_LOOKED_AT:,} elements can",
+            )
+        unit, owner = self.site
+        given = (WeightLook(owner),) if rows is None else (WeightLook(owner), rows)
+        result: Tensor = suspend(UnitCall(unit, given, {}, None))
+        return result
+
+
+def _with_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function of torch with the values that it needs of absent weights."""
+    first = args[0] if args else None
+    if isinstance(first, AbsentWeight):
+        found = _rows_of(func, first, args[1:], kwargs)
+        if found is not None:
+            rows, rest = found
+            values = first.look(func, rows)
+            return values[rest] if rest else values
+    return func(
+        *tree_map(args, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
+        **tree_map(kwargs, lambda item: item.look(func) if isinstance(item, AbsentWeight) else item),
+    )
+
+
+def _rows_of(
+    func: Callable[..., Any], weight: AbsentWeight, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...]] | None:
+    """Return the rows that a function takes of a weight, and how they are indexed further; None: it takes others."""
+    name, count = getattr(func, "__name__", ""), len(weight)
+
+    def row(index: int) -> Tensor:
+        if not -count <= index < count:
+            raise IndexError(f"index {index} is out of bounds for dimension 0 with size {count}")
+        # Not `torch.tensor`: on a device that would be a copy that the host waits for.
+        return torch.full((), index % count, dtype=torch.long, device=weight.device)
+
+    if name == "__getitem__":
+        index, *rest = args[0] if isinstance(args[0], tuple) else (args[0],)
+        if isinstance(index, int) and not isinstance(index, bool):
+            return row(index), tuple(rest)
+        if isinstance(index, slice) and not rest:
+            return torch.arange(*index.indices(count), device=weight.device), ()
+        if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64) and not rest:
+            return index, ()
+    elif name in ("select", "index_select", "narrow") and not kwargs and args[0] in (0, -weight.dim()):
+        if name == "select":
+            return row(args[1]), ()
+        if name == "index_select":
+            return args[1], ()
+        return torch.arange(args[1], args[1] + args[2], device=weight.device), ()
+    return None
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of NaN in the memory of one element."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def absent_weight(parameter: Tensor, device: torch.device) -> AbsentWeight:
+    """Return a placeholder with the shape and dtype of `parameter` on `device`, in the memory of one element."""
+    absent = Tensor._make_subclass(AbsentWeight, placeholder(parameter.shape, parameter.dtype, device))
+    assert isinstance(absent, AbsentWeight)
+    return absent

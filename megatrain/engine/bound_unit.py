@@ -1,0 +1,282 @@
+"""Binds weights to an unmodified module and runs its `forward`.
+
+Outside of its visits the parameters of a module are placeholders without memory (`absent_weights.py`). In a visit they
+are views of leased blocks, leaves of autograd's graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import is_not
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.base.errors import UnsupportedModelError
+from megatrain.engine.absent_weights import AbsentWeight, WeightLook, absent_weight
+from megatrain.engine.arguments import CapturedArguments, CapturedResult
+from megatrain.engine.compiled_layers import naming_failures
+from megatrain.engine.passing import PartedWeight, RowLookUps
+from megatrain.engine.state import without_saved_tensors
+from megatrain.engine.suspend import UnitCall, suspend
+from megatrain.engine.weight_gradients import GradientReceiver, GradientTarget, intercepting, weight_leaf
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from megatrain.engine.compiled_layers import LayerCompiler
+    from megatrain.engine.program import MatrixParts
+    from megatrain.models.graph import Unit
+
+__all__ = ["BoundUnit", "installed_stubs", "units_stubbed"]
+
+
+class BoundUnit:
+    """An unmodified module with slots for its parameters: binds weights to it and runs its `forward`.
+
+    Args:
+        unit: The unit; its module must not be stubbed yet.
+
+    Attributes:
+        forward: Its module's own forward, or the compiled one.
+        rows: Rows of bound weights whose parts pass.
+    """
+
+    def __init__(self, unit: Unit, device: torch.device, compiler: LayerCompiler | None = None) -> None:
+        self.unit = unit
+        self.forward: Callable[..., Any] = self._own_parameters if unit.is_container else unit.module.forward
+        self._is_compiled = compiler is not None and unit.is_layer
+        if compiler is not None and unit.is_layer:
+            self.forward = compiler.forward_of(unit)
+        self.receiver = GradientReceiver()
+        self.rows = RowLookUps()
+        self._modules = tuple(unit.module.modules())
+        self._slots: list[tuple[dict[str, Any], str, str]] = []
+        self._trainable: dict[str, bool] = {}
+        self._declared_dtype: dict[str, torch.dtype] = {}
+        self._absent: dict[str, AbsentWeight] = {}
+        for local, owner, _ in unit.params:
+            path, _, leaf = local.rpartition(".")
+            parameters = unit.module.get_submodule(path)._parameters
+            parameter = parameters[leaf]
+            assert parameter is not None, local
+            self._slots.append((parameters, leaf, owner))
+            self._trainable[owner] = parameter.requires_grad
+            self._declared_dtype[owner] = parameter.dtype
+            self._absent[owner] = absent_weight(parameter, device)
+            self._absent[owner].site = (unit.index, owner)
+        self.trainable = tuple(owner for owner, trains in self._trainable.items() if trains)
+
+    def _look(self, look: WeightLook, rows: Tensor | None = None) -> Tensor:
+        """Return what code outside of the module looks at: copies, which outlive the visit."""
+        weight: Tensor = next(parameters[leaf] for parameters, leaf, owner in self._slots if owner == look.owner)
+        if rows is None:
+            return weight.clone()
+        matrix = weight if weight.dim() == 2 else weight.reshape(len(weight), -1)
+        return functional.embedding(rows, matrix).reshape(*rows.shape, *weight.shape[1:])
+
+    def _own_parameters(self) -> dict[str, Tensor]:
+        """Forward of a container: copies of its parameters, which outlive the visit."""
+        return {leaf: parameters[leaf].clone() for parameters, leaf, _ in self._slots}
+
+    def zeros(self) -> dict[str, Tensor]:
+        """Return what is bound in place of weights that nothing is multiplied with: zeros, in the memory of one."""
+        return {
+            owner: torch.zeros((), dtype=absent.dtype, device=absent.device).expand(absent.shape)
+            for owner, absent in self._absent.items()
+        }
+
+    @contextmanager
+    def with_placeholders(self) -> Iterator[None]:
+        """Replace the parameters by placeholders: right shape, dtype and device, no memory."""
+        with self._in_slots(self._absent):
+            yield
+
+    @contextmanager
+    def bound(self, weights: Mapping[str, Tensor | MatrixParts]) -> Iterator[dict[str, Tensor]]:
+        """Bind `weights` (owner's name -> tensor) to the parameters; yield the trainable ones, leaves of the graph."""
+        leaves = {owner: self._leaf(owner, weights[owner]) for owner in self._trainable}
+        with self.rows.bound(leaves.values()), self._in_slots(leaves), intercepting(leaves.values()):
+            yield {owner: leaves[owner] for owner in self.trainable}
+
+    def look_up(self, calls: Sequence[UnitCall]) -> list[list[Tensor]]:
+        """Look up the rows that calls will take of the weights whose parts pass; see ``RowLookUps.look_up``."""
+
+        def begin(call: UnitCall) -> None:
+            with torch.no_grad(), self._attributes_restored():
+                self.forward(*call.args, **call.kwargs)
+
+        return self.rows.look_up(calls, begin)
+
+    def _leaf(self, owner: str, weight: Tensor | MatrixParts) -> Tensor:
+        """Return the leaf of a weight; those of compiled code are torch's own, which it can compile."""
+        if not isinstance(weight, Tensor):
+            target = GradientTarget(self.receiver, owner) if self._trainable[owner] else None
+            return PartedWeight.in_place_of(self._absent[owner], weight, target, self.rows)
+        values = weight.detach().to(self._declared_dtype[owner])
+        if self._trainable[owner] and values.dim() == 2 and not self._is_compiled:
+            return weight_leaf(values, GradientTarget(self.receiver, owner))
+        return values.requires_grad_(self._trainable[owner])
+
+    @contextmanager
+    def replaced(self, owner: str, weight: Tensor) -> Iterator[Tensor]:
+        """Have another tensor in the slots of one parameter; yield what was there."""
+        before = next(leaf for name, leaf in self.leaves() if name == owner)
+        with self._in_slots({owner: weight}):
+            yield before
+
+    def leaves(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is in the slots, by owner's name."""
+        for parameters, leaf, owner in self._slots:
+            yield owner, parameters[leaf]
+
+    def matrices(self) -> dict[int, str]:
+        """Return the owner's name of each bound weight that is there whole, by its id; of compiled layers none."""
+        if self._is_compiled:
+            return {}
+        return {id(leaf): owner for owner, leaf in self.leaves() if not isinstance(leaf, PartedWeight)}
+
+    def has(self, owner: str) -> bool:
+        """Return whether a parameter, by its owner's name, is one of the unit's."""
+        return owner in self._absent
+
+    def absent(self, owner: str) -> AbsentWeight:
+        """Return the placeholder of a parameter."""
+        return self._absent[owner]
+
+    @contextmanager
+    def _in_slots(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Have tensors (owner's name -> tensor) in the module's parameter slots; other slots stay as they are."""
+        slots = [slot for slot in self._slots if slot[2] in tensors]
+        saved = [parameters[leaf] for parameters, leaf, _ in slots]
+        try:
+            for parameters, leaf, owner in slots:
+                parameters[leaf] = tensors[owner]
+            yield
+        finally:
+            for (parameters, leaf, _), parameter in zip(slots, saved, strict=True):
+                parameters[leaf] = parameter
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return the context for the backward of a run, which `torch.compile` compiles when it first runs."""
+        return naming_failures(self.unit) if self._is_compiled else nullcontext()
+
+    def run(
+        self,
+        captured: CapturedArguments,
+        tensors: list[Tensor | None],
+        record_keys: tuple[str, ...],
+        *,
+        keep_graph: bool,
+    ) -> CapturedResult:
+        """Run the unit once for one micro-batch, in the current grad mode.
+
+        Args:
+            keep_graph: False where the unit is recomputed: autograd saves nothing then.
+        """
+        rebuilt = captured.rebuild(tensors)
+        records: dict[str, list[Any]] = {key: [] for key in record_keys}
+        saving = nullcontext() if keep_graph else without_saved_tensors()
+        with self._attributes_restored(), _active_records(records or None), saving:
+            value = self._value(rebuilt.args, rebuilt.kwargs)
+        captured.check_opaque()
+        return CapturedResult(value, rebuilt, records)
+
+    def call(self, call: UnitCall) -> Any:
+        """Run the unit once as it was called, with nothing kept for a second run; for passes without a backward."""
+        with self._attributes_restored(), _active_records(call.collector):
+            return self._value(call.args, call.kwargs)
+
+    def _value(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of the forward, or of a look at a weight."""
+        if args and isinstance(args[0], WeightLook):
+            return self._look(*args)
+        return self.forward(*args, **kwargs)
+
+    @contextmanager
+    def _attributes_restored(self) -> Iterator[None]:
+        """Undo attributes that the forward sets: they would leak into the next micro-batch and the recompute."""
+        attributes = [dict(module.__dict__) for module in self._modules]
+        buffers = [
+            (module, leaf, buffer, buffer._version)
+            for module in self._modules
+            for leaf, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        try:
+            yield
+        finally:
+            for module, before in zip(self._modules, attributes, strict=True):
+                now = module.__dict__
+                if now.keys() != before.keys() or any(map(is_not, now.values(), before.values())):
+                    now.clear()
+                    now.update(before)
+        for module, leaf, buffer, version in buffers:
+            if module._buffers.get(leaf) is not buffer or buffer._version != version:
+                raise UnsupportedModelError(
+                    f"{self.unit.name} ({type(module).__name__})",
+                    f"its forward changes the buffer '{leaf}', and would change it a second time when the layer is "
+                    "run again for the backward",
+                )
+
+
+@contextmanager
+def _active_records(records: dict[str, list[Any]] | None) -> Iterator[None]:
+    """Have Hugging Face's output recorders (router logits and the like) write to `records`; None: as they do."""
+    if records is None:
+        yield
+        return
+    from transformers.utils.output_capturing import _active_collector
+
+    token = _active_collector.set(records)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+
+
+@contextmanager
+def units_stubbed(
+    bounds: Sequence[BoundUnit], others: Mapping[nn.Module, Callable[..., Any]] = MappingProxyType({})
+) -> Iterator[None]:
+    """Replace all weights by placeholders, and the forwards of all units by stubs that suspend the model.
+
+    Args:
+        bounds: Every unit. The forward of a container stays: it is the model's own.
+        others: Stubs of modules that are no units.
+    """
+    units = {bound.unit.module: _unit_stub(bound.unit.index) for bound in bounds if not bound.unit.is_container}
+    with ExitStack() as stack:
+        for bound in bounds:
+            stack.enter_context(bound.with_placeholders())
+        stack.enter_context(installed_stubs({**units, **others}))
+        yield
+
+
+def _unit_stub(index: int) -> Callable[..., Any]:
+    from transformers.utils.output_capturing import _active_collector
+
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return suspend(UnitCall(index, args, kwargs, _active_collector.get()))
+
+    return stub
+
+
+@contextmanager
+def installed_stubs(stubs: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Replace the `forward` of modules, on the instances; the classes stay as they are."""
+    own = {module: module.__dict__.get("forward") for module in stubs}
+    try:
+        for module, stub in stubs.items():
+            module.__dict__["forward"] = stub
+        yield
+    finally:
+        for module, forward in own.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward

@@ -1,0 +1,79 @@
+"""Compiles the forwards of layers with `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.base.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from megatrain.models.graph import Unit
+
+__all__ = ["LayerCompiler", "naming_failures"]
+
+#: Compiled variants of one class of layers: shapes of micro-batches, training and evaluation, windows. torch allows 8.
+_MOST_KINDS = 64
+_LONGEST_REASON = 300
+
+
+class LayerCompiler:
+    """Compiles the forwards of layers. The first call of each variant takes seconds to minutes.
+
+    Forward and recompute run the same compiled code, under grad mode both, so they compute the same bits.
+    """
+
+    def __init__(self, backend: str = "inductor") -> None:
+        self._backend = backend
+        self._by_class: dict[type, Callable[..., Any]] = {}
+
+    @classmethod
+    def of(cls, backend: str | None) -> LayerCompiler | None:
+        """Return a compiler for a backend, or None."""
+        return None if backend is None else cls(backend)
+
+    def forward_of(self, unit: Unit) -> Callable[..., Any]:
+        """Return the compiled forward of a layer.
+
+        It raises ``UnsupportedModelError`` where it cannot be compiled as one graph.
+        """
+        module = unit.module
+        compiled = self._by_class.get(type(module))
+        if compiled is None:
+            # One graph or an error: after a graph break, code would silently run eagerly.
+            compiled = torch.compile(type(module).forward, fullgraph=True, dynamic=False, backend=self._backend)
+            self._by_class[type(module)] = compiled
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Compiled code is specialised on autocast's cache, which is on in the forward and off in the recompute.
+            is_cached = torch.is_autocast_cache_enabled()
+            torch.set_autocast_cache_enabled(False)
+            try:
+                with naming_failures(unit):
+                    return compiled(module, *args, **kwargs)
+            finally:
+                torch.set_autocast_cache_enabled(is_cached)
+
+        return forward
+
+
+@contextmanager
+def naming_failures(unit: Unit) -> Iterator[None]:
+    """Name the layer in errors of `torch.compile`: in a forward, and in a backward, compiled when it first runs."""
+    import torch._dynamo as dynamo
+
+    failures = (dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit)
+    try:
+        with dynamo.config.patch(recompile_limit=_MOST_KINDS):
+            yield
+    except failures as error:
+        text = " ".join(str(error).split()).partition(" Set TORCHDYNAMO_VERBOSE")[0]  # advice that does not help here
+        reason = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} ..."
+        raise UnsupportedModelError(
+            f"{unit.name} ({type(unit.module).__name__})",
+            f"torch.compile cannot compile its forward and backward as one graph ({type(error).__name__}: {reason}). "
+            "Write model.compile = false",
+        ) from error

@@ -1,0 +1,90 @@
+"""Runs whose graphs are kept from the forward to the backward: nothing is offloaded, nothing runs again.
+
+The weights must stay in place, unchanged, until that backward; the plan sees to it (`program.keeping_graphs`).
+docs/decisions/0015-keep-graphs-where-memory-is-left.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge, increment_version
+
+from megatrain.engine.unit_run import KeptRun, UnitGraph
+
+if TYPE_CHECKING:
+    from megatrain.engine.arguments import CapturedResult
+    from megatrain.engine.state import RandomStates
+    from megatrain.engine.suspend import SuspendedForward
+    from megatrain.engine.unit_run import UnitRun
+
+__all__ = ["GraphKeeping", "KeptGraph", "version_probe"]
+
+
+class GraphKeeping:
+    """Keeps the graph of each run of a visit."""
+
+    runs_again = False
+
+    def __init__(self, random: RandomStates) -> None:
+        self._random = random
+
+    def run(
+        self, run: UnitRun, forward: SuspendedForward, weights: Mapping[str, Tensor]
+    ) -> tuple[CapturedResult, KeptGraph]:
+        """Run the unit and keep its graph."""
+        leaves = run.leaves()
+        # Without autocast's cache: a cached cast of a weight is one node of the graph for all its uses, and its
+        # gradients are added in another order than in the recompute, which has no cache.
+        result = run.compute(run.with_activations(leaves), self._random, keep_graph=True, cache_enabled=False)
+        return result, KeptGraph(run.micro_batch, leaves, result.outputs, weights)
+
+
+class KeptGraph(KeptRun):
+    """The graph of one run, kept from its forward to its backward. It has no blocks.
+
+    It holds what autograd saved, and the inputs that need a gradient. Outputs are held only if autograd saved them.
+
+    Args:
+        streams: The activations among the inputs: leaves of this graph.
+        weights: Leaves of the trainable weights that the run had, by owner's name.
+    """
+
+    def __init__(
+        self, micro_batch: int, streams: Sequence[Tensor], outputs: Sequence[Tensor], weights: Mapping[str, Tensor]
+    ) -> None:
+        self.micro_batch = micro_batch
+        self.requires_grad = tuple(stream.requires_grad for stream in streams)
+        self.num_outputs = len(outputs)
+        edges = [get_gradient_edge(output) for output in outputs]
+        self._graph = UnitGraph(edges, [stream for stream in streams if stream.requires_grad], weights)
+        self._inside = [version_probe(output) for output in outputs]
+        self._outside: list[Tensor] = []
+
+    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
+        """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
+        self._outside = [version_probe(alias) for alias in aliases]
+
+    @contextmanager
+    def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
+        """Yield the graph, whose leaves are those of the forward.
+
+        Autograd refuses the backward if the graph needs an output that was changed in place since. The graph and the
+        rest of the model share the outputs' memory but not their version counters: bumping the inner ones makes
+        autograd refuse what it refuses in plain PyTorch, and nothing else.
+        """
+        for inside, outside in zip(self._inside, self._outside, strict=True):
+            if outside._version:
+                increment_version(inside)
+        yield self._graph
+
+
+def version_probe(tensor: Tensor) -> Tensor:
+    """Return an empty tensor whose `_version` is that of `tensor`, now and after `tensor` is gone."""
+    probe = tensor.detach()
+    probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return probe

@@ -1,0 +1,191 @@
+"""Runs whose inputs are saved in blocks: the backward runs the unit again, and so gets its graph.
+
+The engine's activation checkpointing, unit by unit. A first run saves nothing for autograd. In addition to its inputs a
+visit may save results of attention, or of products as well (`saved_results.py`): its second run takes these instead of
+computing them. What no gradient needs is never computed again (`unneeded.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatrain.engine.unit_run import KeptRun, UnitGraph
+from megatrain.engine.unneeded import without_values
+
+if TYPE_CHECKING:
+    from megatrain.engine.arguments import CapturedResult
+    from megatrain.engine.program import BlockAccess
+    from megatrain.engine.saved_results import SavedResults
+    from megatrain.engine.state import RandomStates
+    from megatrain.engine.suspend import SuspendedForward
+    from megatrain.engine.unit_run import UnitRun
+
+__all__ = ["AbsentMicroBatches", "InputSaving", "SavedInputs"]
+
+
+class InputSaving:
+    """Saves the inputs of each run of a visit.
+
+    Args:
+        saved_results: Makes the results that a run saves; None: it saves none.
+        unneeded: Owner's names of the weights whose products the second run leaves out.
+    """
+
+    runs_again = True
+
+    def __init__(
+        self,
+        visit: int,
+        access: BlockAccess,
+        random: RandomStates,
+        saved_results: Callable[[], SavedResults] | None = None,
+        unneeded: frozenset[str] = frozenset(),
+    ) -> None:
+        self.visit, self.access, self.random = visit, access, random
+        self._saved_results, self._unneeded = saved_results, unneeded
+
+    def run(
+        self, run: UnitRun, forward: SuspendedForward, weights: Mapping[str, Tensor]
+    ) -> tuple[CapturedResult, SavedInputs]:
+        """Save the inputs and run the unit, without a graph for a backward."""
+        shares = run.bound.unit.shares_inputs
+        # Before the run: a unit may change its input in place.
+        places = [self._put(forward, index, each, shares=shares) for index, each in enumerate(run.activations)]
+        tensors = run.with_activations(run.leaves())
+        results = None if self._saved_results is None else self._saved_results()
+        with ExitStack() as stack:
+            if results is not None:
+                room = stack.enter_context(self.access.results_room(self.visit, run.micro_batch))
+                stack.enter_context(results.saving(room, self.matrices(run, needed=True)))
+            result = run.compute(tensors, self.random, keep_graph=False)
+        for i in run.captured.activations:
+            run.captured.tensors[i] = None  # they come back from their blocks
+        return result, SavedInputs(self, run, places, results, len(result.outputs))
+
+    def _put(self, forward: SuspendedForward, index: int, stream: Tensor, *, shares: bool) -> tuple[int, int]:
+        """Save an input, unless an earlier unit saved the same tensor; return the visit that did, and its index."""
+        place = forward.place_of(stream) if shares else None
+        if place is not None:
+            self.access.reuse_activation(self.visit, forward.micro_batch, index, place)
+            return place
+        self.access.put_activation(self.visit, forward.micro_batch, index, stream.detach())
+        if shares:
+            forward.note_place(stream, (self.visit, index))
+        return self.visit, index
+
+    def matrices(self, run: UnitRun, *, needed: bool) -> dict[int, str]:
+        """Return the owner's name, by id, of each bound weight whose products the second run needs, or does not."""
+        if not (self._unneeded or needed):
+            return {}
+        owners = run.bound.matrices()
+        return {key: name for key, name in owners.items() if (name not in self._unneeded) == needed}
+
+
+class SavedInputs(KeptRun):
+    """The inputs of one run, saved until its backward. The rest of the model never sees outputs of the second run.
+
+    Args:
+        places: Visit and index of the block of each activation.
+        results: Results that the first run saved; None: it saved none.
+    """
+
+    def __init__(
+        self,
+        keeping: InputSaving,
+        run: UnitRun,
+        places: Sequence[tuple[int, int]],
+        results: SavedResults | None,
+        num_outputs: int,
+    ) -> None:
+        self._keeping, self._run, self._places, self._results = keeping, run, places, results
+        self.micro_batch, self.requires_grad, self.num_outputs = run.micro_batch, run.requires_grad, num_outputs
+
+    @contextmanager
+    def graph(self, weights: Mapping[str, Tensor]) -> Iterator[UnitGraph]:
+        """Yield the graph of a second run; inputs and results are dead afterwards."""
+        keeping, run = self._keeping, self._run
+        with self._leased() as (inputs, room):
+            streams = [
+                stream.detach().requires_grad_(requires)
+                for stream, requires in zip(inputs, self.requires_grad, strict=True)
+            ]
+            with ExitStack() as answering:
+                if left_out := keeping.matrices(
+                    run, needed=False
+                ):  # compiled layers, which have none, would be compiled again
+                    answering.enter_context(without_values(left_out))
+                if self._results is not None and room is not None:
+                    answering.enter_context(self._results.answering(room, keeping.matrices(run, needed=True)))
+                tensors = run.with_activations(streams)
+                result = run.compute(tensors, keeping.random, keep_graph=True, cache_enabled=False)
+            outputs = result.outputs
+            assert len(outputs) == self.num_outputs, (run.bound.unit.name, len(outputs), self.num_outputs)
+            yield UnitGraph(outputs, [stream for stream in streams if stream.requires_grad], weights)
+
+    def skip(self) -> None:
+        """Lease inputs and results, unused: what moves depends on the model alone, never on data."""
+        with self._leased():
+            pass
+
+    @contextmanager
+    def _leased(self) -> Iterator[tuple[list[Tensor], Tensor | None]]:
+        """Yield the inputs, and the bytes of the saved results."""
+        access, visit = self._keeping.access, self._keeping.visit
+        with ExitStack() as stack:
+            inputs = [
+                stack.enter_context(access.get_activation(place, self.micro_batch, index))
+                for place, index in self._places
+            ]
+            room = None
+            if self._results is not None:
+                room = stack.enter_context(access.results_room(visit, self.micro_batch))
+            yield inputs, room
+
+
+class AbsentMicroBatches:
+    """The planned blocks of micro-batches that leave a unit out: a model may run a part of it for some rows alone.
+
+    What moves in a step depends on the model alone, never on data. So these blocks are leased all the same, in the
+    order of the plan: prefetch brings one after the other, into memory for one.
+
+    Args:
+        planned: Micro-batch and index of each planned activation, in order; index None: saved results.
+        anchor: A scalar on the compute device.
+    """
+
+    def __init__(
+        self, visit: int, access: BlockAccess, planned: Sequence[tuple[int, int | None]], anchor: Tensor
+    ) -> None:
+        self._visit, self._access, self._anchor = visit, access, anchor
+        self._to_put, self._to_take = deque(planned), deque[tuple[int, int | None]]()
+
+    def put(self, before: float = math.inf) -> None:
+        """Lease the blocks of the micro-batches before one, as the forward would."""
+        if not torch.is_grad_enabled():
+            return
+        while self._to_put and self._to_put[0][0] < before:
+            micro_batch, index = self._to_put.popleft()
+            self._to_take.append((micro_batch, index))
+            if index is None:
+                with self._access.results_room(self._visit, micro_batch):
+                    pass
+            else:
+                self._access.put_activation(self._visit, micro_batch, index, self._anchor.detach()[None][:0])
+
+    def take(self, before: float = math.inf) -> None:
+        """Lease the blocks of the micro-batches before one, as the backward would."""
+        while self._to_take and self._to_take[0][0] < before:
+            micro_batch, index = self._to_take.popleft()
+            if index is None:
+                room = self._access.results_room(self._visit, micro_batch)
+            else:
+                room = self._access.get_activation(self._visit, micro_batch, index)
+            with room:
+                pass

@@ -1,0 +1,183 @@
+"""Weights whose parts pass: one part is leased at a time, so a unit never has the whole matrix.
+
+`F.embedding` of such a weight looks rows up in its parts. Where one part is leased at a time, the rows for all
+micro-batches are looked up before the first of them runs, so that each part comes once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from megatrain.engine import device_kernels
+from megatrain.engine.absent_weights import AbsentWeight
+from megatrain.engine.weight_gradients import GradientTarget, looked_up
+
+if TYPE_CHECKING:
+    from megatrain.engine.program import MatrixParts
+    from megatrain.engine.suspend import UnitCall
+
+__all__ = ["PartedWeight", "RowLookUps", "lease_passing_parts"]
+
+
+class RowLookUps:
+    """The rows that runs of a unit take of its weights whose parts pass.
+
+    Attributes:
+        turn: The run that takes rows, by the position of its call among those whose rows were looked up.
+    """
+
+    def __init__(self) -> None:
+        self._weights: list[PartedWeight] = []
+        self.turn = 0
+
+    @contextmanager
+    def bound(self, leaves: Iterable[Tensor]) -> Iterator[None]:
+        """Look rows up, inside, in those of the bound weights whose parts pass."""
+        self._weights = [leaf for leaf in leaves if isinstance(leaf, PartedWeight) and leaf.parts.passes]
+        try:
+            yield
+        finally:
+            self._weights = []
+
+    def look_up(self, calls: Sequence[UnitCall], begin: Callable[[UnitCall], Any]) -> list[list[Tensor]]:
+        """Look up the rows that calls of the unit will take, each part once.
+
+        Args:
+            begin: Begins to run a call; the run is left at its look-up.
+
+        Returns:
+            The indexes of the rows, by weight and call.
+        """
+        wanted: list[list[Tensor]] = []
+        for weight in self._weights:
+            wanted.append([])
+            for call in calls:
+                try:
+                    begin(call)
+                except _RowsWanted as asked:
+                    wanted[-1].append(asked.indexes)
+            assert len(wanted[-1]) == len(calls), "a unit looks up no rows of a weight whose parts pass"
+            weight.look_up(wanted[-1])
+        return wanted
+
+    def look_up_again(self, wanted: Sequence[Sequence[Tensor]]) -> None:
+        """Look up rows for second runs.
+
+        Args:
+            wanted: Indexes that ``look_up`` returned.
+        """
+        for weight, indexes in zip(self._weights, wanted, strict=True):
+            weight.look_up(indexes)
+
+
+def lease_passing_parts(weights: Mapping[str, Tensor | MatrixParts]) -> None:
+    """Lease each part of the weights whose parts pass, unused: what moves does not depend on data."""
+    for weight in weights.values():
+        if not isinstance(weight, Tensor) and weight.passes:
+            for number in range(len(weight.rows)):
+                with weight.part(number):
+                    pass
+
+
+class PartedWeight(AbsentWeight):
+    """Stands for a matrix whose rows are in several blocks. Its `F.embedding` looks rows up there; others are refused.
+
+    Where all blocks are there, that is done at once. Where one is leased at a time, rows for all micro-batches are
+    looked up beforehand (``RowLookUps``), so that each block comes once.
+
+    Attributes:
+        target: Takes the gradient; None: the weight is not trained.
+    """
+
+    parts: MatrixParts
+    target: GradientTarget | None
+    _look_ups: RowLookUps
+    _found: list[Tensor | None]
+
+    @classmethod
+    def in_place_of(
+        cls, absent: AbsentWeight, parts: MatrixParts, target: GradientTarget | None, look_ups: RowLookUps
+    ) -> PartedWeight:
+        """Return a stand-in, a leaf of graphs if there is a target."""
+        weight: Any = Tensor._make_subclass(cls, absent, target is not None)
+        weight.parts, weight.target, weight._look_ups, weight._found = parts, target, look_ups, []
+        assert isinstance(weight, PartedWeight)
+        return weight
+
+    def look_up(self, wanted: Sequence[Tensor]) -> None:
+        """Look up the rows of each micro-batch."""
+        self._found = list(_rows_in_parts(self, wanted))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is functional.embedding:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _embedding_of_parts(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _RowsWanted(BaseException):
+    """Leaves a unit's forward at the look-up of rows. Not an `Exception`, so that no model code catches it."""
+
+    def __init__(self, weight: PartedWeight, indexes: Tensor) -> None:
+        self.weight, self.indexes = weight, indexes
+        super().__init__()
+
+
+def _embedding_of_parts(indexes: Tensor, weight: PartedWeight, padding_idx: int | None = None, **_: Any) -> Tensor:
+    """`F.embedding` without options that change the weight or scale its gradient: the trace found none."""
+    rows: Tensor | None
+    if weight.parts.passes:
+        if not weight._found:
+            raise _RowsWanted(weight, indexes)
+        turn = weight._look_ups.turn
+        rows, weight._found[turn] = weight._found[turn], None  # whoever gets it may change it in place
+        assert rows is not None and rows.shape[:-1] == indexes.shape, "a second look-up of rows in one run"
+    else:
+        (rows,) = _rows_in_parts(weight, [indexes])
+    if weight.target is None or not torch.is_grad_enabled():
+        return rows
+    return looked_up(indexes, rows, weight, padding_idx, weight.target)
+
+
+#: What a look-up on a device takes beside its result.
+_LOOK_UP_NBYTES = 16 << 20
+
+
+def _rows_in_parts(weight: PartedWeight, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Return the rows of a matrix, for several tensors of indexes; each part is leased once."""
+    width, parts = weight.parts.shape[1], weight.parts
+    made = [torch.full((*each.shape, width), torch.nan, dtype=weight.dtype, device=each.device) for each in wanted]
+    num_found = 0
+    for number, held in enumerate(parts.rows):
+        with parts.part(number) as rows:
+            for indexes, out in zip(wanted, made, strict=True):
+                flat = indexes.reshape(-1)
+                if device_kernels.are_for(out):
+                    device_kernels.copy_rows(out.view(-1, width), held, rows, flat)
+                    continue
+                is_here = (flat >= held.start) & (flat < held.stop)
+                if not out.is_cuda:
+                    at = is_here.nonzero().squeeze(1)
+                    num_found += len(at)
+                    out.view(-1, width)[at] = rows.index_select(0, flat[at] - held.start).to(out.dtype)
+                    continue
+                # Masked, not chosen: the host need not know which rows are here.
+                step = max(1, _LOOK_UP_NBYTES // (width * out.element_size()))
+                for start in range(0, len(flat), step):
+                    place = out.view(-1, width)[start : start + step]
+                    at = (flat[start : start + step] - held.start).clamp_(0, len(held) - 1)
+                    found = rows.index_select(0, at).to(out.dtype)
+                    torch.where(is_here[start : start + step].unsqueeze(1), found, place, out=place)
+    # On a device rows of indexes that are none stay NaN, which stops the step.
+    if made and not made[0].is_cuda and num_found != sum(indexes.numel() for indexes in wanted):
+        raise IndexError(f"an index is not in the range of {parts.shape[0]} rows")
+    return made

@@ -1,0 +1,168 @@
+"""One run of a unit for one micro-batch, and the two ways to have its graph again in the backward.
+
+A forward keeps the graph (`graph_keeping.py`), or saves the inputs, from which the backward makes the graph again
+(`input_saving.py`). Both are a `KeptRun`: the backward of a visit (`visit.py`) does not know which one it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+
+from megatrain.engine.arguments import CapturedArguments, CapturedResult
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+    from megatrain.engine.bound_unit import BoundUnit
+    from megatrain.engine.state import RandomStates, ThreadModes
+    from megatrain.engine.suspend import SuspendedForward
+
+__all__ = ["KeptRun", "UnitGraph", "UnitRun", "optional_gradients"]
+
+
+@dataclass(slots=True)
+class UnitRun:
+    """A run of a unit for one micro-batch, with all that it needs to be repeated.
+
+    Attributes:
+        turn: Position of the call among the calls of the visit.
+        random_state: State of the micro-batch's random stream before the run.
+        modes: Grad mode and autocast of the model's code that called the unit.
+        requires_grad: Whether each activation among the arguments needs a gradient.
+    """
+
+    bound: BoundUnit
+    micro_batch: int
+    turn: int
+    captured: CapturedArguments
+    record_keys: tuple[str, ...]
+    random_state: tuple[Tensor, ...]
+    modes: ThreadModes
+    requires_grad: tuple[bool, ...]
+
+    @classmethod
+    def of_call(cls, bound: BoundUnit, forward: SuspendedForward, turn: int) -> UnitRun:
+        """Capture the unit call that a forward waits for."""
+        call = forward.call
+        assert call is not None
+        captured = CapturedArguments(bound.unit.name, call.args, call.kwargs)
+        # In addition to its lists a collector may hold which of its items are wanted.
+        keys = tuple(key for key, items in (call.collector or {}).items() if isinstance(items, list))
+        streams = [captured.tensors[i] for i in captured.activations]
+        requires_grad = tuple(stream is not None and stream.requires_grad for stream in streams)
+        return cls(bound, forward.micro_batch, turn, captured, keys, forward.random_state, forward.modes, requires_grad)
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the run has a backward."""
+        return self.modes.grad_enabled and (any(self.requires_grad) or bool(self.bound.trainable))
+
+    @property
+    def activations(self) -> list[Tensor]:
+        """The activations among the arguments, in order."""
+        found = [self.captured.tensors[i] for i in self.captured.activations]
+        return [tensor for tensor in found if tensor is not None]
+
+    def with_activations(self, streams: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the tensors of the arguments with other activations."""
+        tensors = list(self.captured.tensors)
+        for i, stream in zip(self.captured.activations, streams, strict=True):
+            tensors[i] = stream
+        return tensors
+
+    def leaves(self) -> list[Tensor]:
+        """Return a leaf of a new graph for each activation.
+
+        Contiguous, as a recompute gets it from its block: kernels may round differently for other strides.
+        """
+        is_differentiable = self.is_differentiable
+        return [
+            stream.detach().contiguous().requires_grad_(requires and is_differentiable)
+            for stream, requires in zip(self.activations, self.requires_grad, strict=True)
+        ]
+
+    def compute(
+        self, tensors: list[Tensor | None], random: RandomStates, *, keep_graph: bool, cache_enabled: bool | None = None
+    ) -> CapturedResult:
+        """Run the unit under the modes, and from the random state, of this run.
+
+        Args:
+            keep_graph: Whether a backward follows; else autograd saves nothing.
+            cache_enabled: Whether autocast caches weights that it casts; None: as the modes say.
+        """
+        with self.modes.applied(cache_enabled=cache_enabled):
+            random.set(self.random_state)
+            self.bound.rows.turn = self.turn
+            return self.bound.run(self.captured, tensors, self.record_keys, keep_graph=keep_graph)
+
+
+@dataclass(slots=True)
+class UnitGraph:
+    """Autograd's graph of one run, ready for its backward.
+
+    Attributes:
+        outputs: Ends of the graph: differentiable outputs of the run, or their gradient edges.
+        inputs: Leaves of the activations that need a gradient.
+        weights: Leaves of the trainable weights, by owner's name.
+    """
+
+    outputs: Sequence[Tensor | GradientEdge]
+    inputs: Sequence[Tensor]
+    weights: Mapping[str, Tensor]
+
+    def gradients(self, grad_outputs: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Run the backward, which frees the graph.
+
+        Returns:
+            The gradients of the inputs and those of the weights; None where there is none.
+        """
+        found = optional_gradients(self.outputs, grad_outputs, [*self.inputs, *self.weights.values()])
+        return found[: len(self.inputs)], found[len(self.inputs) :]
+
+
+class KeptRun:
+    """What is kept of one run until its backward.
+
+    Attributes:
+        requires_grad: Whether each activation among the arguments needs a gradient.
+        num_outputs: Differentiable outputs of the run.
+    """
+
+    micro_batch: int
+    requires_grad: tuple[bool, ...]
+    num_outputs: int
+
+    def note_aliases(self, aliases: Sequence[Tensor]) -> None:
+        """Note the aliases of the outputs that the rest of the model gets, and may change in place."""
+
+    def graph(self, weights: Mapping[str, Tensor]) -> AbstractContextManager[UnitGraph]:
+        """Yield the graph of the run.
+
+        Args:
+            weights: Leaves of the trainable weights that are bound now, by owner's name.
+        """
+        raise NotImplementedError
+
+    def skip(self) -> None:
+        """Lease what the backward would, unused: no gradient arrived."""
+
+
+def optional_gradients(
+    outputs: Sequence[Tensor | GradientEdge], grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Return the gradients of `inputs`; None for one that no output with a gradient depends on."""
+    pairs = [(out, grad) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+    if not inputs:
+        return []
+    # `torch.autograd.grad` without its detour over the leaves' own class: functions of torch are not intercepted in
+    # there, and what a unit that checkpoints itself runs again must be what it ran before.
+    found = _engine_run_backward(
+        tuple(out for out, _ in pairs), tuple(grad for _, grad in pairs), False, False, tuple(inputs), True, False
+    )
+    return list(found)
