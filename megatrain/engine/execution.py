@@ -1,4 +1,15 @@
-"""The tape of a step, executed: each op's blocks are leased from the store, and what the tape says of copies is done.
+"""Executes the tape of a step: leases the blocks of each op from the store, and does what the tape says of copies.
+
+A layer lives through a step in this order (docs/reading.md walks through it):
+
+    forward     lease       `StoreAccess.weights`, by `TapeExecution.lease`
+                run         `UnitRun.compute`, called in `UnitVisit.forward`
+                save        `InputSaving.run`, or `GraphKeeping.run`
+    backward    lease       `StoreAccess.weights` and `StoreAccess.gradients`
+                recompute   `SavedInputs.graph`, or no work in `KeptGraph.graph`
+                backward    `UnitGraph.gradients`, called in `UnitVisit.backward`
+                reduce      `GradientAccumulator.add_product`, for each micro-batch
+                release     `TapeStore.released`
 
 Nothing is decided here: what is leased where, fetched, pinned or evicted is on the tape, compiled before the step.
 """
@@ -27,11 +38,6 @@ __all__ = ["TapeExecution"]
 
 class TapeExecution:
     """Goes through the ops of a step, and leases their blocks. Used by the thread that runs the step.
-
-    Args:
-        model: What runs, by the ticks of its program.
-        timeline: Records every op; None: nothing is recorded.
-        activity: Progress within the step, for status.
 
     Attributes:
         op: The present op; None: none has begun, or the step is over.

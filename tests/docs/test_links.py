@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatrain.engine import execution
 from megatrain.extras.translate.conversions import LOSSES
 from oracles.code_blocks import NAMES, ROOT
 
@@ -40,6 +42,36 @@ def test_links_lead_somewhere(name: str) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             dead.append(link)
     assert dead == [], name
+
+
+def definitions(path: Path) -> set[str]:
+    """Return the functions, classes and methods of a Python file: `function`, `Class`, `Class.method`."""
+    found = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_that_link_to_code_are_defined_there(name: str) -> None:
+    page, dead = ROOT / name, []
+    named = re.findall(r"\[`([\w.]+)`\]\(([^)\s]+\.py)\)", prose(page))
+    for code, link in named:
+        path = (page.parent / link).resolve()
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if code.removeprefix(f"{module}.") not in definitions(path):
+            dead.append(f"{code}: {link}")
+    assert dead == []
+    assert name != "docs/reading.md" or len(named) > 40
+
+
+def test_the_life_of_a_layer_names_code_of_the_engine() -> None:
+    found = set().union(*(definitions(path) for path in (ROOT / "megatrain/engine").glob("*.py")))
+    named = re.findall(r"`(\w+\.\w+)`", execution.__doc__ or "")
+    assert len(named) > 8 and set(named) <= found
 
 
 def test_pages_are_linked_not_named() -> None:
