@@ -23,20 +23,17 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.checkpoint.document import rank_folder_name
-from processes import rank_runs
 from processes.rank_runs import (
-    ENVIRONMENT,
-    LIMIT_S,
-    Ended,
     launch,
     launched,
     launched_with,
     read_until,
     run_ranks,
-    start_ranks,
+    start_runs,
     wait_until,
 )
 from processes.ranked_command import INSTANTS
+from processes.ranks import ADDRESS, LIMIT_S, MEETING, Ended, environment
 from processes.saved_run import QUICKSTART, ROOT, SavedRun, command_group, make_run
 
 HOST = socket.gethostname()
@@ -284,8 +281,8 @@ def test_ranks_of_one_machine_listen_on_the_loopback_alone(
     """Store and process group: nobody on the network can connect, whatever the rank's address is said to be."""
     run = made.copy(tmp_path / "run")
     config = run.write_config(steps=400)
-    monkeypatch.setitem(rank_runs.MEETING, "MASTER_ADDR", "localhost")
-    started = start_ranks([config] * 2, *OPTIONS) if way == "srun" else []
+    monkeypatch.setitem(MEETING, ADDRESS, "localhost")
+    started = start_runs([config] * 2, *OPTIONS) if way == "srun" else []
     with contextlib.ExitStack() as stack:
         for process in started:
             stack.callback(process.communicate)
@@ -431,7 +428,7 @@ def test_other_tiers_and_drives_each_time(made: SavedRun, tmp_path: Path) -> Non
 @pytest.mark.parametrize("stopped", [(0, 1), (1,)], ids=["all, as torchrun does", "one"])
 def test_ranks_that_others_started_stop_together(made: SavedRun, tmp_path: Path, stopped: Sequence[int]) -> None:
     run = made.copy(tmp_path / "run")
-    ranks = start_ranks([run.write_config(steps=400)] * 2, *options(*SAVED))
+    ranks = start_runs([run.write_config(steps=400)] * 2, *options(*SAVED))
     try:
         wait_until(partial(has_steps, run), ranks[0])
         for rank in stopped:
@@ -638,8 +635,8 @@ def test_a_stop_under_torchrun(made: SavedRun, tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "0"]
     words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "-m", "megatrain"]
     words += ["run", str(run.write_config(steps=400)), *options(*SAVED)]
-    pipe, environment = subprocess.PIPE, {**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "lo"}
-    given: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": ROOT, "env": environment}
+    pipe, variables = subprocess.PIPE, environment(GLOO_SOCKET_IFNAME="lo")
+    given: dict[str, Any] = {"stdout": pipe, "stderr": pipe, "text": True, "cwd": ROOT, "env": variables}
     with subprocess.Popen([sys.executable, *words], **given) as it:
         try:
             wait_until(partial(has_steps, run), it)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from processes.rank_runs import LIMIT_S, launch, launched, read_until, wait_until
+from processes.rank_runs import launch, launched, read_until, wait_until
+from processes.ranks import LIMIT_S
 from processes.saved_run import make_run
 from tiered import MiB
 from tiered.ext import claim_directory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import pytest
 
 from fakes.s3_server import s3_server
 from oracles import shards
-from processes import rank_runs
 from processes.rank_runs import launch
 from processes.saved_run import SavedRun, make_run
 
@@ -148,8 +146,6 @@ def test_what_does_not_go_together(run: SavedRun, change: tuple[str, str], said:
 def test_other_processes_another_machine_and_no_disk_of_its_own(run: SavedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes read shards from S3 and send checkpoints there; one on an empty machine goes on, to the bit."""
     with s3_server() as s3:
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-            monkeypatch.setitem(rank_runs.ENVIRONMENT, name, os.environ[name])
         for name in ("shards-a", "shards-b"):
             s3.files().put(str(run.folder / name), f"bucket/{name}", recursive=True)
             shutil.rmtree(run.folder / name)

@@ -8,9 +8,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -41,9 +38,9 @@ from megatrain.training.trainer import Trainer
 from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
 from pairs.places import Place
-from processes import pair_rank, warm
+from processes import pair_rank
+from processes.ranks import finish_ranks, start_ranks
 
-ROOT = Path(__file__).parents[2]
 #: A tier that is to be as small as the plan allows is made larger so often, as one need may hide another one.
 _MOST_TRIES = 12
 TIMEOUT_S = 600.0
@@ -254,30 +251,16 @@ def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hos
     folder = path.parent / f"ranks-{path.stem}-{stop_after}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(size):
-        world = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % (size // num_hosts)}
-        world |= {"LOCAL_WORLD_SIZE": size // num_hosts, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, **{name: str(value) for name, value in world.items()}}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-        words = [sys.executable, pair_rank.__file__, str(path), cut, str(stop_after or 0), str(folder)]
-        host = path.parent / f"host{rank * num_hosts // size}"
+    hosts = [path.parent / f"host{rank * num_hosts // size}" for rank in range(size)]
+    for host in hosts:
         host.mkdir(exist_ok=True)
-        streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        ranks.append(warm.Popen(words, cwd=host, env=environment, **streams))
-    said = []
-    try:
-        said = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    words = [pair_rank.__file__, path, cut, stop_after or 0, folder]
+    ended = finish_ranks(
+        start_ranks([words] * size, num_hosts=num_hosts, folders=hosts, GLOO_SOCKET_IFNAME="lo"), TIMEOUT_S
+    )
     ends = [pickle.loads(file.read_bytes()) for file in sorted(folder.glob("*.pickle"))]
     needs = next((end for end in ends if end.needs), None)
-    assert needs is not None or len(ends) == size, "\n".join(said)
+    assert needs is not None or len(ends) == size, ended
     return ends if needs is None else [needs]
 
 

@@ -51,7 +51,8 @@ from oracles.planned_workspace import planned_workspace
 from oracles.quantize import quantized_pair
 from oracles.runners import layer_runner
 from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, config_text, run_config
-from processes.worlds import RankResult, digests, run_world, train
+from processes.ranks import run_on_ranks
+from processes.worlds import RankResult, digests, train
 from tiered.units import PAGE_BYTES
 
 SEED = 3
@@ -501,8 +502,8 @@ def train_on_rank(world: World, folder: Path, model: Path) -> RankResult:
 
 @pytest.mark.slow
 def test_ranks_have_the_bits_of_one_process(mixture: Path, tmp_path: Path) -> None:
-    (expected,) = run_world(1, train_on_rank, tmp_path, mixture)
-    results = run_world(2, train_on_rank, tmp_path, mixture)
+    (expected,) = run_on_ranks(1, train_on_rank, tmp_path, mixture)
+    results = run_on_ranks(2, train_on_rank, tmp_path, mixture)
     assert all(result.losses == expected.losses and result.norms == expected.norms for result in results)
     assert digests(results) == digests([expected])
 

@@ -32,7 +32,8 @@ from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, plain_name, with_adapters
 from oracles.runners import layer_runner
 from oracles.tiered_run import run_config
-from processes.worlds import RankResult, digests, run_world
+from processes.ranks import run_on_ranks
+from processes.worlds import RankResult, digests
 from processes.worlds import train as train_on_rank
 
 SEED = 3
@@ -261,7 +262,7 @@ def test_ranks_have_the_bits_of_one_process(family: str, images: str, size: int,
     model, rows = folder_of(family, folders), write_rows(tmp_path / "data", FEW_IMAGES[size])
     alone = train_ranks(World.single(), tmp_path / "alone", model, rows, images)
     assert len(set(alone.losses)) == 2 and alone.evaluations
-    results = run_world(size, train_ranks, tmp_path / "ranks", model, rows, images)
+    results = run_on_ranks(size, train_ranks, tmp_path / "ranks", model, rows, images)
     for result in results:
         assert (result.losses, result.norms) == (alone.losses, alone.norms)
         assert result.evaluations == alone.evaluations

@@ -33,7 +33,8 @@ from megatrain.ranks.world import World
 from megatrain.tasks.evaluation import deal_micro_batches
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
-from processes.worlds import RankResult, digests, plan_of_rank, run_world, train
+from processes.ranks import run_on_ranks
+from processes.worlds import RankResult, digests, plan_of_rank, train
 
 LANES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 5, 3
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
@@ -212,7 +213,7 @@ def by_case(
     size: int, folder: Path, *, num_hosts: int = 1, names: Sequence[str] = tuple(CASES)
 ) -> dict[str, list[RankResult]]:
     """Run the cases in a world of so many ranks; return each one's results by rank."""
-    of_ranks = run_world(size, train_cases, folder, list(names), num_hosts=num_hosts)
+    of_ranks = run_on_ranks(size, train_cases, folder, list(names), num_hosts=num_hosts)
     return {name: [of_rank[name] for of_rank in of_ranks] for name in names}
 
 
@@ -298,6 +299,7 @@ def test_same_bits_with_more_lanes(lanes: str, worlds: Sequence[tuple[int, int]]
 def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
     """Return plans of ranks that differ, what is said to what they cannot do, and to an error of one of them."""
     said: dict[str, Any] = {}
+    folder.mkdir(exist_ok=True)
     lanes = "gradient_accumulation_steps = 4\ngradient_lanes = 4"
     text = config_text(folder, model, nvme=0).replace("gradient_accumulation_steps = 3", lanes)
     path = folder / f"refused{world.rank}.toml"
@@ -347,7 +349,7 @@ def plan_and_refuse(world: World, folder: Path, model: Path) -> dict[str, Any]:
 
 
 def test_ranks_plan_together_and_are_refused_together(folder: Path) -> None:
-    first, second = run_world(2, plan_and_refuse, folder / "refused", folder / "tied")
+    first, second = run_on_ranks(2, plan_and_refuse, folder / "refused", folder / "tied")
     assert first["too small"] == second["too small"]
     assert first["too small"].startswith("DoesNotFitError: does not fit: tier 'ram' has 2097152 bytes")
     assert first["other program"] == second["other program"]

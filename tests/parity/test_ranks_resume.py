@@ -17,7 +17,8 @@ from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.training.export import export_checkpoint
 from oracles.tiered_run import config_text
-from processes.worlds import digests, go_on, run_world
+from processes.ranks import run_on_ranks
+from processes.worlds import digests, go_on
 
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 BF16 = 'compute_dtype = "bfloat16"'
@@ -40,13 +41,13 @@ def text_of(folder: Path, model: Path, **tables: Any) -> str:
 def test_another_world_goes_on_with_the_same_bits(worlds: tuple[int, ...], tiny_model: Path, tmp_path: Path) -> None:
     whole = tmp_path / "whole"
     whole.mkdir()
-    (unbroken,) = run_world(1, go_on, whole, text_of(whole, tiny_model), 0, len(worlds))
+    (unbroken,) = run_on_ranks(1, go_on, whole, text_of(whole, tiny_model), 0, len(worlds))
     losses: list[float] = []
     folder = tmp_path / "cut"
     folder.mkdir()
     for step, world in enumerate(worlds):
         tables = TABLES[step % len(TABLES)]
-        results = run_world(world, go_on, folder, text_of(folder, tiny_model, **tables), step, 1)
+        results = run_on_ranks(world, go_on, folder, text_of(folder, tiny_model, **tables), step, 1)
         assert all(each[0] == results[0][0] for each in results)
         losses += results[0][0]
         out = folder / "out"
@@ -66,7 +67,7 @@ def test_an_export_of_ranks_is_that_of_one_process(size: int, tiny_model: Path, 
     for world in (1, size):
         folder = tmp_path / f"by{world}"
         folder.mkdir()
-        run_world(world, go_on, folder, text_of(folder, tiny_model, placement=ALL_NVME, ram="24MiB"), 0, 1)
+        run_on_ranks(world, go_on, folder, text_of(folder, tiny_model, placement=ALL_NVME, ram="24MiB"), 0, 1)
         assert find_checkpoint(folder / "out").world == world
         export_checkpoint(folder / "out", tmp_path / f"export{world}")
     files = {path.name for path in (tmp_path / "export1").iterdir()}

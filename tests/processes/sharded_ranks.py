@@ -1,13 +1,7 @@
-"""One of two ranks that train a module under FSDP2, with its state in a store.
-
-``python sharded_ranks.py RANK FOLDER``.
-"""
+"""A job of two ranks that train a module under FSDP2, with the state of each in a store."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +12,7 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import megatrain
+from megatrain.ranks.world import World
 from tiered import TieredStore
 
 STEPS = 4
@@ -217,20 +212,7 @@ def load_half(module: nn.Module, optimizer: Any, half: Any, folder: Path, file: 
     set_optimizer_state_dict(module, optimizer, states["optimizer"])
 
 
-def main() -> None:
-    """Run all cases; leave what was found in a file for each rank."""
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
-    limit.daemon = True
-    limit.start()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    results: dict[str, Any] = {case: run(case, rank, folder / case) for case in CASES}
-    results["refused"] = refusals(shard(make(torch.float32)), folder / "refused")
-    torch.save(results, folder / f"results{rank}.pt")
-    os._exit(0)  # see two_ranks.py
-
-
-if __name__ == "__main__":
-    main()
+def run_all(world: World, folder: Path) -> dict[str, Any]:
+    """Run all cases and the refusals."""
+    results: dict[str, Any] = {case: run(case, world.rank, folder / case) for case in CASES}
+    return {**results, "refused": refusals(shard(make(torch.float32)), folder / "refused")}

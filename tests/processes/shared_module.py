@@ -1,11 +1,8 @@
-"""One of several ranks that share an offloaded module: ``python shared_module.py RANK WORLD FOLDER CASE ...``."""
+"""A job of several ranks that share an offloaded module."""
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ from fakes.gpu_run import virtual_gpu
 from fakes.virtual_embed import embedded
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.ranks.collectives import RanksDifferError
+from megatrain.ranks.world import World
 from tiered import TieredStore
 from tiered.errors import TieredError
 
@@ -190,24 +188,14 @@ def refusals(rank: int, folder: Path) -> dict[str, str]:
     return found
 
 
-def main() -> None:
-    """Run all cases; leave what was found in a file for each rank."""
-    rank, world, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    limit = threading.Timer(200, os._exit, [2])  # a collective that one rank leaves out would wait for ever
-    limit.daemon = True
-    limit.start()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+def run_all(world: World, folder: Path, cases: Sequence[str]) -> dict[str, Any]:
+    """Run some cases, and of two ranks the refusals."""
+    if world.is_single:  # a module is offloaded with a group, also of one rank
+        torch.distributed.init_process_group("gloo")
     results: dict[str, Any] = {}
-    for case in sys.argv[4:]:
+    for case in cases:
         with device_of(case):
             results[case] = run(case, folder / case)
-    if world == 2:
-        results["refused"] = refusals(rank, folder / "refused")
-    torch.save(results, folder / f"results{rank}.pt")
-    os._exit(0)  # see two_ranks.py
-
-
-if __name__ == "__main__":
-    main()
+    if world.size == 2:
+        results["refused"] = refusals(world.rank, folder / "refused")
+    return results

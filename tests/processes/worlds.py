@@ -1,20 +1,12 @@
-"""Runs of several ranks on one machine: processes of a fork server that has imported torch and transformers once."""
+"""Jobs of ``processes.ranks``: steps of a run, alone or with other ranks, and all that must not depend on them."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
-import os
-import pickle
-import sys
-import traceback
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,14 +21,11 @@ from megatrain.plan.tiers import claim_folders
 from megatrain.plan.together import plan_together
 from megatrain.ranks.collectives import Collectives, check_same
 from megatrain.ranks.group import RankGroup
-from megatrain.ranks.world import World, init
+from megatrain.ranks.world import World
 from megatrain.training.open_run import OpenRun
 from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
 from megatrain.training.weights import saved_places
-
-#: A world of tiny models takes a few seconds; one that hangs must not take the suite along.
-TIMEOUT_S = 120.0
 
 
 @dataclass
@@ -77,69 +66,6 @@ class RankResult:
     moved_by_evaluations: dict[str, int] = field(default_factory=dict)
     planned_of_evaluations: dict[str, int] = field(default_factory=dict)
     products: frozenset[tuple[int, int, int]] = frozenset()
-
-
-def run_world(
-    size: int, job: Callable[..., Any], *arguments: Any, num_hosts: int = 1, timeout_s: float = TIMEOUT_S
-) -> list[Any]:
-    """Return what ``job(world, *arguments)`` returns on each of ``size`` ranks; an error of one is raised here.
-
-    Args:
-        job: a function of a module, so that another process can import it.
-        num_hosts: that the ranks believe to be on.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["processes.worlds", "transformers.models.llama.modeling_llama"])
-    meeting = Path(arguments[0], f"meeting-{uuid.uuid4().hex}")
-    meeting.parent.mkdir(parents=True, exist_ok=True)
-    ends: list[Connection] = []
-    ranks = []
-    for rank in range(size):
-        own, other = context.Pipe(duplex=False)
-        ranks.append(
-            context.Process(target=_run_rank, args=(rank, size, num_hosts, str(meeting), other, job, arguments))
-        )
-        ranks[-1].start()
-        other.close()
-        ends.append(own)
-    results: list[Any] = [None] * size
-    try:
-        waiting = dict(zip(ends, range(size), strict=True))
-        while waiting:
-            ready = wait(list(waiting), timeout=timeout_s)
-            assert ready, f"ranks {sorted(waiting.values())} of {size} said nothing for {timeout_s:.0f} s"
-            for end in ready:
-                assert isinstance(end, Connection)
-                rank = waiting.pop(end)
-                is_error, results[rank] = pickle.loads(end.recv_bytes())
-                assert not is_error, f"rank {rank} of {size}: {results[rank]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-    return results
-
-
-def _run_rank(
-    rank: int,
-    size: int,
-    num_hosts: int,
-    meeting: str,
-    answer: Connection,
-    job: Callable[..., Any],
-    arguments: Sequence[Any],
-) -> None:
-    torch.set_num_threads(1)
-    world = World.local(rank, size, num_hosts)
-    try:
-        store = torch.distributed.FileStore(meeting, size)
-        init(world, torch.device("cpu"), store)
-        answer.send_bytes(pickle.dumps((False, job(world, *arguments))))  # a plain pickle: tensors by value
-    except BaseException:
-        answer.send_bytes(pickle.dumps((True, traceback.format_exc())))
-    answer.close()
-    sys.stdout.flush()
-    os._exit(0)  # see ``megatrain.ranks.group.RankGroup.end``
 
 
 def plan_of_rank(config: Path, world: World) -> Plan:

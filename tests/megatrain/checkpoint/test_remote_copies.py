@@ -22,7 +22,7 @@ from megatrain.checkpoint import remote, remote_copier
 from megatrain.checkpoint.remote import RemoteFolder
 from megatrain.config.load import load_config
 from megatrain.training.resolve import resolve_checkpoint
-from processes import rank_runs, saved_run
+from processes import saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch
 from processes.saved_run import NVME, ON_NVME, SavedRun, end, make_run
@@ -142,9 +142,6 @@ def test_what_lies_at_the_url_is_a_whole_checkpoint(run: SavedRun, s3: S3, tmp_p
 
 @pytest.mark.slow
 def test_several_ranks_and_another_number_of_them(run: SavedRun, s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"):
-        monkeypatch.setitem(rank_runs.ENVIRONMENT, name, os.environ[name])
-
     def two_rows(**config: Any) -> Path:
         path = run.write_config(**config)
         rows = "per_device_train_batch_size = 1\ngradient_accumulation_steps = 2"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import megatrain
-from processes import sharded_ranks, warm
+from processes import sharded_ranks
+from processes.ranks import run_on_ranks
 from processes.sharded_ranks import CASES, STEPS, Net, load_half, loss_of, make, optimizer_of, step
 
-ROOT = Path(__file__).resolve().parents[3]
 #: Adds up as FSDP2's reduction of two ranks does. Clipping adds squares in other orders.
 SAME_BITS_AS_ONE_PROCESS = ("fp32", "bf16")
 PAGE = 4096
@@ -28,22 +25,14 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two ranks have left what they found."""
-    found = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(sharded_ranks.__file__))]
-    children = [
-        warm.Popen([*command, str(rank), str(found)], env=environment, stderr=subprocess.PIPE) for rank in (0, 1)
-    ]
-    said = [child.communicate(timeout=240)[1].decode() for child in children]
-    assert [child.returncode for child in children] == [0, 0], said
-    return found
+    """The folder in which two ranks leave their checkpoints."""
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> list[dict[str, Any]]:
     """What each rank found, by case."""
-    return [torch.load(folder / f"results{rank}.pt") for rank in (0, 1)]
+    return run_on_ranks(2, sharded_ranks.run_all, folder, limit_s=240.0)
 
 
 def train_alone(module: Net, optimizer: Any, case: str, steps: range) -> list[list[float]]:

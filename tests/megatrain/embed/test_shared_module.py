@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +11,10 @@ import pytest
 import torch
 
 from megatrain.ranks.shards import SHARD_BLOCK_ELEMENTS
-from processes import shared_module, warm
+from processes import shared_module
+from processes.ranks import run_on_ranks
 from processes.shared_module import CASES, LANES, STEPS, loss_of, make
 
-ROOT = Path(__file__).resolve().parents[3]
 #: Case -> bytes of the weight and the state of an element that is trained, and of the weight of a frozen one.
 ELEMENT_BYTES = {"fp32": (16, 4), "bf16": (8, 2), "int8": (2 + 2 + 2 * (1 + 4 / 256), 2), "gpu": (12, 4)}
 pytestmark = pytest.mark.skipif(
@@ -28,15 +25,7 @@ pytestmark = pytest.mark.skipif(
 def run_ranks(world: int, folder: Path, cases: list[str]) -> list[dict[str, Any]]:
     """Return what each rank found, by case."""
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(Path(shared_module.__file__))]
-    children = [
-        warm.Popen([*command, str(rank), str(world), str(folder), *cases], env=environment, stderr=subprocess.PIPE)
-        for rank in range(world)
-    ]
-    said = [child.communicate(timeout=240)[1].decode() for child in children]
-    assert not any(child.returncode for child in children), said
-    return [torch.load(folder / f"results{rank}.pt") for rank in range(world)]
+    return run_on_ranks(world, shared_module.run_all, folder, cases, limit_s=240.0)
 
 
 def check_same(alone: dict[str, Any], ranks: list[dict[str, Any]], case: str) -> None:

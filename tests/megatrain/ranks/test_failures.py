@@ -6,36 +6,24 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import launch_program, rank_program, warm
+from processes import launch_program, rank_program
+from processes.ranks import start_ranks, started
 
-ROOT = Path(__file__).resolve().parents[3]
-PROGRAM = str(Path(rank_program.__file__))
-ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
 LIMIT_S = 40.0  # of a test that hangs; what happens takes four seconds at most, on a busy machine more
 HOST = socket.gethostname()
 
 
-@contextmanager
-def launched(size: int, folder: Path, *ways: str) -> Iterator[Any]:
+def launched(size: int, folder: Path, *ways: str) -> AbstractContextManager[Any]:
     """Start ranks by our launcher."""
-    command = [sys.executable, str(Path(launch_program.__file__)), str(size), PROGRAM, str(folder), *ways]
-    with warm.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, with_children=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+    return started([launch_program.__file__, size, rank_program.__file__, folder, *ways])
 
 
 def launch(size: int, folder: Path, *ways: str) -> tuple[int, str, str]:
@@ -46,20 +34,7 @@ def launch(size: int, folder: Path, *ways: str) -> tuple[int, str, str]:
 
 def alone(size: int, folder: Path, *ways: str) -> tuple[list[int], str]:
     """Start ranks as srun does: nobody watches them but they themselves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    sizes = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    ranks = [
-        warm.Popen(
-            [sys.executable, PROGRAM, str(folder), *ways],
-            env={**ENVIRONMENT, **meeting, **sizes, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
+    ranks = start_ranks([[rank_program.__file__, folder, *ways]] * size)
     end_s, said = time.monotonic() + LIMIT_S, ""
     try:
         for process in ranks:
