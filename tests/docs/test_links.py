@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -85,12 +86,23 @@ def test_pages_are_linked_not_named() -> None:
     assert named == []
 
 
-def test_every_decision_is_in_the_list() -> None:
+_STATUS = re.compile(
+    r"\*\*Status\.\*\* (Binding since \d{4}-\d\d-\d\d(?:, amended by .+)?\.|"
+    r"Ended on \d{4}-\d\d-\d\d, binding since \d{4}-\d\d-\d\d\. Successor: .+\.)"
+)
+
+
+def test_every_decision_has_a_status_and_is_in_the_list() -> None:
+    """The third line of a decision is its status, which the list repeats; ended ones are in archive/."""
     folder = ROOT / "docs/decisions"
     text = (folder / "README.md").read_text(encoding="utf-8")
-    for path in sorted(folder.glob("0*.md")):
-        title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        assert f"- [{title}]({path.name})" in text
+    for path in sorted(folder.rglob("0*.md")):
+        title, _, status, *_ = path.read_text(encoding="utf-8").splitlines()
+        found = _STATUS.fullmatch(status)
+        assert found, f"{path.name}: '{status}' is no status"
+        assert found[1].startswith("Ended") == (path.parent != folder), path.name
+        plain = re.sub(r"\[(\d{4})\]\([^)]*\)", r"\1", found[1])
+        assert f"- [{title[2:]}]({path.relative_to(folder)}). {plain}\n" in text, path.name
 
 
 def module_of(name: str) -> Any:
@@ -127,16 +139,28 @@ def test_the_site_needs_no_tests() -> None:
     assert seen >= 2
 
 
-def test_every_page_is_on_the_site() -> None:
+def test_every_page_is_in_the_navigation_or_on_the_page_of_the_project() -> None:
     nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
     docs = ROOT / "docs"
-    pages = {path.relative_to(docs).as_posix() for path in [*docs.glob("*.md"), *docs.glob("coming_from/*.md")]}
+    pages = {path.relative_to(docs).as_posix() for path in docs.rglob("*.md") if "decisions" not in path.parts}
     shown = re.findall(r"[-:] ([\w/]+\.md)$", nav, flags=re.MULTILINE)
-    assert pages <= set(shown) and len(shown) == len(set(shown))
+    assert len(shown) == len(set(shown))
+    listed = set(re.findall(r"\]\(([\w/]+\.md)", (docs / "project.md").read_text(encoding="utf-8")))
+    assert pages - set(shown) <= listed
+    assert "decisions/README.md" in listed and not any(page.startswith("decisions/") for page in shown)
     # The references come last.
     assert shown.index("config.md") > shown.index("embedding.md") and shown.index("cli.md") > shown.index(
         "quickstart.md"
     )
+
+
+@pytest.mark.parametrize("package", ["megatrain", "tiered"])
+def test_the_reference_has_every_public_name(package: str) -> None:
+    text = "".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs/api").glob("*.md")))
+    names = re.findall(rf"^::: {package}\.(\w+)$", text, flags=re.MULTILINE)
+    if package == "tiered":
+        names += re.findall(r"^\| `(\w+)` \|", text, flags=re.MULTILINE)  # the units are numbers
+    assert sorted(names) == sorted(importlib.import_module(package).__all__)
 
 
 def test_pages_deny_nothing_that_import_translates() -> None:
