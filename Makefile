@@ -17,7 +17,7 @@ test: $(VENV)/.kvikio-installed ## the CPU test suite, on two cores
 
 # For development
 
-docs: $(VENV)/.docs-installed ## the site of the documentation, in site/; a broken link fails. Search needs a web server
+docs: $(VENV)/.docs-installed ## the site of the documentation, in site/: open site/index.html. A broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: $(VENV)/.lint-installed ## lint, format, types, spelling

@@ -7,6 +7,7 @@ and links are rewritten. A link to nothing stays as it is, and the build fails.
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Callable
@@ -19,26 +20,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS, HOME, REST = "docs/", "README.md", "repository/"
 #: Pages of the repository that are shown like those of docs/.
 PAGES = (HOME, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "bench/README.md")
+#: Pages outside of nav that the search finds nevertheless.
+SEARCHED = ("bench/README.md",)
 _FENCED = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s#]+)")
 #: A link to a test: its words stay, and the site needs no tests.
 _TEST_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)*tests/[^)\s]*\)")
-
-
-def on_config(config: Any) -> Any:
-    """Write out the patterns of nav: a new decision or report needs no entry."""
-    _write_out(config["nav"])
-    return config
-
-
-def _write_out(entries: list[Any]) -> None:
-    for entry in entries:
-        for title, pages in entry.items() if isinstance(entry, dict) else ():
-            if isinstance(pages, list):
-                _write_out(pages)
-            elif "*" in pages:
-                found = (path.relative_to(ROOT).as_posix() for path in ROOT.glob(_source(pages)))
-                entry[title] = sorted(map(_uri, found), key=lambda uri: (posixpath.dirname(uri), uri))
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -59,6 +46,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Rewrite the links of a page, which are those of the repository, to those of the site."""
     source, here = _source(page.file.src_uri), posixpath.dirname(page.file.src_uri)
+    if page.file.src_uri not in _pages(config["nav"]) and source not in SEARCHED:
+        page.meta["search"] = {"exclude": True}  # else records hide the guides
 
     def rewrite(link: str) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link))
@@ -70,6 +59,23 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return _outside_of_code(
         _without_tests(markdown), lambda text: _LINK.sub(lambda found: f"]({rewrite(found[1])}", text)
     )
+
+
+def _pages(entries: Any) -> set[str]:
+    """Return the addresses of all pages in a part of nav."""
+    if isinstance(entries, str):
+        return {entries}
+    parts = entries.values() if isinstance(entries, dict) else entries
+    return set().union(*map(_pages, parts))
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Add the rows that the selector of a page reads: a script of the page, since file:// allows no other request."""
+    rows = ROOT / _source(page.file.src_uri).replace(".md", ".json")
+    if not rows.is_file():
+        return html
+    text = json.dumps(json.loads(rows.read_text(encoding="utf-8")), separators=(",", ":")).replace("</", "<\\/")
+    return f'{html}\n<script type="application/json" id="rows">{text}</script>\n'
 
 
 def _without_tests(markdown: str) -> str:

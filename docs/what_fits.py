@@ -1,8 +1,8 @@
-"""Makes docs/what_fits.md: what fits where, and predictions beside published figures. Half an hour on two cores.
+"""Makes docs/what_fits.md with its JSON, and docs/what_fits_tables.md. An hour on two cores.
 
     python docs/what_fits.py                      all of it
     python docs/what_fits.py --only SmolLM3-3B    some models, on stdout
-    python docs/what_fits.py --rows FILE          goes on where it was interrupted
+    python docs/what_fits.py --rows FILE          continues where it was interrupted
 
 Everything is planned from config.json and the figures of machines in files: nothing runs, nothing is measured.
 """
@@ -12,18 +12,24 @@ Everything is planned from config.json and the figures of machines in files: not
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 from megatrain.config import load_config  # noqa: E402
 from megatrain.machine.files import (  # noqa: E402
@@ -45,7 +51,7 @@ from megatrain.training.resolve import resolve  # noqa: E402
 from tiered.units import GiB  # noqa: E402
 
 MODELS = ROOT / "examples" / "models"
-PAGE = ROOT / "docs" / "what_fits.md"
+PAGE, TABLES, JSON = (ROOT / "docs" / name for name in ("what_fits.md", "what_fits_tables.md", "what_fits.json"))
 #: Of the models in the table: rows of 4,096 tokens, 16 of them in a step.
 LENGTH, TOKENS = 4096, 65_536
 SHOWN = (
@@ -62,8 +68,20 @@ MIXTURES = (
     "gpt-oss-20b", "Qwen3-30B-A3B", "Qwen3.5-35B-A3B", "GLM-4.5-Air", "gpt-oss-120b", "Qwen3-235B-A22B",
     "GLM-5", "Kimi-K2",
 )  # fmt: skip
+#: Task of a row -> what the selector calls it, and the tables that its config has besides.
+TASKS = {
+    "all": ("all parameters, AdamW", ""),
+    "lora": ("LoRA, rank 16, all linear layers", '[lora]\nr = 16\nlora_alpha = 32\ntarget_modules = "all-linear"\n'),
+}
+#: Models whose rows were planned before the planner counted the bytes of gradient sums and kept logits.
+OLDER = (
+    "Gemma-3-12B", "Qwen2.5-14B", "gpt-oss-20b", "Qwen3.5-27B", "Qwen3-30B-A3B", "Gemma-4-31B", "Qwen3-32B",
+    "Qwen3.5-35B-A3B", "Llama-3.1-70B", "GLM-4.5-Air", "gpt-oss-120b", "Mistral-Large-2411", "Qwen3-235B-A22B",
+    "DeepSeek-V4-Flash", "Llama-3.1-405B", "GLM-5", "Kimi-K2",
+)  # fmt: skip
 _BILLION = 10**9
 _DAY_S = 86_400
+TIERS = ("gpu", "ram", "nvme")
 
 
 @dataclass(frozen=True)
@@ -78,6 +96,7 @@ class Case:
         is_split: whether experts come in parts.
         has_kernels: whether norms and MLPs are computed by liger-kernel.
         grad_dtype: of gradients between two visits.
+        task: key of `TASKS`.
     """
 
     model: str
@@ -87,6 +106,7 @@ class Case:
     is_split: bool = False
     has_kernels: bool = False
     grad_dtype: str = "bfloat16"
+    task: str = "all"
 
 
 @dataclass(frozen=True)
@@ -131,15 +151,39 @@ class Row:
         return self.tokens / self.step_s if self.step_s else 0.0
 
 
+@functools.cache
+def folder_with_weights(model: str) -> Path:
+    """Return a folder of a model that looks complete: adapters are planned for weights, whose headers a plan reads.
+
+    The file has the names and sizes of all tensors, and a hole in place of their values.
+    """
+    folder = Path(tempfile.mkdtemp()) / model
+    shutil.copytree(MODELS / model, folder)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    header, end = {}, 0
+    for name, tensor in skeleton.state_dict().items():
+        if name in skeleton.all_tied_weights_keys:
+            continue
+        begin, end = end, end + 2 * tensor.numel()
+        header[name] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+    return folder
+
+
 def config_text(case: Case, num_drives: int, more: str = "") -> str:
     """Return a config that plans a model of examples/models on a machine with so many drives."""
+    folder = MODELS / case.model if case.task == "all" else folder_with_weights(case.model)
     drives = "".join(f'[[tiers.nvme]]\npath = "drive{number}"\n' for number in range(num_drives))
     return f"""
 task = "pretrain"
 output_dir = "out"
 [model]
-model_name_or_path = "{MODELS / case.model}"
-train_from_scratch = true
+model_name_or_path = "{folder}"
+train_from_scratch = {str(case.task == "all").lower()}
 split_experts = {str(case.is_split).lower()}
 use_liger_kernel = {str(case.has_kernels).lower()}
 [precision]
@@ -151,7 +195,7 @@ max_length = {case.length}
 path = "text.txt"
 [training]
 train_batch_tokens = {case.tokens}
-{more}
+{TASKS[case.task][1]}{more}
 {drives}
 """
 
@@ -262,7 +306,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
         if row.missing:
             yield f"| {row.title} | does not fit: {row.missing} | | | | | | | | |"
             continue
-        sizes = [_gib(row.totals[tier]) if row.totals.get(tier) else "-" for tier in ("gpu", "ram", "nvme")]
+        sizes = [_gib(row.totals[tier]) if row.totals.get(tier) else "-" for tier in TIERS]
         crossing = _rounded(row.crossing_tokens) if row.crossing_tokens else "any" if row.crossing_tokens == 0 else "-"
         written = row.written_bytes * _BILLION / row.tokens
         share = f"{written / row.endurance_bytes:.1%}" if written and row.endurance_bytes else "-"
@@ -363,24 +407,50 @@ def published_row(published: Published, rows: Rows) -> str:
 
 HEAD = f"""# What fits where
 
-Made by `python docs/what_fits.py`, from the `config.json` of models (`examples/models`) and the figures of machines
-(`megatrain/machine/machines`, each figure with its source or what it is estimated from). **Nothing here was measured by this
-project**: bytes are exact plans, speeds are predictions from rates. The same for your config: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
+The planner calculated every row. **Nothing here was measured**: bytes are exact plans, speeds are predictions from the rates of each machine, and no GPU
+has run the code. For your own machine: `megatrain-tier plan run.toml`. For another one: `megatrain-tier plan run.toml --machine rtx4090-128gb`.
+
+## The largest model of each machine
+
+All parameters with AdamW, fp32 masters and moments (12 bytes per parameter), {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
+holds state. A model that needs drives wears them out: the [selector](#your-model-and-machine) shows how fast.
+
+"""
+
+SELECT = """## Your model and machine
+
+<div id="what-fits">The selector needs JavaScript and the built site (`make docs`). The tables below have the same rows.</div>
+
+Rows: `python docs/what_fits.py` on @DATE@, from the `config.json` of models (`examples/models`) and the figures of machines (`megatrain/machine/machines`, each
+with its source). [All rows as tables](what_fits_tables.md), with the assumptions and with published figures of other systems.
+
+- Sizes of tiers are left to the planner. It uses all drives of the machine and keeps space for two checkpoints.
+- Machines with several GPUs use one here; `plan --processes` plans for all of them.
+- If a layer of a mixture is too large for a GPU or RAM, the row uses [experts in parts](config.md#model), `model.split_experts = true`.
+@OLDER@- **T\\*** is the number of tokens per step above which computing limits the step. More tokens per step speed up a row that is bound by nvme, ram->gpu or
+  optimizer, and wear drives less.
+
+"""
+
+TABLES_HEAD = f"""# All planned rows
+
+`python docs/what_fits.py` writes this page. [What fits where](what_fits.md) has the largest model of each machine, and a selector. **Nothing here was measured by this
+project**: bytes are exact plans, speeds are predictions from rates.
 
 Computing is [counted](sizing.md#accuracy-of-the-prediction) as products, attention, bytes of all other operators, and the
-host's launches, which go on beside a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
-at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU, where a row that is bound by `host` has
-micro-batches too short for its GPU. Under each machine stand those of its own rates that are assumed: estimated from data
-sheets or similar machines, not published as measured. Everything overlaps that can. These are predictions, not bounds: others
+host's launches, which run concurrently with a GPU. **Assumed of every machine**: attention at half the rate of products, other operators
+at the rate of updates in memory, and 40 us of the host for a launch, 42 us with a GPU. A row that is bound by `host` has
+micro-batches too short for its GPU. Under each machine stand its own assumed rates: estimated from data
+sheets or similar machines, not published as measured. The prediction overlaps everything that can overlap. These are predictions, not bounds: others
 have measured more on some of these machines, as the last table says.
 
 Training of all parameters with AdamW in bf16 with fp32 masters and moments (12 bytes per parameter), gradients in bf16,
 exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}, all drives of the machine, two checkpoints kept, sizes of
-tiers left to the planner. **T\\*** are the tokens per step from which on computing is the limit. One GPU is used of machines
-that have several; `plan --processes` plans for all of them. Where a layer of a mixture is too large for a GPU or for RAM, the
-line below is of [experts in parts](config.md#model), `model.split_experts = true`.
+tiers left to the planner. **T\\*** is the number of tokens per step above which computing is the limit. Machines with several GPUs use one
+here; `plan --processes` plans for all of them. If a layer of a mixture is too large for a GPU or for RAM, the
+next line has [experts in parts](config.md#model), `model.split_experts = true`.
 
-Below 65,536 tokens a step most rows are bound by what moves; above T\\* none is. More tokens per step are the cheapest way
+Below {TOKENS:,} tokens a step most rows are bound by transfers; above T\\* none is. More tokens per step are the cheapest way
 to speed up a row that is bound by nvme, ram->gpu or optimizer, and wear drives less.
 """
 
@@ -411,48 +481,156 @@ def assumed_rates(file: MachineFile) -> str:
     return f"Assumed, {len(assumed)} of {len(rates)} rates: {', '.join(assumed)}.\n\n" if assumed else ""
 
 
-def cases_of(model: str, name: str, rows: Rows, *, known_only: bool) -> Iterator[Case]:
+def cases_of(model: str, name: str, rows: Rows, task: str = "all", *, known_only: bool) -> Iterator[Case]:
     """Yield the case of a model on a machine; after a mixture that lacks memory to compute in, one with parts."""
-    case = Case(model, name)
+    case = Case(model, name, task=task)
     yield case
     split = replace(case, is_split=True)
     if model in MIXTURES and rows.of(case).missing.startswith(("GPU", "RAM")) and (not known_only or split in rows):
         yield split
 
 
-def page(models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool = False) -> str:
-    """Return the page.
+def shown_of(models: Sequence[str], machines: Sequence[str], rows: Rows, task: str, *, known_only: bool) -> list[str]:
+    """Return the models whose rows of a task are shown."""
+    return [
+        model for model in models if not known_only or all(Case(model, name, task=task) in rows for name in machines)
+    ]
+
+
+def found_rows(
+    models: Sequence[str], machines: Sequence[str], rows: Rows, *, known_only: bool
+) -> dict[tuple[str, str, str], list[Row]]:
+    """Return (task, model, machine) -> its rows: the last one fits if any does."""
+    found = {}
+    for task in TASKS:
+        for model in shown_of(models, machines, rows, task, known_only=known_only):
+            for name in machines:
+                cases = cases_of(model, name, rows, task, known_only=known_only)
+                found[task, model, name] = [rows.of(case) for case in cases]
+                print(task, *found[task, model, name], sep="\n", file=sys.stderr, flush=True)
+    return found
+
+
+def largest(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], machines: Sequence[str]) -> str:
+    """Return the table of the largest model of each machine; `models` are in the order of their sizes."""
+    lines = [
+        "| machine | largest in memory | tokens/s | largest with drives | tokens/s | GPU | RAM | drives |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in machines:
+        fitting = [found["all", model, name][-1] for model in models if ("all", model, name) in found]
+        fitting = [row for row in fitting if not row.missing]
+        resident = [row for row in fitting if not row.totals.get("nvme")]
+        cells = [read_machine(name)[1].title]
+        cells += [f"{resident[-1].model}", _rounded(resident[-1].tokens_per_s)] if resident else ["-", "-"]
+        if fitting:
+            sizes = [_gib(fitting[-1].totals[tier]) if fitting[-1].totals.get(tier) else "-" for tier in TIERS]
+            cells += [fitting[-1].title, _rounded(fitting[-1].tokens_per_s), *sizes]
+        else:
+            cells += ["-"] * 5
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\n"
+
+
+def selector(found: dict[tuple[str, str, str], list[Row]], machines: Sequence[str]) -> dict[str, Any]:
+    """Return what the selector of the page reads (docs/assets/what_fits.js)."""
+    entries = []
+    for (task, model, name), its_rows in found.items():
+        row = its_rows[-1]
+        written = row.written_bytes * _BILLION / row.tokens
+        entry: dict[str, Any] = {"task": task, "model": model, "machine": name}
+        if row.is_split:
+            entry["split"] = True
+        if row.missing:
+            entries.append(entry | {"missing": row.missing})
+            continue
+        entry |= {tier: _gib(row.totals[tier]) for tier in (*TIERS, "folder") if row.totals.get(tier)}
+        entry |= {"tokens_per_s": _rounded(row.tokens_per_s), "bound_by": row.bound_by}
+        entry["days"] = _rounded(_BILLION / row.tokens_per_s / _DAY_S)
+        if row.crossing_tokens:
+            entry["crossing_tokens"] = _rounded(row.crossing_tokens)
+        if written:
+            entry["written"] = f"{_rounded(written / 1e12)} TB"
+            if row.endurance_bytes:
+                entry["life"] = f"{written / row.endurance_bytes:.1%}"
+        entries.append(entry)
+    places = {name: (read_machine(name)[1].title, len(find_machine(name).drives)) for name in machines}
+    return {
+        "tasks": {task: title for task, (title, _) in TASKS.items()},
+        "machines": {name: {"title": title, "drives": drives} for name, (title, drives) in places.items()},
+        "configs": {task: config_to_copy(task) for task in TASKS},
+        "rows": entries,
+    }
+
+
+def config_to_copy(task: str) -> str:
+    """Return the config of a task; MODEL, SPLIT and DRIVES are replaced by the selector."""
+    return f"""task       = "pretrain"          # or "sft": chats, loss on the answers only
+output_dir = "outputs/MODEL"
+[model]
+model_name_or_path = "models/MODEL"   # a Hugging Face folder, or an id of the hub
+SPLIT[data]
+max_length = {LENGTH}
+[[data.train]]
+path = "text/*.txt"
+[training]
+train_batch_tokens = {TOKENS}
+{TASKS[task][1]}DRIVES"""
+
+
+def json_lines(values: dict[str, Any]) -> str:
+    """Return JSON with one line for each row, for readable diffs."""
+    rows = ",\n".join(json.dumps(row) for row in values["rows"])
+    rest = json.dumps({key: value for key, value in values.items() if key != "rows"}, indent=1)
+    return f'{rest[:-2]},\n "rows": [\n{rows}\n]\n}}\n'
+
+
+def tables_page(
+    found: dict[tuple[str, str, str], list[Row]],
+    models: Sequence[str],
+    machines: Sequence[str],
+    rows: Rows,
+    *,
+    known_only: bool,
+) -> str:
+    """Return the page with all rows.
 
     Args:
-        models: of examples/models.
-        machines: by name.
-        rows: of it.
         known_only: leave out what is not among the rows, and say so.
     """
-    shown = [model for model in models if not known_only or all(Case(model, name) in rows for name in machines)]
+    shown = shown_of(models, machines, rows, "all", known_only=known_only)
     beside = [each for each in PUBLISHED if not known_only or each.case in rows]
-    found: dict[tuple[str, str], list[Row]] = {}
-    for model in shown:
-        for name in machines:
-            found[model, name] = [rows.of(case) for case in cases_of(model, name, rows, known_only=known_only)]
-            print(*found[model, name], sep="\n", file=sys.stderr, flush=True)
     left_out = [*(model for model in models if model not in shown)]
     left_out += [f"{each.system} {each.model} on {each.machine}" for each in PUBLISHED if each not in beside]
-    missing = f"\nNot on this page yet, for want of time to plan it: {', '.join(left_out)}.\n" if left_out else ""
-    parts = [HEAD, missing]
+    missing = f"\nNot on this page, because it was not planned again: {', '.join(left_out)}.\n" if left_out else ""
+    parts = [TABLES_HEAD, f"\n{older()} So is the last table.\n" if OLDER else "", missing]
     for name in machines:
         file = read_machine(name)[1]
         note = f"{file.note[:1].upper()}{file.note[1:]}.\n\n" if file.note else ""
         parts.append(f"\n## {file.title}\n\n`--machine {name}`\n\n{assumed_rates(file)}{note}")
-        parts.append("\n".join(table([row for model in shown for row in found[model, name]])) + "\n")
+        parts.append("\n".join(table([row for model in shown for row in found["all", model, name]])) + "\n")
     by_trace = sorted(beside, key=lambda each: repr(trace_of(each.case)))  # a model's trace is made once
     lines = {each: published_row(each, rows) for each in by_trace}
+    parts.append("\n" + BESIDE + "\n".join(lines[each] for each in beside) + "\n")
+    return "".join(parts)
+
+
+def older() -> str:
+    """Return the sentence about rows that were not planned again."""
+    return (
+        f"Rows of {', '.join(OLDER)} with all parameters are older: the planner did not count the bytes of gradient "
+        "sums and of kept logits yet."
+    )
+
+
+def page(found: dict[tuple[str, str, str], list[Row]], models: Sequence[str], machines: Sequence[str]) -> str:
+    """Return the page with the largest models, the selector, and modules that are no language models."""
     sys.path.insert(0, str(ROOT / "docs"))
     from what_fits_modules import section
 
-    parts.append("\n" + section())
-    parts.append("\n" + BESIDE + "\n".join(lines[each] for each in beside) + "\n")
-    return "".join(parts)
+    today = datetime.date.today().isoformat()
+    select = SELECT.replace("@DATE@", today).replace("@OLDER@", f"- {older()}\n" if OLDER else "")
+    return HEAD + largest(found, models, machines) + select + section() + "\n"
 
 
 def main() -> None:
@@ -470,7 +648,10 @@ def main() -> None:
         for model in arguments.only:
             print("\n".join(table([rows.of(Case(model, name)) for name in MACHINES])))
         return
-    PAGE.write_text(page(SHOWN, MACHINES, rows, known_only=arguments.known), encoding="utf-8")
+    found = found_rows(SHOWN, MACHINES, rows, known_only=arguments.known)
+    TABLES.write_text(tables_page(found, SHOWN, MACHINES, rows, known_only=arguments.known), encoding="utf-8")
+    JSON.write_text(json_lines(selector(found, MACHINES)), encoding="utf-8")
+    PAGE.write_text(page(found, SHOWN, MACHINES), encoding="utf-8")
 
 
 if __name__ == "__main__":

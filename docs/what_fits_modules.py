@@ -171,13 +171,14 @@ def lines() -> Iterator[str]:
 
 HEAD = f"""## Modules that are no language models
 
-[Any module](any_module.md) can be offloaded; `plan` traces language models alone, so this says what takes room, and no speed. Counted are blocks: weights in
-bf16 and, of what is trained, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
-in all. **A GPU needs** the largest layer, its gradients and the modules around it; **RAM needs** that layer's update. Not
-counted: activations (checkpoint them, and let `offload_activations` have the inputs of layers), text encoders and VAE, which take 2 bytes
-per parameter where they are in the store, and latents. LoRA has rank {RANK}, on the projections of attention. Under a machine stands
-where homes go with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
-from the classes of diffusers, with their defaults; it was planned, and not run.
+[Any module](any_module.md) can be offloaded. `plan` traces language models only, so this table has bytes and no speed. It was planned, and not run.
+
+It counts blocks: weights in bf16 and, for trained parameters, gradients in fp32 and AdamW's state with the rest of the fp32 masters, 16 bytes per parameter
+in total. **A GPU needs** the largest layer, its gradients and the modules around it. **RAM needs** the update of that layer. The table does not
+count activations (checkpoint them, and move the inputs of layers with `offload_activations`), latents, text encoders and VAE. An encoder in the store takes 2 bytes
+per parameter. LoRA has rank {RANK}, on the projections of attention. The column of a machine shows
+where homes are with `open_store(ram="auto", ...)`; drives include two checkpoints. `python docs/what_fits_modules.py` makes the table
+from the classes of diffusers, with their defaults.
 
 """
 

@@ -38,7 +38,7 @@ def main() -> None:
     store = megatrain.open_store(ram="5MiB", nvme=options.output / "store", nvme_size="64MiB")  # megatrain
     # was: optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     optimizer = megatrain.TieredAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, store=store)  # megatrain
-    # or, for matrices, TieredMuon: docs/embedding.md#muon
+    # or, for matrices, TieredMuon: docs/embedding_pytorch.md#muon
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 8))
 
     first_step = 0
