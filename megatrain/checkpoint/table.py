@@ -55,7 +55,7 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
     """``[checkpoint]``: when the run is saved, how often that is kept, and what a run starts from."""
 
     save_strategy: Literal["steps", "time", "epoch", "no"] = key(
-        "When to save. Unless no, also at the end. Default: time where save_interval is given, else steps.",
+        "When to save; except with no, also at the end. Default: time if save_interval is set, else steps.",
         "steps",
         same_name=HF_AXOLOTL,
     )
@@ -67,33 +67,33 @@ class CheckpointConfig(Table, json_schema_extra=all_alter("no")):
         used_if={"save_strategy": ["steps"]},
     )
     save_interval: Duration | None = key(
-        'time: between two saves, e.g. "45min".', None, used_if={"save_strategy": ["time"]}
+        'time: interval between two saves, e.g. "45min".', None, used_if={"save_strategy": ["time"]}
     )
-    save_total_limit: int = key("Checkpoints that are kept, the newest ones.", 2, ge=1, same_name=HF_AXOLOTL)
+    save_total_limit: int = key("Number of newest checkpoints to keep.", 2, ge=1, same_name=HF_AXOLOTL)
     load_best_model_at_end: bool = key(
-        "Save after each evaluation that is the best so far, keep that checkpoint beside the newest ones, and write it "
-        "to output_dir/final in place of the last one.",
+        "Save after each evaluation that is the best so far, keep that checkpoint in addition to the newest ones,"
+        " and write it to output_dir/final instead of the last one.",
         False,
         same_name=HF,
     )
     save_copy: CopyRule = key(
-        "Whole copies in output_dir/copies, made while training goes on, from which a run continues if a "
-        'drive of [[tiers.nvme]] is lost. true: of every checkpoint; 5: of every fifth; "last": only of the one at the '
-        "end or at a stop, which all but false copy. save_total_limit of them are kept. Or a URL that fsspec opens, "
-        'such as "s3://bucket/run": every checkpoint goes there, none is removed here before, and a run with an empty '
-        "output_dir goes on from there.",
+        "Complete copies in output_dir/copies, made during training, from which a run continues after the loss of"
+        ' a [[tiers.nvme]] drive. true: of every checkpoint; 5: of every fifth and the last; "last": only of the '
+        "last, at the end or at a stop. save_total_limit copies are kept. A URL for fsspec, such as "
+        '"s3://bucket/run": every checkpoint is copied there before it is removed here, and a run with an empty '
+        "output_dir continues from there.",
         False,
     )
     save_on_signal: bool = key(
-        "SIGTERM, SIGINT and SIGHUP: finish the step, save, exit with 75. false: end at once.", True
+        "On SIGTERM, SIGINT and SIGHUP, finish the step, save and exit with 75. false: end at once.", True
     )
     resume_from_checkpoint: ResumeSource = key(
-        '"auto": continue the run in output_dir if there is one; "no": start at the beginning, '
-        "refused where output_dir holds checkpoints; or the output_dir of another run, to start from its newest one.",
+        '"auto": continue the run in output_dir if it exists; "no": start from the beginning, refused if '
+        "output_dir has checkpoints; or the output_dir of another run, to start from its newest checkpoint.",
         "auto",
         same_name=HF_AXOLOTL,
     )
-    async_save: bool = key("Training goes on while a checkpoint is written.", True)
+    async_save: bool = key("Continue training while a checkpoint is written.", True)
     min_free_disk: PlainSize = key("Space that a save leaves free on its drive.", GiB, ge=0)
 
     @model_validator(mode="before")

@@ -54,40 +54,41 @@ class RunConfig(Table):
         alters="no",
         same_name=HF,
     )
-    seed: int = key("Dropout and random weights.", 42, ge=0, alters="yes", same_name=HF)
+    seed: int = key("Seed of dropout and random weights.", 42, ge=0, alters="yes", same_name=HF)
     data_seed: int = key(
-        "Order of the data. Default: seed.",
+        "Seed of the data order. Default: seed.",
         default_factory=lambda above: above["seed"],
         ge=0,
         alters="yes",
         same_name=HF,
     )
-    device: Literal["auto", "cpu", "cuda"] = key("auto: cuda when there is one.", "auto", alters="yes")
+    device: Literal["auto", "cpu", "cuda"] = key("auto: cuda if a GPU exists.", "auto", alters="yes")
     full_determinism: bool = key(
-        "On a GPU: only kernels that give the same bits at every run. false: any; bits then depend on timing.",
+        "On a GPU, use only kernels that give the same bits in every run. false: use any kernel; bits then depend"
+        " on timing.",
         True,
         alters="yes",
         same_name="transformers",
     )
-    model: ModelConfig = key("What is trained.")
-    lora: LoraConfig = key("Adapters in place of the model.", default_factory=LoraConfig)
+    model: ModelConfig = key("The model to train.")
+    lora: LoraConfig = key("Adapters instead of the whole model.", default_factory=LoraConfig)
     precision: PrecisionConfig = key("Number formats.", default_factory=PrecisionConfig)
-    data: DataConfig = key("Rows, masks and their arrangement.")
+    data: DataConfig = key("Rows, loss masks and packing.")
     training: TrainingConfig = key("Size and number of steps.", default_factory=TrainingConfig)
-    preference: PreferenceConfig = key("The loss over preferences.", default_factory=PreferenceConfig)
+    preference: PreferenceConfig = key("The loss of preferences.", default_factory=PreferenceConfig)
     reward: RewardConfig = key("The loss of rewards.", default_factory=RewardConfig)
     optimizer: OptimizerConfig = key("The update and its schedule.", default_factory=OptimizerConfig)
-    score: ScoreConfig = key("What `score` writes.", default_factory=ScoreConfig)
+    score: ScoreConfig = key("Output of `score`.", default_factory=ScoreConfig)
     distill: DistillConfig = key("Training on a teacher's scores.", default_factory=DistillConfig)
     evaluation: EvaluationConfig = key("Losses of held-out rows.", default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = key("Saving and continuing.", default_factory=CheckpointConfig)
     export: ExportConfig = key("The folder written at the end.", default_factory=ExportConfig)
-    logging: LoggingConfig = key("What is shown and kept.", default_factory=LoggingConfig)
-    tiers: TiersConfig = key("What this run may use.", default_factory=TiersConfig)
-    placement: PlacementConfig = key("Where kinds of bytes live.", default_factory=PlacementConfig)
+    logging: LoggingConfig = key("Console output and metrics.", default_factory=LoggingConfig)
+    tiers: TiersConfig = key("Memory and drives of the run.", default_factory=TiersConfig)
+    placement: PlacementConfig = key("Home tiers by kind of block.", default_factory=PlacementConfig)
     distributed: DistributedConfig = key("Several processes on one run.", default_factory=DistributedConfig)
     profile: ProfileConfig = key("Timelines.", default_factory=ProfileConfig)
-    advanced: AdvancedConfig = key("For measurements.", default_factory=AdvancedConfig)
+    advanced: AdvancedConfig = key("Settings for measurements.", default_factory=AdvancedConfig)
 
     @model_validator(mode="before")
     @classmethod

@@ -65,33 +65,33 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
     """``[[data.train]]``: one source of training rows."""
 
     path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["data.jsonl"])
-    subset: str | None = key("Hub datasets: which subset (configuration).", None, min_length=1)
+    subset: str | None = key("Subset (configuration) of a hub dataset.", None, min_length=1)
     split: str | None = key(
-        'Folders and hub datasets: which split. Default: "train" where there are several.', None, min_length=1
+        'Split of a folder or hub dataset. Default: "train" if there are several.', None, min_length=1
     )
-    format: RowFormat = key("What a row holds; auto: seen from its fields, row by row.", "auto")
+    format: RowFormat = key("Format of the rows; auto: detected row by row from the fields.", "auto")
     columns: dict[ColumnName, str] = key(
-        'Our field -> your column, e.g. { prompt = "question", completion = "answer" }; "doc.body" is the field body '
-        "of the object doc. Capitals do not count where no column has the very name.",
+        'Your column by our field, e.g. { prompt = "question", completion = "answer" }; "doc.body" is the field '
+        "body of the object doc. Case is ignored unless a column matches exactly.",
         {},
     )
     json_key: str | None = key(
-        'A .json file that is one object: the key of its list of rows, e.g. "data" or "data.train". Default: the only '
-        "list of rows in it.",
+        'Key of the list of rows in a .json file that is one object, e.g. "data" or "data.train". Default: its '
+        "only list of rows.",
         None,
         min_length=1,
     )
     max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
     weight: float = key(
-        "How often its documents are used in an epoch: 2.5 is twice each, and half of them a third time; "
-        "0.3 is three in ten. data_seed chooses which. With data.streaming: its share of the rows is its weight by the "
-        "sum of all.",
+        "Uses of each document per epoch: 2.5 uses each twice and half of them a third time; 0.3 uses three in "
+        "ten, chosen by data_seed. With data.streaming, the share of the rows is the weight over the sum of all "
+        "weights.",
         1.0,
         gt=0,
     )
     weight_from_step: WeightSchedule = key(
-        "data.streaming: other weights from some steps on, e.g. { 1000 = 0.5, 2000 = 0.0 }; before the first of them, "
-        "weight.",
+        "data.streaming: weights by first step, e.g. { 1000 = 0.5, 2000 = 0.0 }; before the first of these steps,"
+        " weight applies.",
         {},
     )
 
@@ -111,7 +111,7 @@ class EvalSetConfig(DatasetConfig):
 
     path: DatasetPath = key(_SOURCE_PATH, min_length=1, examples=["held_out.jsonl"])
     name: str | None = key(
-        'What metrics call it, e.g. "held_out". Default: the last part of the path, without its ending.',
+        'Name of the set in metrics, e.g. "held_out". Default: the file name without its ending.',
         None,
         min_length=1,
     )
@@ -133,61 +133,65 @@ class DataConfig(Table):
 
     max_length: int = key("Tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
     packing: Packing = key(
-        'true: several documents share a row and never attend to each other. "concat" (pretrain): texts '
-        "are joined, end of text between them, and cut to full rows, in which what follows attends to what is before. "
-        "false: one document a row, padded. Default: true, but false where the model would mix documents of a row, and "
-        "with preferences.",
+        'true: several documents share a row and never attend to each other. "concat" (pretrain): texts are '
+        "joined with end of text and cut into full rows; later texts attend to earlier ones. false: one padded "
+        "document per row. Default: true, but false for preferences and for models that mix the documents of a "
+        "row.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",
     )
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
-        "assistant: all of the assistant's turns; last_assistant: only the last one; completion: what "
-        "follows the prompt, in a conversation the last turn; all: every token. Plain text is always trained on "
-        "whole. Default: assistant (sft), all (pretrain), completion (preferences, which know no other).",
+        "Tokens with a loss. assistant: all turns of the assistant; last_assistant: only the last one; "
+        "completion: the tokens after the prompt, in a conversation the last turn; all: every token. Plain text "
+        "always trains on every token. Default: assistant (sft), all (pretrain), completion (preferences, which "
+        "allow no other).",
         "assistant",
         alters="by contents",
     )
     overlong: Literal["truncate", "drop", "error"] = key(
-        "What happens to conversations longer than max_length. Plain text is cut into pieces.",
+        "Treatment of conversations longer than max_length. Plain text is cut into pieces.",
         "truncate",
         alters="by contents",
     )
     bad_rows: Literal["drop", "error"] = key(
-        "What happens to rows whose loss mask cannot be proven, that the chat template refuses, or that are no objects "
-        "with fields, and to empty files among others: drop leaves them out, counted and explained; error ends the run "
-        "at the first.",
+        "Treatment of rows with an unproven loss mask, rows that the chat template refuses, rows that are not "
+        "objects with fields, and empty files. drop: drop, count and explain them; error: end the run at the "
+        "first one.",
         "drop",
         alters="by contents",
     )
     max_dropped: float = key(
-        "Largest share of the rows, the tokens or the assistant's turns of a source that may be dropped or cut; with "
-        "more a run is refused. Above 0.05 there is a warning. 1: no limit.",
+        "Largest share of a source's rows, tokens or assistant turns that may be dropped or cut; a run with more "
+        "is refused. Above 0.05, a warning is logged. 1: no limit.",
         0.5,
         ge=0,
         le=1,
         alters="by contents",
     )
     streaming: bool = key(
-        "Read [[data.train]] while the run goes on, without a first pass and a cache: folders, files, patterns or URLs "
-        "(s3://, gs://, hf:// ...) of shards, .jsonl, .jsonl.gz, .jsonl.zst or .parquet. Checkpoints hold a "
-        "cursor, from which a run goes on to the bit. Needs training.max_steps.",
+        "Read [[data.train]] during the run, without a first pass or a cache: folders, files, patterns or URLs "
+        "(s3://, gs://, hf:// ...) of .jsonl, .jsonl.gz, .jsonl.zst or .parquet shards. Checkpoints store a "
+        "cursor, from which a run resumes bit-exactly. Needs training.max_steps.",
         False,
         alters="by contents",
         same_name="LLaMA-Factory, Axolotl",
     )
     cache_dir: CacheFolder = key(
-        "Folder of tokenized data, found again by its contents. auto: $XDG_CACHE_HOME/megatrain-tier/"
-        "tokens, else below ~/.cache; none: tokens are kept in RAM.",
+        "Folder of the cache of tokenized data. auto: $XDG_CACHE_HOME/megatrain-tier/tokens, else below ~/.cache;"
+        " none: tokens are kept in RAM.",
         "auto",
         alters="no",
     )
     max_cache_size: PlainSize | None = key(
-        "Largest size of that folder; what was used longest ago is removed. Default: no limit.", None, ge=1, alters="no"
+        "Largest size of that folder; the least recently used entries are removed. Default: no limit.",
+        None,
+        ge=1,
+        alters="no",
     )
     val_size: float | None = key(
-        "Rows of [[data.train]] that are kept from training and evaluated on instead, chosen by data_seed. "
-        ">= 1: so many. < 1: that share of them. Not together with [[data.eval]]. Default: none.",
+        "Rows of [[data.train]] for evaluation instead of training, chosen by data_seed. >= 1: their number; < 1:"
+        " their share. Not together with [[data.eval]]. Default: none.",
         None,
         gt=0,
         alters="by contents",
@@ -203,11 +207,14 @@ class ScoreConfig(Table, json_schema_extra=all_alter("no")):
     """``[score]``: what ``megatrain-tier score`` writes of each token of [[data.train]]; runs ignore it."""
 
     top_k: int = key(
-        "Likeliest words of each token, with their log-probabilities. 0: only those of the tokens themselves.", 64, ge=0
+        "Number of likeliest tokens per position, with their log-probabilities. 0: only the log-probabilities of "
+        "the row's own tokens.",
+        64,
+        ge=0,
     )
-    temperature: float = key("Logits are divided by it for the likeliest words.", 1.0, gt=0)
+    temperature: float = key("Divides the logits of the likeliest tokens.", 1.0, gt=0)
     embeddings: Literal["none", "mean", "last"] = key(
-        "A vector for each document, of the last hidden states: their mean over its tokens, or that of its last token.",
+        "A vector per document from the last hidden states: the mean over its tokens, or that of its last token.",
         "none",
     )
-    formats: ScoreFormats = key("Forms that scores are written in.", ("parquet",))
+    formats: ScoreFormats = key("File formats of the scores.", ("parquet",))

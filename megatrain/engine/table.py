@@ -52,11 +52,11 @@ class PrecisionConfig(Table, json_schema_extra=all_alter("yes")):
     """``[precision]``: number formats."""
 
     compute_dtype: Literal["auto", "float32", "bfloat16"] = key(
-        "What layers multiply; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
+        "Data type of the layers; auto: bfloat16 with CUDA, float32 on the CPU.", "auto"
     )
     grad_dtype: Literal["float32", "bfloat16"] = key(
-        "What gradients are kept in until the update. They are summed in float32 either way; bfloat16 "
-        "halves their bytes and rounds each sum once, to 8 bits of mantissa.",
+        "Data type of gradients until the update. Sums always use float32; bfloat16 halves the bytes and rounds "
+        "each sum once, to 8 bits of mantissa.",
         "float32",
     )
 
@@ -65,29 +65,30 @@ class TrainingConfig(Table):
     """``[training]``: size of a step and length of the run."""
 
     train_batch_tokens: int | None = key(
-        "Tokens per optimizer step, a multiple of data.max_length. Instead of the next two: a micro-batch then has as "
-        "many rows as divide a step, up to 8,192 tokens on a GPU and 2,048 on a CPU, with a micro-batch for each of "
-        "gradient_lanes where there are so many rows. Checkpoints record this number, and a run keeps it.",
+        "Tokens per optimizer step, a multiple of data.max_length. Replaces the next two keys. A micro-batch then"
+        " has at most 8,192 tokens on a GPU and 2,048 on a CPU, in rows that divide the step, with one "
+        "micro-batch per gradient lane if there are enough rows. Checkpoints record the cut, and a resumed run "
+        "keeps it.",
         None,
         ge=2,
         alters="yes",
     )
     per_device_train_batch_size: int = key(
-        "Rows per micro-batch; with dpo examples, of two rows each.", 8, ge=1, alters="yes", same_name=HF
+        "Rows per micro-batch; with dpo, examples of two rows.", 8, ge=1, alters="yes", same_name=HF
     )
     gradient_accumulation_steps: int = key("Micro-batches per optimizer step.", 1, ge=1, alters="yes", same_name=HF)
     gradient_lanes: LaneCount = key(
-        "The micro-batches of a step are cut into so many lanes: each is summed in order, and the lanes are added in a "
-        "fixed tree, so that any number of processes up to this one computes the same bits. auto: the number of "
-        "processes at the first start, which the checkpoints keep. 1: one sum in order, as in plain PyTorch.",
+        "Number of lanes of a step. Micro-batches are summed in order within a lane, and a fixed tree adds the "
+        "lanes. Any number of processes up to this number gives the same bits. auto: the number of processes at "
+        "the first start, which checkpoints record. 1: one ordered sum, as in plain PyTorch.",
         "auto",
         alters="yes",
     )
     recompute: RecomputeText = key(
-        "What the backward computes again. full: every layer, which takes the least memory. selective: all but "
-        "products and attention, whose results are kept with the activations. none: nothing in layers whose weights "
-        "stay in the compute tier, as their graphs are kept there; in others as selective. auto: by the plan, what "
-        'fits and saves time. "selective:4" and "none:4" are for the last 4 layers alone. Compiled layers save no '
+        "Recompute in the backward. full: every layer, with the least memory. selective: all operations except "
+        "matrix products and attention, whose results are saved with the activations. none: nothing in layers "
+        "whose weights stay in the compute tier, because their graphs are kept; selective in other layers. auto: "
+        'the plan\'s choice. "selective:4" and "none:4" apply only to the last 4 layers. Compiled layers save no '
         "results.",
         "auto",
         alters="no",
@@ -97,7 +98,7 @@ class TrainingConfig(Table):
         "Optimizer steps; overrides num_train_epochs. -1: not set.", -1, ge=-1, alters="yes", same_name=HF
     )
     label_smoothing_factor: float = key(
-        "Share of every target that is spread evenly over the vocabulary. Evaluations do not smooth.",
+        "Share of each target that is spread evenly over the vocabulary. Not used in evaluations.",
         0.0,
         ge=0,
         lt=1,
@@ -105,14 +106,15 @@ class TrainingConfig(Table):
         same_name=HF,
     )
     z_loss: float = key(
-        "z-loss: this times the square of the log of the sum of the logits' exponentials is added to each token's "
-        "loss, which keeps logits from drifting; PaLM used 1e-4. 0: none. Evaluations have none.",
+        "z-loss: adds this factor times the squared log-sum-exp of the logits to each token's loss, which limits "
+        "the drift of logits; PaLM used 1e-4. 0: none. Not used in evaluations.",
         0.0,
         ge=0,
         alters="yes",
     )
     neftune_noise_alpha: float = key(
-        "NEFTune: uniform noise on the input embeddings, of at most this / sqrt(tokens in a row x width). 0: none.",
+        "NEFTune: uniform noise on the input embeddings of at most this value / sqrt(tokens in a row x width). 0:"
+        " none.",
         0.0,
         ge=0,
         alters="yes",

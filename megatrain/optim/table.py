@@ -21,13 +21,13 @@ class ParameterGroupConfig(Table):
     """``[[optimizer.groups]]``: settings for some of the parameters."""
 
     params: Listed[str] = key(
-        "Globs of parameter names. Of the groups that match a parameter the first one counts.",
+        "Globs of parameter names. The first group that matches a parameter applies.",
         min_length=1,
         examples=[["*norm*"]],
     )
     learning_rate: float | None = key("Peak learning rate, on the same schedule. Not set: the optimizer's.", None, gt=0)
-    lr_mult: float | None = key("Factor on the optimizer's learning rate, instead of a rate of their own.", None, gt=0)
-    weight_decay: float | None = key("For those of them that decay. Not set: the optimizer's.", None, ge=0)
+    lr_mult: float | None = key("Factor on the optimizer's learning rate; excludes learning_rate.", None, gt=0)
+    weight_decay: float | None = key("Weight decay of those that decay. Not set: the optimizer's.", None, ge=0)
 
     def matches(self, name: str) -> bool:
         """Return whether a parameter is in the group; globs tell upper and lower case apart."""
@@ -46,35 +46,36 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     """``[optimizer]``: the update and its schedule."""
 
     optim: Literal["adamw", "lion", "sgd", "adafactor", "muon", "custom"] = key(
-        "State beside the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost none; muon 4 for "
-        "matrices, and adamw with 8 for embeddings, heads, norms and biases. custom: one of an installed package.",
+        "State in addition to the 4 bytes of a parameter: adamw 8 bytes, lion and sgd 4, adafactor almost 0. "
+        "muon: 4 for matrices, and adamw's 8 for embeddings, heads, norms and biases. custom: an optimizer of an "
+        "installed package.",
         "adamw",
         same_name=HF,
     )
     state_dtype: StateDtype = key(
-        "Format of the moments, of which adamw has two and lion and sgd one: 4, 2 or 1.02 bytes of each per parameter. "
-        "bfloat16 is rounded up or down at random, by seed, step and element. int8 is in blocks of 256 elements with a "
+        "Format of the moments (two for adamw, one for lion and sgd): 4, 2 or 1.02 bytes each per parameter. "
+        "bfloat16 uses stochastic rounding by seed, step and element. int8 uses blocks of 256 elements with a "
         "scale, in the code of bitsandbytes. Masters stay in fp32.",
         "float32",
         used_if={"optim": ["adamw", "lion", "sgd"]},
     )
     ema_decay: float = key(
-        "Decay of an exponential moving average of the fp32 weights, e.g. 0.999; 4 bytes more per parameter. It begins "
-        "as the weights do, and moves with every update; `export --ema` writes it. 0: none.",
+        "Decay of an exponential moving average of the fp32 weights, e.g. 0.999; 4 more bytes per parameter. It "
+        "starts as a copy of the weights and changes with every update; `export --ema` writes it. 0: none.",
         0.0,
         ge=0,
         lt=1,
     )
     learning_rate: float = key("Peak learning rate.", 1e-5, gt=0, same_name=HF_AXOLOTL)
     weight_decay: float = key(
-        "Decay per step, times the learning rate; with sgd added to the gradient, as in torch.",
+        "Decay per step, multiplied by the learning rate; sgd adds it to the gradient, as in torch.",
         0.1,
         ge=0,
         same_name=HF_AXOLOTL,
     )
     weight_decay_exclude: Listed[str] = key(
-        "Globs of parameter names that do not decay. Vectors (norms, biases, magnitudes of DoRA, attention sinks) do "
-        "not either, whatever their names, unless the list is empty: then every trained parameter decays.",
+        "Globs of parameter names without weight decay. Vectors (norms, biases, DoRA magnitudes, attention sinks)"
+        " never decay, unless the list is empty: then every trained parameter decays.",
         ("*bias*", "*norm*", "*embed*"),
     )
     adam_beta1: float = key(
@@ -97,29 +98,31 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         "adamw: added to the denominator.", 1e-8, gt=0, same_name=HF_AXOLOTL, used_if={"optim": ["adamw", "muon"]}
     )
     sgd_momentum: float = key("sgd: decay of the moment. 0: no state.", 0.9, ge=0, lt=1, used_if={"optim": ["sgd"]})
-    sgd_nesterov: bool = key("sgd: look one step of momentum ahead.", False, used_if={"optim": ["sgd"]})
+    sgd_nesterov: bool = key("sgd: Nesterov momentum.", False, used_if={"optim": ["sgd"]})
     muon_momentum: float = key("muon: decay of the moment.", 0.95, ge=0, lt=1, used_if={"optim": ["muon"]})
-    muon_nesterov: bool = key("muon: look one step of momentum ahead.", True, used_if={"optim": ["muon"]})
+    muon_nesterov: bool = key("muon: Nesterov momentum.", True, used_if={"optim": ["muon"]})
     muon_ns_steps: int = key("muon: steps of the Newton-Schulz iteration.", 5, ge=1, le=99, used_if={"optim": ["muon"]})
     muon_adjust_lr: AdjustLr = key(
-        "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so that one "
-        "rate serves matrices and what adamw updates. original: sqrt(max(1, rows / columns)); give what adamw updates "
-        "a rate of its own by groups.",
+        "muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 x sqrt(max(rows, columns)), so one "
+        "rate also serves the parameters that adamw updates. original: sqrt(max(1, rows / columns)); set the rate"
+        " of adamw's parameters by groups.",
         "match_rms_adamw",
         used_if={"optim": ["muon"]},
     )
     muon_fused: Literal["auto", "parts", "whole"] = key(
-        "muon: a parameter that fuses several matrices (q, k and v; gate and up). parts: each is made orthogonal "
-        "alone. whole: the parameter is one matrix, as in earlier versions. auto: as in the checkpoint that the run "
-        "continues, else parts.",
+        "muon: treatment of a parameter that fuses several matrices (q, k and v; gate and up). parts: "
+        "orthogonalize each matrix. whole: treat the parameter as one matrix, as in earlier versions. auto: as in"
+        " the checkpoint, else parts.",
         "auto",
         used_if={"optim": ["muon"]},
     )
     muon_exclude: Listed[str] = key(
-        "muon: globs of matrices that adamw updates, beside embeddings and heads.", (), used_if={"optim": ["muon"]}
+        "muon: globs of matrices that adamw updates, in addition to embeddings and heads.",
+        (),
+        used_if={"optim": ["muon"]},
     )
     custom_optimizer: str = key(
-        "custom: name under which an installed package has its optimizer (group megatrain.optimizers).",
+        "custom: registered name of an installed package's optimizer (entry point group megatrain.optimizers).",
         "",
         used_if={"optim": ["custom"]},
     )
@@ -130,14 +133,14 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
         "Gradients are scaled to at most this norm. 0: no clipping.", 1.0, ge=0, same_name=HF_AXOLOTL
     )
     clip_scope: Literal["global", "layer"] = key(
-        "Whose norm max_grad_norm limits, and whose update nonfinite stops or skips. global: that of all gradients, "
-        "which are held until it is known. layer: each layer's own, which is not the global norm; a layer is updated "
-        "during the backward, and only a layer's gradient is held.",
+        "Scope of max_grad_norm and nonfinite. global: the norm of all gradients, which are held until it is "
+        "known. layer: the norm of each layer, which is not equivalent; a layer is updated during the backward, "
+        "and only one layer's gradient is held.",
         "global",
     )
     nonfinite: Literal["stop", "skip", "ignore"] = key(
-        "A NaN or infinite gradient: stop ends the run, skip leaves that update out, ignore does not look. With "
-        "max_grad_norm = 0, stop and ignore let a layer be updated during the backward.",
+        "Treatment of a NaN or infinite gradient: stop ends the run, skip skips the update, ignore does not "
+        "check. With max_grad_norm = 0, stop and ignore update layers during the backward.",
         "stop",
     )
     lr_scheduler_type: str = key("Name of a schedule of transformers, e.g. cosine, linear.", "cosine", same_name=HF)
@@ -146,9 +149,9 @@ class OptimizerConfig(Table, json_schema_extra=all_alter("yes")):
     )
     warmup_steps: float = key(">= 1: steps. < 1: fraction of all steps.", 0.03, ge=0, same_name=HF_AXOLOTL)
     layer_decay: float = key(
-        "Factor on the learning rate for each layer between a parameter and the head, as in timm: what follows the "
-        "last layer has the whole rate, the last layer this share of it, the one before its square, embeddings the "
-        "least.",
+        "Factor on the learning rate per layer between a parameter and the head, as in timm: parameters after the"
+        " last layer have the full rate, the last layer this factor, the layer before its square, embeddings the "
+        "smallest rate.",
         1.0,
         gt=0,
         le=1,

@@ -50,8 +50,8 @@ class PlacementConfig(Table, json_schema_extra=all_alter("no")):
     """``[placement]``: "auto", or tiers in order of preference, per kind of bytes."""
 
     weights: Preference = key(
-        "Parameters in the compute dtype. Frozen ones may stay in the model's folder and be read from there each time: "
-        '"folder"; with auto all those do that have no room in RAM.',
+        'Parameters in the compute dtype. "folder": frozen parameters are read from the model\'s folder at each '
+        "use; with auto this applies to those that do not fit in RAM.",
         "auto",
     )
     gradients: Preference = key("Gradient sums.", "auto")
@@ -62,27 +62,26 @@ class PlacementConfig(Table, json_schema_extra=all_alter("no")):
 class AdvancedConfig(Table, json_schema_extra=all_alter("no")):
     """``[advanced]``: for measurements. The results do not depend on any of these."""
 
-    prefetch: PrefetchSize = key('Bytes fetched ahead: "auto", "0", "2GiB" or "unlimited".', "auto")
-    eviction_policy: Literal["schedule", "lru"] = key("Which blocks leave a full tier first.", "schedule")
+    prefetch: PrefetchSize = key('Largest prefetched bytes: "auto", "0", "2GiB" or "unlimited".', "auto")
+    eviction_policy: Literal["schedule", "lru"] = key("Order of eviction from a full tier.", "schedule")
     file_size: PlainSize | None = key(
         'Largest file of a block: "16MiB". Not set: 512 MiB, striped 16 MiB.', None, ge=4096, multiple_of=4096
     )
     micro_batch_order: Literal["auto", "layer", "micro_batch"] = key(
-        "layer: each layer runs for all micro-batches before the next. micro_batch: one micro-batch after the other, "
-        "so that the memory that is left keeps what the backward needs of one alone. auto: layer, but micro_batch "
-        "where weights and fp32 sums of gradients stay in the compute tier, nothing moves by a drive, and the plan "
-        "says that a step is shorter.",
+        "layer: each layer runs all micro-batches before the next layer. micro_batch: one micro-batch after the "
+        "other, so activations of only one are kept. auto: layer, but micro_batch if weights and fp32 gradient "
+        "sums stay in the compute tier, no drive is used, and the plan predicts a shorter step.",
         "auto",
     )
     stream_updates: GroupCount = key(
-        "Beside a GPU: groups of weights with their state in RAM that are updated in GPU memory, where they are "
-        "fetched part by part, while the processor updates the others. auto: as many as finish with the others, if "
-        "measured rates say that a step is shorter; 0: none.",
+        "With a GPU: number of groups (weights with their state in RAM) that are fetched part by part and updated"
+        " in GPU memory, while the CPU updates the others. auto: the number that balances both, if measured rates"
+        " predict a shorter step; 0: none.",
         "auto",
     )
     emulate_gpu: bool = key(
-        'With device = "cpu": a second part of RAM, of tiers.gpu.size, takes the place of GPU memory. For '
-        "tests, and for trying a setup out; the processor computes.",
+        'With device = "cpu": use a second part of RAM, of tiers.gpu.size, instead of GPU memory. For tests and '
+        "trials of a setup; the CPU computes.",
         False,
     )
 

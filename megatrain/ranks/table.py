@@ -18,20 +18,21 @@ class DistributedConfig(Table, json_schema_extra=all_alter("no")):
     """Several processes on one run, each with its shard of every block."""
 
     processes: int = key(
-        "Processes (ranks) of the run on this machine, one for each GPU. torchrun and srun start them themselves.",
+        "Processes (ranks) of the run on this machine, one per GPU. Leave it out under torchrun and srun, which "
+        "start the processes.",
         1,
         ge=1,
     )
     threads: ThreadCount = key(
-        "Threads of each process for what torch computes on the CPU; auto: its part of the cores. On a CPU another "
-        "number gives other last bits.",
+        "CPU threads of torch per process; auto: the cores divided by the processes. On a CPU, another number "
+        "changes last bits.",
         "auto",
         alters="yes",
     )
     numa: Literal["auto", "off"] = key(
-        "auto: each process computes on cores of its own, near its GPU. off: where the system puts it.", "auto"
+        "auto: pin each process to separate cores near its GPU. off: do not pin.", "auto"
     )
     timeout: Duration = key(
-        "A process that has not been heard of for so long is taken for dead, and ends the run.",
+        "A process that sends no heartbeat for this long is considered dead and ends the run.",
         10.0,
     )

@@ -19,15 +19,15 @@ ReportTargets = Annotated[
 class LoggingConfig(Table, json_schema_extra=all_alter("no")):
     """``[logging]``: what is shown and kept."""
 
-    logging_steps: int = key("Steps between two lines.", 1, ge=1, same_name=HF)
+    logging_steps: int = key("Steps between two log lines.", 1, ge=1, same_name=HF)
     report_to: ReportTargets = key(
-        "Where figures go: jsonl, output_dir/metrics.jsonl; tensorboard, output_dir/tensorboard; or a service: wandb, "
-        "mlflow, swanlab, trackio or comet_ml. "
-        'All but jsonl need the extra of that name. "none": nowhere.',
+        "Destinations of metrics: jsonl (output_dir/metrics.jsonl), tensorboard (output_dir/tensorboard), or a "
+        "service: wandb, mlflow, swanlab, trackio or comet_ml. All except jsonl need the extra of that name. "
+        '"none": no destination.',
         ("jsonl",),
         same_name=HF,
     )
-    project: str = key("Project, or experiment, of the run at a service.", "megatrain-tier", min_length=1)
+    project: str = key("Project or experiment of the run at a service.", "megatrain-tier", min_length=1)
     progress: Literal["auto", "bar", "plain", "json", "none"] = key(
         "auto: a bar on a terminal, else plain lines.", "auto"
     )
@@ -37,5 +37,5 @@ class ProfileConfig(Table, json_schema_extra=all_alter("no")):
     """``[profile]``: timelines."""
 
     trace_steps: Listed[Annotated[int, Field(ge=1)]] = key(
-        "Steps, from 1, whose timeline is written to output_dir/trace.json, for Perfetto.", ()
+        "Steps (from 1) whose timeline is written to output_dir/trace.json for Perfetto.", ()
     )

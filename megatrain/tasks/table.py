@@ -76,20 +76,19 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
     """``[preference]``: the loss of task = "dpo"."""
 
     loss_type: LossType = key(
-        "sigmoid (DPO), hinge, ipo and robust compare a chosen and a rejected answer, and the model with the one that "
-        "the run starts from; kto judges single answers against it; cpo, orpo and simpo compare two answers without "
-        "it.",
+        "sigmoid (DPO), hinge, ipo and robust compare two answers relative to the initial model; kto judges "
+        "single answers relative to it; cpo, orpo and simpo compare two answers without it.",
         "sigmoid",
         same_name="TRL",
     )
     beta: float = key(
-        "How closely the model is kept to the one that the run starts from; of orpo the weight of the odds ratio.",
+        "Strength of the pull toward the initial model; for orpo the weight of the odds ratio.",
         0.1,
         gt=0,
         same_name="TRL",
     )
     label_smoothing: float = key(
-        "Probability that chosen and rejected were mistaken for each other.",
+        "Probability that chosen and rejected are swapped.",
         0.0,
         ge=0,
         lt=0.5,
@@ -97,15 +96,15 @@ class PreferenceConfig(Table, json_schema_extra=all_alter("yes")):
         used_if={"loss_type": ["sigmoid", "robust", "cpo", "simpo"]},
     )
     simpo_gamma: float = key(
-        "simpo: by how much the chosen answer should win.",
+        "simpo: target margin of the chosen answer.",
         0.5,
         ge=0,
         same_name="TRL, LLaMA-Factory",
         used_if={"loss_type": ["simpo"]},
     )
     rpo_alpha: float = key(
-        "Weight of the chosen answers' negative log-likelihood, which is added to the loss. orpo adds it once anyway. "
-        "Default: 1 with cpo, else 0.",
+        "Weight of the chosen answers' negative log-likelihood in the loss. orpo always adds it once. Default: 1 "
+        "with cpo, else 0.",
         0.0,
         ge=0,
         same_name="TRL, Axolotl",
@@ -135,7 +134,7 @@ class RewardConfig(Table, json_schema_extra=all_alter("yes")):
     """``[reward]``: with ``task = "reward"``, the loss of a pair."""
 
     center_rewards_coefficient: float = key(
-        "Weight of the square of the sum of a pair's rewards, which keeps their mean near zero; e.g. 0.01.",
+        "Weight of the squared sum of a pair's rewards, which keeps their mean near zero, e.g. 0.01.",
         0.0,
         ge=0,
         same_name="TRL",
@@ -148,10 +147,8 @@ class DistillConfig(Table, json_schema_extra=all_alter("yes")):
     scores: ConfigPath | None = key(
         "Folder of scores that `megatrain-tier score` wrote for the rows of [[data.train]].", None, alters="by contents"
     )
-    top_k: int | None = key(
-        "Use so many of the likeliest words, at most those that the scores have. Default: all of them.", None, ge=1
-    )
-    temperature: float = key("As in the [score] that made them; the student's logits are divided by it.", 1.0, gt=0)
+    top_k: int | None = key("Number of likeliest tokens to use, at most those in the scores. Default: all.", None, ge=1)
+    temperature: float = key("Temperature of the [score] run; it also divides the student's logits.", 1.0, gt=0)
     alpha: float = key(
         "Share of the cross entropy with the labels: alpha * it + (1 - alpha) * temperature**2 * the divergence.",
         0.0,
@@ -159,8 +156,8 @@ class DistillConfig(Table, json_schema_extra=all_alter("yes")):
         lt=1,
     )
     rest: Literal["bucket", "ignore", "renormalize"] = key(
-        "What becomes of the probability of all other words. bucket: they are one outcome, with teacher and student; "
-        "ignore: they have no term; renormalize: the likeliest words are scaled to a sum of 1.",
+        "Treatment of the probability of all other tokens. bucket: one common outcome for teacher and student; "
+        "ignore: no term in the loss; renormalize: scale the likeliest tokens to a sum of 1.",
         "bucket",
     )
 
@@ -169,7 +166,8 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     """``[evaluation]``: when ``[[data.eval]]``, or what ``data.val_size`` kept, is evaluated, and how much of it."""
 
     eval_strategy: Literal["no", "steps", "epoch"] = key(
-        "When to evaluate. Unless no, also at the end. With a [[data.eval]] or a data.val_size the default is steps.",
+        "When to evaluate; except with no, also at the end. With a [[data.eval]] or data.val_size, the default is"
+        " steps.",
         "no",
         same_name=HF,
     )
@@ -180,55 +178,55 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
         same_name=HF,
         used_if={"eval_strategy": ["steps"]},
     )
-    eval_on_start: bool = key("Also before the first step.", False, same_name=HF)
+    eval_on_start: bool = key("Also evaluate before the first step.", False, same_name=HF)
     eval_max_samples: int | None = key("Use at most this many rows of each set, from the start.", None, ge=1)
     per_device_eval_batch_size: int | None = key(
-        "Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. Default: the same.",
+        "Rows per micro-batch, at most those of a training micro-batch, whose memory is planned. Default: the "
+        "same number.",
         None,
         ge=1,
         same_name=HF,
     )
     weights: Literal["trained", "average", "both"] = key(
-        "Which weights are evaluated, and write samples: as they are trained, or their average (optimizer.ema_decay). "
-        "both: an evaluation of the average has _average behind the name of its set. The best checkpoint and early "
-        "stopping follow what metric_for_best_model names; load_best_model_at_end exports the average where that is "
-        "of it.",
+        "Weights for evaluations and samples: the trained weights, or their average (optimizer.ema_decay). both: "
+        "the names of the average's evaluations end with _average. The best checkpoint and early stopping follow "
+        "metric_for_best_model; load_best_model_at_end exports the average if that is a metric of the average.",
         "trained",
     )
     predict_with_generate: bool = key(
-        "At every evaluation also continue the first rows of each set, by the likeliest tokens, from where their "
-        "trained part begins; of rows that are trained as a whole, from their middle. Shown in the log, in "
-        "metrics.jsonl and in the report.",
+        "At every evaluation, also continue the first rows of each set with the likeliest tokens, from the start "
+        "of their trained part; rows without a prompt are continued from the middle. The log, metrics.jsonl and "
+        "the report show the samples.",
         False,
         same_name="transformers, LLaMA-Factory",
     )
     max_predict_samples: int = key(
-        "How many rows of each set.",
+        "Rows per set to continue.",
         4,
         ge=1,
         used_if={"predict_with_generate": [True]},
     )
     max_new_tokens: int = key(
-        "New tokens of each, at most.",
+        "Largest number of new tokens per row.",
         64,
         ge=1,
         same_name="LLaMA-Factory",
         used_if={"predict_with_generate": [True]},
     )
     metric_for_best_model: str = key(
-        'Which figure of an evaluation says how good the model is: "loss", or "NAME_loss" where there are several '
-        'sets; of preferences "rewards/accuracies" and the others too, of rewards "accuracy".',
+        'Metric that ranks evaluations: "loss", or "NAME_loss" with several sets; for preferences also '
+        '"rewards/accuracies" and the others, for rewards "accuracy".',
         "loss",
         same_name=HF,
     )
     greater_is_better: bool | None = key(
-        "Whether more of it is better. Default: not of a loss or a perplexity.", None, same_name=HF
+        "Whether a larger metric is better. Default: false for a loss or a perplexity, else true.", None, same_name=HF
     )
     early_stopping_patience: int = key(
-        "End the run after so many evaluations in a row that were not better than the best one by more than "
-        "early_stopping_threshold. 0: never.",
+        "End the run after this number of consecutive evaluations that do not improve on the best one by more "
+        "than early_stopping_threshold. 0: never.",
         0,
         ge=0,
         same_name=HF_AXOLOTL,
     )
-    early_stopping_threshold: float = key("What an improvement has to exceed.", 0.0, ge=0, same_name=HF)
+    early_stopping_threshold: float = key("Smallest improvement that counts.", 0.0, ge=0, same_name=HF)
