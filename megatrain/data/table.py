@@ -76,22 +76,19 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
         {},
     )
     json_key: str | None = key(
-        'Key of the list of rows in a .json file that is one object, e.g. "data" or "data.train". Default: its '
-        "only list of rows.",
+        'Key of the list of rows in a .json file that is one object, e.g. "data.train". Default: its only list.',
         None,
         min_length=1,
     )
     max_samples: int | None = key("Use at most this many rows, from the start.", None, ge=1)
     weight: float = key(
-        "Uses of each document per epoch: 2.5 uses each twice and half of them a third time; 0.3 uses three in "
-        "ten, chosen by data_seed. With data.streaming, the share of the rows is the weight over the sum of all "
-        "weights.",
+        "Uses of each document per epoch: 2.5 is twice each, and half of them a third time, chosen by data_seed. With "
+        "data.streaming: the share of the rows, relative to the sum of all weights.",
         1.0,
         gt=0,
     )
     weight_from_step: WeightSchedule = key(
-        "data.streaming: weights by first step, e.g. { 1000 = 0.5, 2000 = 0.0 }; before the first of these steps,"
-        " weight applies.",
+        "data.streaming: weights by first step, e.g. { 1000 = 0.5, 2000 = 0.0 }; before these steps, weight.",
         {},
     )
 
@@ -133,19 +130,17 @@ class DataConfig(Table):
 
     max_length: int = key("Tokens in a row of a micro-batch.", 1024, ge=2, alters="yes", same_name="TRL")
     packing: Packing = key(
-        'true: several documents share a row and never attend to each other. "concat" (pretrain): texts are '
-        "joined with end of text and cut into full rows; later texts attend to earlier ones. false: one padded "
-        "document per row. Default: true, but false for preferences and for models that mix the documents of a "
-        "row.",
+        'true: documents share a row and never attend to each other. "concat" (pretrain): texts are joined with end of '
+        "text and cut into full rows; later texts attend to earlier ones. false: one padded document per row. Default: "
+        "true; false for preferences and models that mix the documents of a row.",
         True,
         alters="yes",
         same_name="TRL, LLaMA-Factory",
     )
     train_on: Literal["assistant", "last_assistant", "completion", "all"] = key(
-        "Tokens with a loss. assistant: all turns of the assistant; last_assistant: only the last one; "
-        "completion: the tokens after the prompt, in a conversation the last turn; all: every token. Plain text "
-        "always trains on every token. Default: assistant (sft), all (pretrain), completion (preferences, which "
-        "allow no other).",
+        "Tokens with a loss. assistant: all turns of the assistant; last_assistant: the last one; completion: the "
+        "tokens after the prompt, in a conversation the last turn; all: every token, as always in plain text. Default: "
+        "assistant (sft), all (pretrain), completion (preferences, which allow no other).",
         "assistant",
         alters="by contents",
     )
@@ -155,15 +150,14 @@ class DataConfig(Table):
         alters="by contents",
     )
     bad_rows: Literal["drop", "error"] = key(
-        "Treatment of rows with an unproven loss mask, rows that the chat template refuses, rows that are not "
-        "objects with fields, and empty files. drop: drop, count and explain them; error: end the run at the "
-        "first one.",
+        "Rows with an unproven loss mask, rows that the chat template refuses, rows that are not objects with fields, "
+        "and empty files. drop: drop, count and explain them; error: end the run.",
         "drop",
         alters="by contents",
     )
     max_dropped: float = key(
-        "Largest share of a source's rows, tokens or assistant turns that may be dropped or cut; a run with more "
-        "is refused. Above 0.05, a warning is logged. 1: no limit.",
+        "Largest share of a source's rows, tokens or assistant turns that may be dropped or cut; a run with more is "
+        "refused. Above 0.05 it warns. 1: no limit.",
         0.5,
         ge=0,
         le=1,
@@ -178,8 +172,7 @@ class DataConfig(Table):
         same_name="LLaMA-Factory, Axolotl",
     )
     cache_dir: CacheFolder = key(
-        "Folder of the cache of tokenized data. auto: $XDG_CACHE_HOME/megatrain-tier/tokens, else below ~/.cache;"
-        " none: tokens are kept in RAM.",
+        "Folder of tokenized data. auto: megatrain-tier/tokens in $XDG_CACHE_HOME or ~/.cache; none: RAM.",
         "auto",
         alters="no",
     )
@@ -190,8 +183,8 @@ class DataConfig(Table):
         alters="no",
     )
     val_size: float | None = key(
-        "Rows of [[data.train]] for evaluation instead of training, chosen by data_seed. >= 1: their number; < 1:"
-        " their share. Not together with [[data.eval]]. Default: none.",
+        "Rows of [[data.train]] for evaluation instead of training, chosen by data_seed. >= 1: number; < 1: share. Not "
+        "together with [[data.eval]]. Default: none.",
         None,
         gt=0,
         alters="by contents",
@@ -207,8 +200,7 @@ class ScoreConfig(Table, json_schema_extra=all_alter("no")):
     """``[score]``: what ``megatrain-tier score`` writes of each token of [[data.train]]; runs ignore it."""
 
     top_k: int = key(
-        "Number of likeliest tokens per position, with their log-probabilities. 0: only the log-probabilities of "
-        "the row's own tokens.",
+        "Likeliest tokens per position, with their log-probabilities. 0: only those of the row's own tokens.",
         64,
         ge=0,
     )

@@ -214,7 +214,7 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
         used_if={"predict_with_generate": [True]},
     )
     metric_for_best_model: str = key(
-        'Metric that ranks evaluations: "loss", or "NAME_loss" with several sets; for preferences also '
+        'Metric that compares evaluations: "loss", or "NAME_loss" with several sets; for preferences also '
         '"rewards/accuracies" and the others, for rewards "accuracy".',
         "loss",
         same_name=HF,
