@@ -41,6 +41,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "optim": ("megatrain.optim",),
     "sharding": ("megatrain.ranks",),
     "core": ("megatrain.engine",),
+    "embedding": ("megatrain.embed",),
     # `engine.attention` is none of them: it knows the sizes of torch's kernels, as `engine.work` does, and no model.
     # Nor are `models.carried`, by which a folder is accounted for (each of its tensors is loaded, carried or refused),
     # and `models.quantized`, by which a folder's bytes are numbers: formats of tensors in files, as dtypes are.
@@ -60,7 +61,7 @@ ROOMS: Mapping[str, tuple[str, ...]] = {
     "trainer": ("megatrain.training",),
     "forward passes": ("megatrain.extras.generation", "megatrain.extras.scoring"),
     "api": ("megatrain.api",),
-    "tools": ("megatrain.embed", "megatrain.extras"),
+    "tools": ("megatrain.extras",),
     "package": ("megatrain.__init__", "megatrain.__main__"),
     "cli": ("cli",),
 }

@@ -1,4 +1,4 @@
-"""Groups of parameters of an embedded optimizer, and when each is updated: in the step, before its next use, behind it.
+"""Groups of parameters of an embedded optimizer. Each is updated in the step, or before the next use of its weights.
 
 The engine's ``Updater`` applies one step's numbers to every block group. Here torch's parameter groups may change in
 every step and each parameter counts its own steps, so an update has settings per parameter. Both call the update rules
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,22 +20,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from megatrain.api import (
-    EMA,
-    GRADIENT_DTYPES,
-    ElementwiseOptimizer,
-    Optimizer,
-    Segment,
-    StateKind,
-    Update,
-    WeightAverage,
-)
 from megatrain.base.layout import UnitLayout
 from megatrain.embed.stores import num_ranks, shared_state
-from megatrain.embed.weights import GradientBlock, SharedGradients, WeightInUseError
+from megatrain.embed.weights import GradientBlock, WeightInUseError
 from megatrain.engine.program import gradient_key, state_key, weight_key
-from megatrain.optim.average import begin_average, swap_average
-from megatrain.optim.clip import add_in_order, squared_norm, squared_norms
+from megatrain.optim.average import EMA, WeightAverage, begin_average, swap_average
+from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
+from megatrain.optim.clip import squared_norm, squared_norms
+from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.threads import elements_per_call, share_out
 from megatrain.ranks.dtensors import check_gradient, first_element, is_dtensor, local_of, version_of
 from tiered.errors import TieredError
@@ -45,9 +36,9 @@ from tiered.ext import HostSlab
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatrain.api import KernelThreads
     from megatrain.base.layout import TensorEntry
     from megatrain.embed.weights import WeightBlock
+    from megatrain.optim.threads import KernelThreads
     from tiered import Mode, TieredStore
 
 
@@ -79,12 +70,6 @@ class DeviceCopies:
                 self._slab.close()
             self._slab = HostSlab(nbytes, pin=True)
         here = self._slab.tensor[:nbytes].view(tensor.dtype)
-        self._copy(here, tensor, tensor.device)
-        return here
-
-    def to_new_ram(self, tensor: Tensor) -> Tensor:
-        """Return the contents of a tensor on a device, dense and flat, in new memory."""
-        here = torch.empty(tensor.numel(), dtype=tensor.dtype)
         self._copy(here, tensor, tensor.device)
         return here
 
@@ -381,75 +366,6 @@ class OffloadedGroup(StateGroup):
                     self.part("low", lease.tensor, entry).zero_()
 
 
-class SharedGroup(OffloadedGroup):
-    """The parameters of a block that several ranks share: this rank updates its shard, which needs no other rank."""
-
-    def __init__(
-        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
-    ) -> None:
-        assert weights.ranks is not None and isinstance(weights.gradients, SharedGradients), weights.key
-        if any(kind.needs_whole for kind in kinds):
-            raise ValueError(
-                f"this optimizer needs whole matrices, and {weights.layout.name} is shared by {weights.ranks.size} "
-                "ranks: use TieredAdamW, TieredLion or TieredSGD"
-            )
-        self.ranks = weights.ranks
-        self._owned = self.ranks.owned(weights.layout)
-        super().__init__(weights, kinds, homes, deferred=deferred)
-
-    @property
-    def gradient_factor(self) -> float:
-        """By which the sum over all lanes becomes their mean."""
-        return 1.0 / self.ranks.lanes.count
-
-    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
-        """Return what a block of a kind holds of one parameter, flat: nothing, where other ranks have all of it."""
-        shard, granularity = self._owned, self.kinds[kind].granularity
-        start = min(max(entry.offset, shard.start), shard.stop) - shard.start
-        stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
-        return flat[start // granularity : -(-stop // granularity)]
-
-    def _num_elements(self, kind: StateKind) -> int:
-        return kind.elements_for(self.ranks.num_elements(self.layout))
-
-    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
-        inside = self.segment(entry, settings, entry.offset).within(self._owned)
-        return inside if inside.start < inside.stop else None
-
-
-def exchange_gradients(
-    groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
-) -> dict[nn.Parameter, float]:
-    """Add up the gradients of parameters that ranks share; return the squared norm of each such group of them.
-
-    The norm is that of the mean of all lanes. It stands under the first parameter of each group, and is summed in
-    65,536 elements of the layout: the same bits for any number of ranks. A collective.
-
-    Args:
-        groups: any; those that are not shared, or are exchanged already, are left out.
-        with_norm: False: return nothing.
-    """
-    found: dict[nn.Parameter, float] = {}
-    shared = [group for group in groups if isinstance(group, SharedGroup)]
-    for ranks in dict.fromkeys(group.ranks for group in shared):
-        ranks.announce("the end of a backward: step() or measure_grad_norm()")
-        mine = [group for group in shared if group.ranks is ranks]
-        gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
-        if not all(one.is_exchanged for one in gradients):
-            filled = ranks.gather_objects([one.filled for one in gradients])
-            for one, *names in zip(gradients, *filled, strict=True):
-                one.agreed(frozenset().union(*names))
-                one.exchange()
-        if not with_norm:
-            continue
-        partials = ranks.gather_objects([one.partial_squares(threads) for one in gradients])
-        for group, *of_ranks in zip(mine, *partials, strict=True):
-            squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
-            if group.gradients.filled:
-                found[next(iter(group.parameters.values()))] = squares * group.gradient_factor**2
-    return found
-
-
 class OrdinaryGroup(StateGroup):
     """Ordinary parameters, in RAM or on a CUDA device; only their state is in the store.
 
@@ -630,8 +546,7 @@ class OrdinaryGroup(StateGroup):
         if not self._on_device:
             blocks["weight"] = values.detach().reshape(-1)
         elif self._versions.get(entry.name) != version_of(parameter):
-            # On the stream of the copies: this thread's own is not ordered after the kernels that replaced it.
-            _follow(blocks, self._copies.to_new_ram(values.detach()))
+            _follow(blocks, values.detach().reshape(-1).cpu())
         yield blocks
         if values.is_cuda:
             self._copies.to_device(values, blocks["weight"])
@@ -681,13 +596,9 @@ def take_gradients(groups: Sequence[StateGroup]) -> list[tuple[StateGroup, Mappi
 def update_in_order(works: Mapping[StateGroup, DueUpdate]) -> None:
     """Make updates one after the other, prefetching the state of the next one meanwhile."""
     for group, following in zip_longest(works, list(works)[1:]):
-        _update(group, works[group], following)
-
-
-def _update(group: StateGroup, work: DueUpdate, following: StateGroup | None) -> None:
-    if following is not None:
-        following.prefetch()
-    group.update(work)
+        if following is not None:
+            following.prefetch()
+        group.update(works[group])
 
 
 @dataclass(slots=True)
@@ -909,76 +820,6 @@ class DeferredUpdates:
             self._is_partial = self._is_partial or not is_atomic
             raise
         except BaseException:
-            self.interrupt()
+            self._is_partial = True
+            self._due.clear()
             raise
-
-    def interrupt(self) -> None:
-        """Record that updates were partially applied, and drop those that wait."""
-        self._is_partial = True
-        self._due.clear()
-
-
-class AsyncUpdates:
-    """Makes the updates of a step in order, on one thread; each module waits for its own parameters before its forward.
-
-    For models whose modules use only the parameters that they own. Code that reads weights or gradients otherwise calls
-    ``finish`` first, as ``state_dict`` and ``load_state_dict`` of the model do. ``start``, ``finish`` and the forward
-    belong to one thread.
-
-    Args:
-        model: whose forward follows.
-        on_error: called on the updating thread when an update was partially applied.
-    """
-
-    def __init__(self, model: nn.Module, on_error: Callable[[], None]) -> None:
-        self._on_error = on_error
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="async-updates")
-        self._running: list[Future[None]] = []
-        self._update_of: dict[int, Future[None]] = {}
-        self._has_failed = False
-        for module in model.modules():
-            if any(parameter is not None for parameter in module._parameters.values()):
-                module.register_forward_pre_hook(self._before, prepend=True)
-            module.register_state_dict_pre_hook(self._before_reading)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(self._before_reading)  # type: ignore[no-untyped-call]
-
-    def start(self, works: Mapping[StateGroup, DueUpdate]) -> None:
-        """Begin the updates of a step. Gradients leave their parameters: the next ones will be new tensors."""
-        assert not self._running, "the updates of the step before have not been waited for"
-        self._has_failed = False
-        for group, following in zip_longest(works, list(works)[1:]):
-            work = works[group]
-            for name in work.gradients:
-                group.parameters[name].grad = None
-            update = self._thread.submit(self._make, group, work, following)
-            self._running.append(update)
-            self._update_of.update((id(group.parameters[name]), update) for name in work.settings)
-
-    def finish(self) -> None:
-        """Wait for all updates. Raises the error of the first one that failed; none after it was made."""
-        running, self._running = self._running, []
-        self._update_of.clear()
-        for update in running:
-            update.exception()  # all of them end before the first error is raised
-        for update in running:
-            update.result()
-
-    def _make(self, group: StateGroup, work: DueUpdate, following: StateGroup | None) -> None:
-        if self._has_failed:
-            raise InterruptedUpdateError("an update before this one failed")
-        try:
-            _update(group, work, following)
-        except BaseException:
-            self._has_failed = True
-            self._on_error()
-            raise
-
-    def _before(self, module: nn.Module, inputs: Any) -> None:
-        if self._update_of:
-            for parameter in module._parameters.values():
-                update = self._update_of.get(id(parameter))
-                if update is not None:
-                    update.result()
-
-    def _before_reading(self, *_: Any) -> None:
-        self.finish()

@@ -20,22 +20,18 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatrain.embed.optimizer import TieredOptimizer
-from megatrain.embed.partition import OffloadError, Part, UnitPart, partition
-from megatrain.embed.shared import ModuleRanks, check_same_module
+from megatrain.embed.partition import OffloadError, UnitPart, partition, parts_of
+from megatrain.embed.room import WholeBlocks, check_room
+from megatrain.embed.shared import ModuleRanks
 from megatrain.embed.stores import (
-    Wanted,
     check_store,
     compute_device,
-    compute_tier,
     home_order,
-    room_for_homes,
     shared_state,
 )
 from megatrain.embed.weights import (
     AbsentWeightError,
     BackwardWindow,
-    GradientBlock,
-    SharedGradients,
     UseOrder,
     WeightBlock,
     block_of,
@@ -43,7 +39,6 @@ from megatrain.embed.weights import (
     release_all,
     weight_hooks,
 )
-from tiered.errors import CapacityError
 from tiered.units import round_up
 
 if TYPE_CHECKING:
@@ -105,34 +100,22 @@ def offload(
         raise TypeError(f"offload takes a torch.nn.Module, not {model!r:.60}")
     if group is None and gradient_lanes is not None:
         raise ValueError("gradient_lanes without group: one process adds gradients up in the order they come")
-    ranks = None if group is None else ModuleRanks(group, store, gradient_lanes)
+    access = WholeBlocks(store) if group is None else ModuleRanks(group, store, gradient_lanes)
     units = partition(model, name, leave)
-    parts = list(dict.fromkeys(part for unit in units for part in unit.parts))
+    parts = parts_of(units)
     homes = home_order(store, weights), home_order(store, gradients)
-    if ranks is None:
-        check_room(store, name, units, parts, *homes)
-    else:
-        _refuse_left(model, parts)
-        before = shared_state(store).working_bytes
-        try:
-            ranks.all_or_none(lambda: check_room(store, name, units, parts, *homes, ranks))
-            check_same_module(ranks, model, [part.layout for part in parts])
-        except BaseException:  # perhaps of another rank: this one may have room
-            ranks.unreserve()
-            shared_state(store).working_bytes = before
-            raise
+    access.check_module(model, units, lambda: check_room(access, name, units, *homes))
     _refuse_foreign_optimizers()
-    offloaded = OffloadedModule(store, ranks)
+    offloaded = OffloadedModule(store, access)
     blocks: dict[int, WeightBlock] = {}
     for part in parts:
-        block = WeightBlock(store, part.weight_key, part.layout, part.parameters, part.dtype, homes[0], ranks)
+        block = WeightBlock(store, part.weight_key, part.layout, part.parameters, part.dtype, homes[0], access)
         block.take_over()
         blocks[id(part)] = block
         offloaded.blocks.append(block)
     for part in parts:
         if part.layout.trainable:
-            own = (store, part.gradient_key, part.layout, part.parameters, homes[1])
-            blocks[id(part)].gradients = GradientBlock(*own) if ranks is None else SharedGradients(*own, ranks)
+            blocks[id(part)].gradients = access.gradient_block(part, homes[1])
     for unit in units:
         _UnitHooks(unit, [blocks[id(part)] for part in unit.parts], offloaded).install()
     offloaded.install(model)
@@ -142,17 +125,6 @@ def offload(
     return model
 
 
-def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
-    """Refuse trained parameters that ranks would not share: each would train its own."""
-    shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and id(parameter) not in shared:
-            raise OffloadError(
-                f"{name} is trained and left out of the store: with group=... its gradient would stay one rank's. "
-                "Freeze it, or do not leave it out"
-            )
-
-
 def gradient_lanes(model: nn.Module) -> Iterator[int]:
     """Yield the lanes of this rank, of a module that was offloaded with ``group``: gradients are added to the last one.
 
@@ -160,10 +132,11 @@ def gradient_lanes(model: nn.Module) -> Iterator[int]:
     number. With several micro-batches per lane go through the lanes once for each.
     """
     offloaded = offloaded_module(model)
-    if offloaded is None or offloaded.ranks is None:
+    ranks = None if offloaded is None else offloaded.access
+    if not isinstance(ranks, ModuleRanks):
         raise OffloadError("gradient lanes are those of a module that was offloaded with group=...")
-    for lane in offloaded.ranks.own_lanes:
-        offloaded.ranks.lane = lane
+    for lane in ranks.own_lanes:
+        ranks.lane = lane
         yield lane
 
 
@@ -207,11 +180,11 @@ class OffloadedModule:
         window: leases of the backward.
         order: in which units were used.
         calls: forwards that are running.
-        ranks: that share the module; None: this process has all of it.
+        access: Leases its blocks: of this process alone, or together with other ranks.
     """
 
-    def __init__(self, store: TieredStore, ranks: ModuleRanks | None = None) -> None:
-        self.store, self.ranks = store, ranks
+    def __init__(self, store: TieredStore, access: WholeBlocks) -> None:
+        self.store, self.access = store, access
         self.blocks: list[WeightBlock] = []
         self.order = UseOrder(store)
         self.window = BackwardWindow(self.order)
@@ -707,140 +680,4 @@ def log_ignored_move(wanted: str, computes_on: str, level: int) -> None:
         wanted,
         computes_on,
         remedy,
-    )
-
-
-#: Bytes per trained parameter that an update has in RAM: weights, gradient and the largest optimizer state.
-_STATE_BYTES = 4 + 4 + 8
-
-
-def check_room(
-    store: TieredStore,
-    name: str,
-    units: Sequence[UnitPart],
-    parts: Sequence[Part],
-    weights: Sequence[str],
-    gradients: Sequence[str],
-    ranks: ModuleRanks | None = None,
-) -> None:
-    """Refuse what the store has no room for, as homes or while a layer runs; reserve the working set.
-
-    Args:
-        weights: tiers that they may live in, most wanted first.
-        gradients: tiers that they may live in, most wanted first.
-
-    Raises:
-        CapacityError: with the tier, and what it would need.
-        OffloadError: the name is in use.
-    """
-    if ranks is None:
-        wanted = [Wanted(part.weight_key, part.weight_bytes, tuple(weights), True) for part in parts]
-        wanted += [
-            Wanted(part.gradient_key, part.gradient_bytes, tuple(gradients), False)
-            for part in parts
-            if part.layout.trainable
-        ]
-    else:
-        wanted = [
-            Wanted(part.weight_key, ranks.stored_bytes(part.layout, part.dtype), tuple(weights), True) for part in parts
-        ]
-        for part in (part for part in parts if part.layout.trainable):
-            nbytes = ranks.stored_bytes(part.layout, torch.float32)
-            wanted.append(Wanted(part.gradient_key, nbytes, tuple(gradients), False))
-            nbytes = ranks.gathered_bytes(part.layout, torch.float32)
-            wanted += [
-                Wanted(f"{part.gradient_key}.lane{lane}", nbytes, tuple(gradients), False) for lane in ranks.own_lanes
-            ]
-    known = {spec.key for spec in store.blocks()}
-    if any(block.key in known for block in wanted):
-        raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
-    shared = shared_state(store)
-    before = shared.working_bytes
-    shared.working_bytes = max(before, _working_bytes(units) if ranks is None else _shared_working_bytes(parts, ranks))
-    try:
-        if ranks is not None:
-            for tier, nbytes in _room_of_ranks(units, ranks).items():
-                ranks.reserve(tier, nbytes)
-        homes = dict(zip([block.key for block in wanted], shared.placed(wanted), strict=True))
-        if ranks is None:
-            _check_layers(store, units, homes, wanted)
-        elif ranks.tier != "ram":
-            _check_sums(store, parts, homes, wanted, ranks)
-    except BaseException:
-        shared.working_bytes = before
-        raise
-
-
-def _check_layers(
-    store: TieredStore, units: Sequence[UnitPart], homes: dict[str, str], wanted: Sequence[Wanted]
-) -> None:
-    """Refuse a compute tier in which a layer does not fit beside the homes there and the modules around it."""
-    where = compute_tier(store)
-    tier = store.tier(where)
-    taken = sum(tier.slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
-    room = room_for_homes(store, where) - taken
-    for unit in units:
-        around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
-        needed = {part.weight_key: part.weight_bytes for other in around for part in other.parts}
-        needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
-        need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
-        if need > room:
-            raise CapacityError(
-                where,
-                need,
-                max(0, room),
-                detail=f"to run {unit.name or 'the module'} with its weights and gradients. Give {where} more room",
-            )
-
-
-def _check_sums(
-    store: TieredStore, parts: Sequence[Part], homes: dict[str, str], wanted: Sequence[Wanted], ranks: ModuleRanks
-) -> None:
-    """Refuse a compute tier in which the largest sum of gradients does not fit beside homes and full copies."""
-    where = ranks.tier
-    tier = store.tier(where)
-    taken = sum(tier.slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
-    room = room_for_homes(store, where) - taken - ranks.reserved_bytes(where)
-    for part in parts:
-        need = tier.slot_bytes(ranks.gathered_bytes(part.layout, torch.float32))
-        lane = f"{part.gradient_key}.lane{ranks.own_lanes[0]}"
-        if part.layout.trainable and homes[lane] != where and need > room:
-            detail = f"to sum the gradients of {part.layout.name} beside full copies of weights. Give {where} more room"
-            raise CapacityError(where, need, max(0, room), detail=detail)
-
-
-def _room_of_ranks(units: Sequence[UnitPart], ranks: ModuleRanks) -> dict[str, int]:
-    """Return by tier what ranks need beside blocks.
-
-    Where modules compute: full copies of a module and of those around it. In RAM: what an exchange receives, and on a
-    GPU's host the full copy that is gathered.
-    """
-    copies = beside = 0
-    for unit in units:
-        around = [other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}.")]
-        parts = dict.fromkeys(part for other in around for part in other.parts)
-        copies = max(copies, sum(ranks.gathered_bytes(part.layout, part.dtype) for part in parts))
-        for part in parts:
-            staged = 0 if ranks.tier == "ram" else ranks.gathered_bytes(part.layout, part.dtype)
-            beside = max(beside, ranks.exchange_bytes(part.layout), staged)
-    return {"ram": max(copies, beside)} if ranks.tier == "ram" else {"ram": beside, ranks.tier: copies}
-
-
-def _shared_working_bytes(parts: Sequence[Part], ranks: ModuleRanks) -> int:
-    """Return what the update of the largest shard takes, or the sums that are exchanged together."""
-    most = 0
-    for part in parts:
-        sums = len(ranks.own_lanes) * ranks.gathered_bytes(part.layout, torch.float32)
-        most = max(most, (_STATE_BYTES + 2 * 4) * ranks.num_elements(part.layout), sums)
-    return most
-
-
-def _working_bytes(units: Sequence[UnitPart]) -> int:
-    """Return what the update of one unit and the next unit's weights take together; frozen ones have weights alone."""
-    return max(
-        sum(
-            (_STATE_BYTES + 2 * 4) * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
-            for part in unit.parts
-        )
-        for unit in units
     )

@@ -13,23 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megatrain.api import (
-    EMA,
-    SGD,
-    STATE_DTYPES,
-    Adafactor,
-    AdamW,
-    KernelThreads,
-    Lion,
-    Muon,
-    NonFiniteGradientError,
-    StateDtype,
-    WeightAverage,
-)
-from megatrain.api import Optimizer as Arithmetic
 from megatrain.base.layout import build_layout
 from megatrain.embed.groups import (
-    AsyncUpdates,
     DeferredUpdates,
     DeviceCopies,
     DueUpdate,
@@ -37,21 +22,27 @@ from megatrain.embed.groups import (
     OffloadedGroup,
     OrdinaryGroup,
     Settings,
-    SharedGroup,
     StateGroup,
     UpdatesInRam,
-    exchange_gradients,
     norms_in_ram,
     take_gradients,
     update_in_order,
 )
 from megatrain.embed.partition import mark_optimized
 from megatrain.embed.saved_state import SavedState
+from megatrain.embed.shared import SharedGradients, SharedGroup, exchange_gradients
 from megatrain.embed.stores import check_store, home_order, room_for_homes, shared_state
 from megatrain.embed.weights import block_of
-from megatrain.optim.clip import global_norm, gradient_scale
+from megatrain.optim.adafactor import Adafactor
+from megatrain.optim.average import EMA, WeightAverage
+from megatrain.optim.base import Optimizer as Arithmetic
+from megatrain.optim.clip import NonFiniteGradientError, global_norm, gradient_scale
+from megatrain.optim.elementwise import SGD, AdamW, Lion
 from megatrain.optim.matrices import DeviceMatrices, Shape, host_bytes
-from megatrain.optim.muon import COEFFICIENTS, EPS
+from megatrain.optim.moments import STATE_DTYPES
+from megatrain.optim.muon import COEFFICIENTS, EPS, Muon
+from megatrain.optim.table import StateDtype
+from megatrain.optim.threads import KernelThreads
 from megatrain.ranks.dtensors import (
     add_over_shards,
     check_parameter,
@@ -62,8 +53,8 @@ from megatrain.ranks.dtensors import (
 from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
-    from megatrain.api import StateKind
     from megatrain.base.layout import UnitLayout
+    from megatrain.optim.base import StateKind
     from tiered import TieredStore
 
 __all__ = [
@@ -103,6 +94,11 @@ _OPTIONS_OF_TORCH = {
     "amsgrad": "AMSGrad keeps a third moment, which has no kernel here. Leave the option out",
     "maximize": "negate the loss instead",
 }
+#: Options of earlier versions, with their replacements (decision 0114).
+_ENDED_OPTIONS = {
+    "overlap": "step() makes the updates of ordinary parameters. Write megatrain.offload(model, store) before the "
+    "optimizer: each layer is then updated right before its next use",
+}
 
 
 def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[str, Any]) -> None:
@@ -111,11 +107,12 @@ def _check_arguments(kind: str, params: object, store: object, unknown: Mapping[
         raise TypeError(f"{kind} takes parameters, not the module {type(params).__name__}: give model.parameters()")
     if store is not None:
         check_store(store, kind)
+    reasons = _OPTIONS_OF_TORCH | _ENDED_OPTIONS
     for name, value in unknown.items():
-        if name not in _OPTIONS_OF_TORCH:
+        if name not in reasons:
             raise TypeError(f"{kind} has no option {name!r}")
         if value:
-            raise TypeError(f"{kind} has no option {name!r}: {_OPTIONS_OF_TORCH[name]}")
+            raise TypeError(f"{kind} has no option {name!r}: {reasons[name]}")
 
 
 class TieredOptimizer(torch.optim.Optimizer):
@@ -140,8 +137,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             update out, "ignore" uses it as torch does.
         offload_gradients: gradients of ordinary parameters move to the store as autograd makes them, and are summed
             there in fp32 over backward passes.
-        overlap: a model of ordinary parameters: ``step`` returns before their updates are made, and each module waits
-            for its own; see ``AsyncUpdates``. Gradients are then consumed.
         state_dtype: format of the moments: "float32", "bfloat16" (rounded at random, by seed, step and element) or
             "int8" (blocks of 256 with a scale); see ``megatrain.optim.elementwise``.
         seed: where that rounding begins.
@@ -169,7 +164,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         max_grad_norm: float = 0.0,
         nonfinite: Literal["stop", "skip", "ignore"] = "stop",
         offload_gradients: bool = False,
-        overlap: nn.Module | None = None,
         state_dtype: StateDtype = "float32",
         seed: int = 0,
         ema_decay: float = 0.0,
@@ -198,7 +192,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         self._measured: object = None
         self._deferred = DeferredUpdates()
         self._has_consumed = False  # the last step took gradients from the store, and none were dropped since
-        self._async = None if overlap is None else AsyncUpdates(overlap, self._deferred.interrupt)
         self._in_ram = UpdatesInRam(self.threads)
         self._with_state: set[int] = set()  # ids of the parameters of all groups
         self._name, self._offload, self._homes = name, offload_gradients, state
@@ -310,7 +303,6 @@ class TieredOptimizer(torch.optim.Optimizer):
             type(self).__name__,
             is_lost=not self._with_state <= set(map(id, self.parameters())),
             offloads_gradients=self._offload,
-            overlaps=self._async is not None,
         )
         if self.saves_tensors and (blocks or any(isinstance(group, OffloadedGroup) for group in self.groups)):
             raise ValueError(
@@ -323,7 +315,7 @@ class TieredOptimizer(torch.optim.Optimizer):
         try:
             with shared_state(store).all_or_nothing():
                 for block in blocks:
-                    kind_of_group = OffloadedGroup if block.ranks is None else SharedGroup
+                    kind_of_group = SharedGroup if isinstance(block.gradients, SharedGradients) else OffloadedGroup
                     own_kinds = kinds(block.dtype.itemsize == 2, block.parameters)
                     self.groups.append(kind_of_group(block, own_kinds, homes, deferred=self._deferred))
                 self.groups += _ordinary_groups(
@@ -397,9 +389,6 @@ class TieredOptimizer(torch.optim.Optimizer):
                 group.defer(DueUpdate(mine, scale * group.gradient_factor, gradients))
             elif mine:
                 works[group] = DueUpdate(mine, scale, gradients)
-        if self._async is not None:
-            self._async.start(works)
-            return loss
         with self._deferred.applying(is_atomic=False):
             update_in_order(self._in_ram.update(works))
         return loss
@@ -436,8 +425,6 @@ class TieredOptimizer(torch.optim.Optimizer):
         Raises:
             InterruptedUpdateError: an update was partially applied; raised once.
         """
-        if self._async is not None:
-            self._async.finish()
         self._deferred.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -984,7 +971,6 @@ def _check_sharded(
     *,
     is_lost: bool,
     offloads_gradients: bool,
-    overlaps: bool,
 ) -> None:
     """Refuse what would go wrong with parameters of which this rank has a part.
 
@@ -993,7 +979,6 @@ def _check_sharded(
         optimizer: name of its class.
         is_lost: there is state of parameters that are in no group any more.
         offloads_gradients: gradients move to the store as autograd makes them.
-        overlaps: modules wait for the updates of their parameters.
 
     Raises:
         ValueError: something would.
@@ -1017,11 +1002,6 @@ def _check_sharded(
             raise ValueError(
                 f"offload_gradients=True with a sharded parameter, of shape {shape}: its gradient is made from "
                 "those of all ranks, after autograd. Leave it out"
-            )
-        if overlaps:
-            raise ValueError(
-                f"overlap=model with a sharded parameter, of shape {shape}: its shards are gathered before the "
-                "modules that own it would wait for the update. Leave it out"
             )
 
 

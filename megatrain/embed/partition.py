@@ -88,6 +88,16 @@ class UnitPart:
     parts: tuple[Part, ...]
 
 
+def parts_of(units: Iterable[UnitPart]) -> list[Part]:
+    """Return the parts of all units, each once, in definition order."""
+    return list(dict.fromkeys(part for unit in units for part in unit.parts))
+
+
+def parts_around(unit: UnitPart, units: Iterable[UnitPart]) -> list[Part]:
+    """Return the parts of a unit and of the modules around it, whose forwards run at the same time."""
+    return parts_of(other for other in units if other.name == "" or f"{unit.name}.".startswith(f"{other.name}."))
+
+
 def partition(model: nn.Module, name: str, leave: Sequence[str] = ()) -> list[UnitPart]:
     """Return the units of a module, in definition order; together they use all its parameters.
 

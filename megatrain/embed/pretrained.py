@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain.api import WeightLoader, build_skeleton, fetch_weights
 from megatrain.base.layout import build_layout, views
 from megatrain.embed.offload import offload, offloaded_module
 from megatrain.embed.stores import compute_device
 from megatrain.embed.weights import block_of
 from megatrain.models.folder import some
-from megatrain.models.hub import locate
-from megatrain.models.skeleton import resolve_config
+from megatrain.models.hub import fetch_weights, locate
+from megatrain.models.load import WeightLoader
+from megatrain.models.skeleton import build_skeleton, resolve_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

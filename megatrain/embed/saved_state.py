@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from megatrain.api import EMA
-from megatrain.embed.groups import OffloadedGroup, OrdinaryGroup, SharedGroup, StateGroup
+from megatrain.embed.groups import OffloadedGroup, OrdinaryGroup, StateGroup
+from megatrain.embed.shared import SharedGroup
 from megatrain.embed.stores import num_ranks, shared_state, this_rank
 from megatrain.embed.weights import mapped_copy
-from megatrain.optim.average import begin_average
+from megatrain.optim.average import EMA, begin_average
 from megatrain.optim.moments import decode_moments, encode_moments, is_signed
 from megatrain.ranks.dtensors import is_dtensor, is_whole, like_parameter, local_of
 from tiered import GenerationReader, list_generations, read_manifest

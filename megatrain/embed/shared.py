@@ -20,21 +20,34 @@ import torch
 from torch import Tensor, nn
 from xxhash import xxh3_128_digest
 
-from megatrain.api import Collectives, RankLanes, RanksDifferError, RankShards, check_same
 from megatrain.base.layout import UnitLayout
-from megatrain.embed.stores import compute_device, compute_tier
+from megatrain.embed.groups import DeferredUpdates, OffloadedGroup, Settings, StateGroup
+from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
+from megatrain.embed.room import UPDATE_BYTES, WholeBlocks
+from megatrain.embed.stores import compute_device, room_for_homes, shared_state
+from megatrain.embed.weights import GradientBlock, WeightBlock, WeightInUseError, WeightLease
+from megatrain.engine.weight_gradients import GradientAccumulator
+from megatrain.optim.base import Segment, StateKind
+from megatrain.optim.clip import add_in_order, partial_squares
+from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
 from megatrain.ranks.lanes import lanes_of_rank, total
+from megatrain.ranks.shards import RankLanes, RankShards
+from tiered.errors import CapacityError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from tiered import TieredStore
+    from megatrain.base.layout import TensorEntry
+    from megatrain.optim.threads import KernelThreads
+    from tiered import Mode, TieredStore
 
 _FP32_BYTES = 4
 
 
-class ModuleRanks:
-    """The ranks that an offloaded module is shared by, seen from one of them. Used by one thread at a time.
+class ModuleRanks(WholeBlocks):
+    """The ranks that share an offloaded module, seen from one of them. Used by one thread at a time.
+
+    Each rank stores a shard of every block. Shards are gathered in RAM, wherever the module computes.
 
     Args:
         group: a process group of torch.distributed, over host memory (gloo).
@@ -56,7 +69,9 @@ class ModuleRanks:
                 "group=... has no backend for host memory: make it with gloo, or the default group with "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             )
-        self._store, self.tier, self.device = store, compute_tier(store), compute_device(store)
+        super().__init__(store)
+        self.compute_tier, self.device = self.tier, compute_device(store)
+        self.tier = "ram"
         self.rank, self.size = self._collectives.rank, self._collectives.size
         count = self.size if num_lanes is None else num_lanes
         if count < 1 or count % self.size:  # all ranks gather for as many forwards and backwards
@@ -68,10 +83,6 @@ class ModuleRanks:
         self.lane = self.own_lanes[0]
         self._in_use_bytes, self._reserved_bytes = Counter[str](), Counter[str]()  # by tier
         self._num_announced = 0
-
-    def all_or_none(self, action: Callable[[], None]) -> None:
-        """Do something on all ranks that may be refused: then it is on all of them; see ``Collectives.all_or_none``."""
-        self._collectives.all_or_none(action)
 
     def announce(self, what: str) -> None:
         """Tell all ranks what this one is about to do with them.
@@ -119,10 +130,6 @@ class ModuleRanks:
         shard[: len(owned)].copy_(full[owned.start : owned.stop])
         shard[len(owned) :].zero_()
 
-    def stored_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
-        """Return the size of a shard."""
-        return self.num_elements(layout) * dtype.itemsize
-
     def gathered_bytes(self, layout: UnitLayout, dtype: torch.dtype) -> int:
         """Return the size of a full copy, which is that of a sum of gradients as well."""
         return self.num_gathered(layout) * dtype.itemsize
@@ -137,17 +144,13 @@ class ModuleRanks:
         """
         more = nbytes - self._reserved_bytes[tier]
         if more > 0:
-            self._store.reserve(tier, more)
+            self.store.reserve(tier, more)
             self._reserved_bytes[tier] += more
-
-    def reserved_bytes(self, tier: str) -> int:
-        """Return the room of a tier that is set apart."""
-        return self._reserved_bytes[tier]
 
     def unreserve(self) -> None:
         """Give back all room that was set apart."""
         for tier, nbytes in self._reserved_bytes.items():
-            self._store.reserve(tier, -nbytes)
+            self.store.reserve(tier, -nbytes)
         self._reserved_bytes.clear()
 
     def take(self, tier: str, nbytes: int) -> None:
@@ -210,6 +213,115 @@ class ModuleRanks:
             start = stop
         return total(0, self.lanes.count, found, Tensor.add_)
 
+    # -- blocks ------------------------------------------------------------------------------------------------
+
+    def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
+        """Return a full copy of a block, gathered from all ranks. A collective."""
+        return UnshardedBlock(self, key, layout, dtype, mode)
+
+    @contextmanager
+    def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield zeros of a layout's length; this rank's shard of them becomes the block."""
+        nbytes = layout.num_elements * dtype.itemsize
+        with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease, self.room("ram", nbytes):
+            full = torch.zeros(layout.num_elements, dtype=dtype)
+            yield full
+            self.put_shard(lease.tensor, layout, full)
+
+    def is_copy(self, home: str) -> bool:
+        """Return True: a full copy is never the home."""
+        return True
+
+    def drop(self, key: str) -> None:
+        """Do nothing: the end of the lease has dropped the full copy."""
+
+    def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
+        """Return the registered gradients of a part: a sum for each lane of this rank."""
+        return SharedGradients(self.store, part.gradient_key, part.layout, part.parameters, homes, self)
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
+        """Refuse a module on all ranks if one of them has no room for it, or if it differs between ranks.
+
+        Raises:
+            OffloadError: A trained parameter is left out of the store.
+            RanksDifferError: Names the first difference.
+        """
+        parts = parts_of(units)
+        _refuse_left(model, parts)
+        shared = shared_state(self.store)
+        before = shared.working_bytes
+        try:
+            self._collectives.all_or_none(check_room)
+            check_same_module(self, model, [part.layout for part in parts])
+        except BaseException:  # perhaps of another rank: this one may have room
+            self.unreserve()
+            shared.working_bytes = before
+            raise
+
+    def gradient_bytes(self, part: Part) -> Mapping[str, int]:
+        """Return the bytes of this rank's shard of the sum over all lanes, and of the whole sum of each own lane."""
+        nbytes = self.gathered_bytes(part.layout, torch.float32)
+        lanes = {lane_key(part.gradient_key, lane): nbytes for lane in self.own_lanes}
+        return {part.gradient_key: self.num_elements(part.layout) * _FP32_BYTES, **lanes}
+
+    def working_bytes(self, units: Sequence[UnitPart]) -> int:
+        """Return the RAM for the update of the largest shard, or for the sums that are exchanged together."""
+        most = 0
+        for part in parts_of(units):
+            sums = len(self.own_lanes) * self.gathered_bytes(part.layout, torch.float32)
+            most = max(most, UPDATE_BYTES * self.num_elements(part.layout), sums)
+        return most
+
+    def reserve_room(self, units: Sequence[UnitPart]) -> None:
+        """Reserve memory outside of blocks.
+
+        In the compute tier: full copies of a module and of those around it. In RAM: the received shards of an exchange,
+        and on the host of a GPU the full copy that is gathered.
+
+        Raises:
+            CapacityError: A tier has no room.
+        """
+        computes_in_ram = self.compute_tier == "ram"
+        copies = beside = 0
+        for unit in units:
+            parts = parts_around(unit, units)
+            copies = max(copies, sum(self.gathered_bytes(part.layout, part.dtype) for part in parts))
+            for part in parts:
+                staged = 0 if computes_in_ram else self.gathered_bytes(part.layout, part.dtype)
+                beside = max(beside, self.exchange_bytes(part.layout), staged)
+        self.reserve("ram", max(copies, beside) if computes_in_ram else beside)
+        if not computes_in_ram:
+            self.reserve(self.compute_tier, copies)
+
+    def check_working_set(
+        self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
+    ) -> None:
+        """Refuse a GPU tier in which the largest sum of gradients does not fit beside homes and full copies.
+
+        Raises:
+            CapacityError: Names the tier and the bytes that it needs.
+        """
+        where = self.compute_tier
+        if where == "ram":
+            return
+        tier = self.store.tier(where)
+        room = room_for_homes(self.store, where) - taken(where) - self._reserved_bytes[where]
+        for part in parts_of(units):
+            need = tier.slot_bytes(self.gathered_bytes(part.layout, torch.float32))
+            lane = lane_key(part.gradient_key, self.own_lanes[0])
+            if part.layout.trainable and homes[lane] != where and need > room:
+                detail = (
+                    f"to sum the gradients of {part.layout.name} beside full copies of weights. Give {where} more room"
+                )
+                raise CapacityError(where, need, max(0, room), detail=detail)
+
+
+def lane_key(gradient_key: str, lane: int) -> str:
+    """Return the key of the sum of one lane."""
+    return f"{gradient_key}.lane{lane}"
+
 
 class UnshardedBlock:
     """A full copy of a weight block, made from the shards of all ranks; stands where a lease of a whole block does.
@@ -219,55 +331,208 @@ class UnshardedBlock:
         mode: "r", "rw", or "w" where there is nothing to read yet.
     """
 
-    def __init__(
-        self, ranks: ModuleRanks, store: TieredStore, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str
-    ) -> None:
+    def __init__(self, ranks: ModuleRanks, key: str, layout: UnitLayout, dtype: torch.dtype, mode: str) -> None:
         ranks.announce(f"the weights of {key}" + (" to change them" if mode != "r" else ""))
-        self._ranks, self._store, self._key, self._layout, self.mode = ranks, store, key, layout, mode
+        self._ranks, self._key, self._layout, self.mode = ranks, key, layout, mode
         self._nbytes = ranks.gathered_bytes(layout, dtype)
-        ranks.take(ranks.tier, self._nbytes)
+        ranks.take(ranks.compute_tier, self._nbytes)
         try:
             self.tensor = self._gathered(dtype)[: layout.num_elements]
         except BaseException:
-            ranks.give(ranks.tier, self._nbytes)
+            ranks.give(ranks.compute_tier, self._nbytes)
             raise
 
     def _gathered(self, dtype: torch.dtype) -> Tensor:
         ranks, count = self._ranks, self._ranks.num_gathered(self._layout)
         if self.mode == "w":
             return torch.zeros(count, dtype=dtype, device=ranks.device)
-        with ranks.room("ram", 0 if ranks.tier == "ram" else self._nbytes):
+        with ranks.room("ram", 0 if ranks.compute_tier == "ram" else self._nbytes):
             full = torch.empty(count, dtype=dtype)
-            with self._store.acquire(self._key, "ram", "r") as lease:
+            with self._ranks.store.acquire(self._key, "ram", "r") as lease:
                 ranks.gather(full, lease.tensor)
             return full.to(ranks.device)  # not page-locked: the copy has ended when the call returns
 
     def release(self) -> None:
         """Drop the copy; this rank's shard of what was changed goes to the store."""
         if self.mode != "r":
-            with torch.no_grad(), self._store.acquire(self._key, "ram", "w") as lease:
+            with torch.no_grad(), self._ranks.store.acquire(self._key, "ram", "w") as lease:
                 self._ranks.put_shard(lease.tensor, self._layout, self.tensor)
         self.abandon()
 
     def abandon(self) -> None:
         """Drop the copy, and whatever was changed."""
-        self._ranks.give(self._ranks.tier, self._nbytes)
+        self._ranks.give(self._ranks.compute_tier, self._nbytes)
 
 
-@contextmanager
-def filled_in(
-    store: TieredStore, key: str, layout: UnitLayout, dtype: torch.dtype, ranks: ModuleRanks | None
-) -> Iterator[Tensor]:
-    """Yield zeros, as long as a layout; what is written there becomes the block, or this rank's shard of it."""
-    with torch.no_grad(), store.acquire(key, "ram", "w") as lease:
-        if ranks is None:
-            lease.tensor.zero_()
-            yield lease.tensor
-            return
-        with ranks.room("ram", layout.num_elements * dtype.itemsize):
-            full = torch.zeros(layout.num_elements, dtype=dtype)
-            yield full
-            ranks.put_shard(lease.tensor, layout, full)
+class SharedGradients(GradientBlock):
+    """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
+
+    ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
+    """
+
+    def __init__(
+        self,
+        store: TieredStore,
+        key: str,
+        layout: UnitLayout,
+        parameters: Mapping[str, nn.Parameter],
+        homes: Sequence[str],
+        ranks: ModuleRanks,
+    ) -> None:
+        self.ranks = ranks
+        self._lane_keys = {lane: lane_key(key, lane) for lane in ranks.own_lanes}
+        self._filled_of: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
+        self.is_exchanged = False
+        super().__init__(store, key, layout, parameters, homes)
+
+    def _register(self, homes: Sequence[str]) -> None:
+        shared = shared_state(self._store)
+        shared.register(self.key, self.ranks.num_elements(self.layout), torch.float32, homes, durable=False)
+        for key in self._lane_keys.values():
+            shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
+
+    def exchange(self) -> None:
+        """Add up the lanes of all ranks; afterwards the block has this rank's shard. A collective."""
+        self.ranks.announce(f"the gradients of {self.key}")
+        if self.updater is not None:
+            self.updater.finish_update()  # of the step before, which reads the block
+        with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
+            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
+            requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
+            with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
+                sums = {lane: leases.of(key).tensor for lane, key in self._lane_keys.items()}
+                for lane, tensor in sums.items():
+                    self._clear_others(tensor, self._filled_of[lane])
+                leases.of(self.key).tensor.copy_(self.ranks.add_up(sums))
+        for key in self._lane_keys.values():
+            self._store.discard(key)
+        self.is_exchanged = True
+
+    def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
+        """Make zeros of what has no gradient in a lane, and of what lies between parameters."""
+        if not filled:
+            sums.zero_()
+        for entry in self.layout.entries if filled else ():
+            if entry.name not in filled:
+                self.view(sums, entry).zero_()
+
+    def agreed(self, names: frozenset[str]) -> None:
+        """Take over which parameters have a gradient on any rank."""
+        self._filled = set(names)
+
+    def partial_squares(self, threads: KernelThreads) -> list[float]:
+        """Return the sums of squares of each 65,536 elements of this rank's shard, in order."""
+        owned = len(self.ranks.owned(self.layout))
+        with self._store.acquire(self.key, "ram") as lease:
+            found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
+        return found
+
+    def clear(self) -> None:
+        super().clear()
+        self.is_exchanged = False
+        for filled in self._filled_of.values():
+            filled.clear()
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        super().forget(parameter)
+        for filled in self._filled_of.values():
+            filled.discard(self._names[id(parameter)])
+
+    def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
+        if self.is_exchanged:
+            raise WeightInUseError(
+                f"a gradient of {entry.name} came after the norm was measured: the ranks have added theirs up. Make "
+                "all backward passes of a step before measure_grad_norm(), or clear the gradients"
+            )
+        filled = self._filled_of[self.ranks.lane]
+        key = self._lane_keys[self.ranks.lane]
+        with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
+            if not filled:
+                lease.tensor.zero_()  # what lies between parameters and past the end is added up, too
+            sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
+            GradientAccumulator(sums, filled).add(entry.name, gradient)
+        self._filled.add(entry.name)
+
+
+class SharedGroup(OffloadedGroup):
+    """The parameters of a block that several ranks share: this rank updates its shard, which needs no other rank."""
+
+    def __init__(
+        self, weights: WeightBlock, kinds: Sequence[StateKind], homes: Sequence[str], *, deferred: DeferredUpdates
+    ) -> None:
+        gradients = weights.gradients
+        assert isinstance(gradients, SharedGradients), weights.key
+        if any(kind.needs_whole for kind in kinds):
+            raise ValueError(
+                f"this optimizer needs whole matrices, and {weights.layout.name} is shared by {gradients.ranks.size} "
+                "ranks: use TieredAdamW, TieredLion or TieredSGD"
+            )
+        self.ranks = gradients.ranks
+        self._owned = self.ranks.owned(weights.layout)
+        super().__init__(weights, kinds, homes, deferred=deferred)
+
+    @property
+    def gradient_factor(self) -> float:
+        """By which the sum over all lanes becomes their mean."""
+        return 1.0 / self.ranks.lanes.count
+
+    def part(self, kind: str, flat: Tensor, entry: TensorEntry) -> Tensor:
+        """Return what a block of a kind holds of one parameter, flat: nothing, where other ranks have all of it."""
+        shard, granularity = self._owned, self.kinds[kind].granularity
+        start = min(max(entry.offset, shard.start), shard.stop) - shard.start
+        stop = max(start, min(entry.offset + entry.numel, shard.stop) - shard.start)
+        return flat[start // granularity : -(-stop // granularity)]
+
+    def _num_elements(self, kind: StateKind) -> int:
+        return kind.elements_for(self.ranks.num_elements(self.layout))
+
+    def _segment_here(self, entry: TensorEntry, settings: Settings) -> Segment | None:
+        inside = self.segment(entry, settings, entry.offset).within(self._owned)
+        return inside if inside.start < inside.stop else None
+
+
+def exchange_gradients(
+    groups: Sequence[StateGroup], threads: KernelThreads, *, with_norm: bool = True
+) -> dict[nn.Parameter, float]:
+    """Add up the gradients of parameters that ranks share; return the squared norm of each such group of them.
+
+    The norm is that of the mean of all lanes. It stands under the first parameter of each group, and is summed in
+    65,536 elements of the layout: the same bits for any number of ranks. A collective.
+
+    Args:
+        groups: any; those that are not shared, or are exchanged already, are left out.
+        with_norm: False: return nothing.
+    """
+    found: dict[nn.Parameter, float] = {}
+    shared = [group for group in groups if isinstance(group, SharedGroup)]
+    for ranks in dict.fromkeys(group.ranks for group in shared):
+        ranks.announce("the end of a backward: step() or measure_grad_norm()")
+        mine = [group for group in shared if group.ranks is ranks]
+        gradients = [group.gradients for group in mine if isinstance(group.gradients, SharedGradients)]
+        if not all(one.is_exchanged for one in gradients):
+            filled = ranks.gather_objects([one.filled for one in gradients])
+            for one, *names in zip(gradients, *filled, strict=True):
+                one.agreed(frozenset().union(*names))
+                one.exchange()
+        if not with_norm:
+            continue
+        partials = ranks.gather_objects([one.partial_squares(threads) for one in gradients])
+        for group, *of_ranks in zip(mine, *partials, strict=True):
+            squares = add_in_order(torch.tensor([one for each in of_ranks for one in each], dtype=torch.float64))
+            if group.gradients.filled:
+                found[next(iter(group.parameters.values()))] = squares * group.gradient_factor**2
+    return found
+
+
+def _refuse_left(model: nn.Module, parts: Sequence[Part]) -> None:
+    """Refuse trained parameters that ranks would not share: each would train its own."""
+    shared = {id(parameter) for part in parts for parameter in part.parameters.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in shared:
+            raise OffloadError(
+                f"{name} is trained and left out of the store: with group=... its gradient would stay one rank's. "
+                "Freeze it, or do not leave it out"
+            )
 
 
 def check_same_module(ranks: ModuleRanks, model: nn.Module, layouts: Sequence[UnitLayout]) -> None:

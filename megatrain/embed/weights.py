@@ -24,17 +24,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from megatrain.base.layout import views
 from megatrain.embed.modes import past_modes
-from megatrain.embed.shared import ModuleRanks, UnshardedBlock, filled_in
 from megatrain.embed.stores import compute_device, compute_tier, shared_state
 from megatrain.engine.absent_weights import METADATA_QUERIES, placeholder
 from megatrain.engine.weight_gradients import GradientAccumulator
-from megatrain.optim.clip import partial_squares, squared_norm
+from megatrain.optim.clip import squared_norm
 from tiered import checksum
 
 if TYPE_CHECKING:
-    from megatrain.api import KernelThreads
     from megatrain.base.layout import TensorEntry, UnitLayout
-    from tiered import Lease, TieredStore
+    from megatrain.optim.threads import KernelThreads
+    from tiered import Mode, TieredStore
 
 
 class WeightInUseError(RuntimeError):
@@ -296,6 +295,49 @@ class WeightOwner(Protocol):
         """Release what forwards hold that ended without running their hooks."""
 
 
+class WeightLease(Protocol):
+    """A lease of a whole weight block, or a copy gathered from several ranks."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """Flat weights, one element per element of the layout."""
+
+    @property
+    def mode(self) -> str:
+        """Mode of the lease: "r", "rw", or "w" for a block that has no values yet."""
+
+    def release(self) -> None:
+        """End the lease; changes are kept."""
+
+    def abandon(self) -> None:
+        """End a lease of mode "w"; changes are dropped."""
+
+
+class WeightAccess(Protocol):
+    """How a process reads and writes the weight blocks of one module: alone, or together with other ranks.
+
+    Attributes:
+        tier: Tier that this process's own block is leased in.
+    """
+
+    tier: str
+
+    def num_elements(self, layout: UnitLayout) -> int:
+        """Return the elements of a block that this process stores."""
+
+    def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
+        """Return a lease of all weights of a layout on the compute device."""
+
+    def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> AbstractContextManager[Tensor]:
+        """Return a context with zeros of a layout's length, which become the block."""
+
+    def is_copy(self, home: str) -> bool:
+        """Return whether a lease of a block is a copy of its home."""
+
+    def drop(self, key: str) -> None:
+        """Drop a leased copy that was changed against the rules."""
+
+
 class BlockUpdater(Protocol):
     """The optimizer's side of a weight block."""
 
@@ -319,7 +361,7 @@ class WeightBlock:
         key: names its block, which is registered here.
         parameters: by their name in the layout.
         homes: tiers that it may live in, most wanted first.
-        ranks: that share it; None: this process has all of it.
+        access: Leases and fills the blocks of the module.
 
     Attributes:
         gradients: those of its parameters; None where they are frozen.
@@ -337,26 +379,24 @@ class WeightBlock:
         parameters: Mapping[str, nn.Parameter],
         dtype: torch.dtype,
         homes: Sequence[str],
-        ranks: ModuleRanks | None = None,
+        access: WeightAccess,
     ) -> None:
-        self.store, self.key, self.layout, self.dtype, self.ranks = store, key, layout, dtype, ranks
+        self.store, self.key, self.layout, self.dtype, self.access = store, key, layout, dtype, access
         self.parameters = dict(parameters)
         self.gradients: GradientBlock | None = None
         self.owner: WeightOwner | None = None
         self.updater: BlockUpdater | None = None
         self.version = 0
-        # Shards are gathered in RAM, wherever the module computes.
-        self.tier = compute_tier(store) if ranks is None else "ram"
+        self.tier = access.tier
         self._device = compute_device(store)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._lease: Lease | UnshardedBlock | None = None
+        self._lease: WeightLease | None = None
         self._num_holders = 0
         self._num_references = 0
         self._versions: dict[str, int] = {}
         self._addresses: dict[str, int] = {}
         self._checksums: dict[str, str] = {}  # of weights that may change without autograd seeing it
-        num_elements = layout.num_elements if ranks is None else ranks.num_elements(layout)
-        self.home = shared_state(store).register(key, num_elements, dtype, homes, durable=True)
+        self.home = shared_state(store).register(key, access.num_elements(layout), dtype, homes, durable=True)
         self.missing = set(parameters)
 
     def name_of(self, parameter: Tensor) -> str:
@@ -383,7 +423,7 @@ class WeightBlock:
 
     def filling(self) -> AbstractContextManager[Tensor]:
         """Return a context with zeros, as long as the layout; what is written there is in the block afterwards."""
-        return filled_in(self.store, self.key, self.layout, self.dtype, self.ranks)
+        return self.access.filling(self.key, self.layout, self.dtype)
 
     def filled(self) -> None:
         """Note that all parameters have values now, and evict the block from RAM unless it lives there."""
@@ -451,7 +491,7 @@ class WeightBlock:
         changed = self._changes(lease)
         for parameter in self.parameters.values():
             make_absent(parameter, self._device)
-        is_copy = self.ranks is not None or self.tier != self.home
+        is_copy = self.access.is_copy(self.home)
         is_shared = references(lease.tensor) > self._num_references and is_copy
         mode = lease.mode
         if mode == "w" and not changed:
@@ -459,8 +499,7 @@ class WeightBlock:
         else:
             lease.release()
         if changed and mode == "r" and is_copy:
-            if self.ranks is None:
-                self.store.evict(self.key, self.tier)  # the changed copy: a lease for reading is not written back
+            self.access.drop(self.key)  # a lease for reading is not written back
         elif changed:
             self.changed(changed)
         if changed and mode == "r" and not is_failing:
@@ -474,7 +513,7 @@ class WeightBlock:
                 "other weights next. Take a clone, or leave the module out: megatrain.offload(..., leave=[...])"
             )
 
-    def _changes(self, lease: Lease | UnshardedBlock) -> frozenset[str]:
+    def _changes(self, lease: WeightLease) -> frozenset[str]:
         """Return the names of parameters that changed while the block was held."""
         changed = set()
         with torch.no_grad():
@@ -538,7 +577,7 @@ class WeightBlock:
         if self.updater is not None:
             self.updater.weights_changed(names)
 
-    def lease(self) -> Lease | UnshardedBlock:
+    def lease(self) -> WeightLease:
         """Return a lease for the backward, which the caller releases; parameters stay absent."""
         return self._acquire("r")
 
@@ -547,16 +586,14 @@ class WeightBlock:
         """The flat weights, while held."""
         return None if self._lease is None else self._lease.tensor
 
-    def _acquire(self, mode: Literal["r", "rw"]) -> Lease | UnshardedBlock:
+    def _acquire(self, mode: Literal["r", "rw"]) -> WeightLease:
         if self.missing and mode == "r":
             raise WeightInUseError(
                 f"{sorted(self.missing)[0]} has no numbers yet: the model was made on the meta device. "
                 "Use megatrain.load_pretrained(folder, store), or model.load_state_dict(...)"
             )
-        how = "w" if len(self.missing) == len(self.parameters) else mode
-        if self.ranks is not None:
-            return UnshardedBlock(self.ranks, self.store, self.key, self.layout, self.dtype, how)
-        return self.store.acquire(self.key, self.tier, how)
+        how: Mode = "w" if len(self.missing) == len(self.parameters) else mode
+        return self.access.lease(self.key, self.layout, self.dtype, how)
 
 
 def release_all(blocks: Iterable[WeightBlock], *, is_failing: bool) -> None:
@@ -767,96 +804,6 @@ class GradientBlock:
             self._filled.discard(self._names[id(parameter)])  # cleared by zero_grad, or replaced
 
 
-class SharedGradients(GradientBlock):
-    """The gradients of parameters that several ranks share: a sum for each lane of this rank, until they are exchanged.
-
-    ``key`` is the block of this rank's shard of the sum over all lanes of all ranks.
-    """
-
-    def __init__(
-        self,
-        store: TieredStore,
-        key: str,
-        layout: UnitLayout,
-        parameters: Mapping[str, nn.Parameter],
-        homes: Sequence[str],
-        ranks: ModuleRanks,
-    ) -> None:
-        self.ranks = ranks
-        self._lane_keys = {lane: f"{key}.lane{lane}" for lane in ranks.own_lanes}
-        self._filled_of: dict[int, set[str]] = {lane: set() for lane in ranks.own_lanes}
-        self.is_exchanged = False
-        super().__init__(store, key, layout, parameters, homes)
-
-    def _register(self, homes: Sequence[str]) -> None:
-        shared = shared_state(self._store)
-        shared.register(self.key, self.ranks.num_elements(self.layout), torch.float32, homes, durable=False)
-        for key in self._lane_keys.values():
-            shared.register(key, self.ranks.num_gathered(self.layout), torch.float32, homes, durable=False)
-
-    def exchange(self) -> None:
-        """Add up the lanes of all ranks; afterwards the block has this rank's shard. A collective."""
-        self.ranks.announce(f"the gradients of {self.key}")
-        if self.updater is not None:
-            self.updater.finish_update()  # of the step before, which reads the block
-        with self.ranks.room("ram", self.ranks.exchange_bytes(self.layout)):
-            modes = {lane: "rw" if filled else "w" for lane, filled in self._filled_of.items()}
-            requests: list[Any] = [(key, "ram", modes[lane]) for lane, key in self._lane_keys.items()]
-            with torch.no_grad(), self._store.acquire_many([*requests, (self.key, "ram", "w")]) as leases:
-                sums = {lane: leases.of(key).tensor for lane, key in self._lane_keys.items()}
-                for lane, tensor in sums.items():
-                    self._clear_others(tensor, self._filled_of[lane])
-                leases.of(self.key).tensor.copy_(self.ranks.add_up(sums))
-        for key in self._lane_keys.values():
-            self._store.discard(key)
-        self.is_exchanged = True
-
-    def _clear_others(self, sums: Tensor, filled: set[str]) -> None:
-        """Make zeros of what has no gradient in a lane, and of what lies between parameters."""
-        if not filled:
-            sums.zero_()
-        for entry in self.layout.entries if filled else ():
-            if entry.name not in filled:
-                self.view(sums, entry).zero_()
-
-    def agreed(self, names: frozenset[str]) -> None:
-        """Take over which parameters have a gradient on any rank."""
-        self._filled = set(names)
-
-    def partial_squares(self, threads: KernelThreads) -> list[float]:
-        """Return the sums of squares of each 65,536 elements of this rank's shard, in order."""
-        owned = len(self.ranks.owned(self.layout))
-        with self._store.acquire(self.key, "ram") as lease:
-            found: list[float] = partial_squares(lease.tensor[:owned], threads).tolist()
-        return found
-
-    def clear(self) -> None:
-        super().clear()
-        self.is_exchanged = False
-        for filled in self._filled_of.values():
-            filled.clear()
-
-    def forget(self, parameter: nn.Parameter) -> None:
-        super().forget(parameter)
-        for filled in self._filled_of.values():
-            filled.discard(self._names[id(parameter)])
-
-    def _add(self, entry: TensorEntry, gradient: Tensor) -> None:
-        if self.is_exchanged:
-            raise WeightInUseError(
-                f"a gradient of {entry.name} came after the norm was measured: the ranks have added theirs up. Make "
-                "all backward passes of a step before measure_grad_norm(), or clear the gradients"
-            )
-        filled = self._filled_of[self.ranks.lane]
-        key = self._lane_keys[self.ranks.lane]
-        with torch.no_grad(), self._store.acquire(key, self._tier, "rw" if filled else "w") as lease:
-            if not filled:
-                lease.tensor.zero_()  # what lies between parameters and past the end is added up, too
-            sums = {entry.name: self.view(lease.tensor, entry).view(entry.shape)}
-            GradientAccumulator(sums, filled).add(entry.name, gradient)
-        self._filled.add(entry.name)
-
-
 class SavedTensor(ABC):
     """Stands in the graph for a tensor that autograd saved."""
 
@@ -995,7 +942,7 @@ class BackwardWindow:
 
     def __init__(self, order: UseOrder) -> None:
         self._order = order
-        self._open: OrderedDict[WeightBlock, tuple[Lease | UnshardedBlock, int]] = OrderedDict()
+        self._open: OrderedDict[WeightBlock, tuple[WeightLease, int]] = OrderedDict()
 
     def weights(self, block: WeightBlock) -> Tensor:
         """Return the flat weights of a block, valid as long as a view of them exists."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fakes.lazy_device import DEVICE
 from fakes.virtual_cuda import VirtualCuda
 from fakes.virtual_tensor import VirtualTensor
-from megatrain.embed import activations, weights
+from megatrain.embed import activation_blocks, activations, weights
 from megatrain.engine.graph_keeping import version_probe
 
 
@@ -137,7 +137,9 @@ def offloading(device: VirtualCuda) -> Iterator[None]:
         "_current_stream": device.current_stream,
     }
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple(activations, **stand_ins))
+        for module in (activations, activation_blocks):
+            for name in stand_ins.keys() & vars(module).keys():
+                stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
         stack.enter_context(mock.patch.object(VirtualTensor, "untyped_storage", lambda tensor: _Storage(tensor)))
         stack.enter_context(mock.patch.object(VirtualTensor, "set_", _set))
         yield

@@ -130,7 +130,6 @@ def refusals(module: Net, folder: Path) -> dict[str, str]:
         found = {
             "offload": said(lambda: megatrain.offload(module, store)),
             "gradients": said(lambda: optimizer_of(module, "fp32", store, offload_gradients=True, name="a")),
-            "overlap": said(lambda: optimizer_of(module, "fp32", store, overlap=module, name="b")),
             "whole": said(lambda: megatrain.TieredAdafactor(module.parameters(), store=store, name="c")),
             "matrix": said(lambda: megatrain.TieredMuon(matrices, store=store, name="m")),
         }

@@ -16,12 +16,12 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from megatrain.api import check_internals
 from megatrain.embed.integrations.vllm import follow
 from megatrain.embed.offload import offloaded_module
 from megatrain.embed.optimizer import TieredAdafactor, TieredAdamW, TieredLion, TieredOptimizer, TieredSGD
 from megatrain.embed.partition import OffloadError
 from megatrain.embed.stores import shared_state
+from megatrain.models.internals import check_internals
 
 if TYPE_CHECKING:
     from torch import nn

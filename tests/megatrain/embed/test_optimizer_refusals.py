@@ -134,6 +134,8 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
                 adamw(module.parameters(), store=store, **options)
         with pytest.raises(ValueError, match="amsgrad"):
             adamw([{"params": module.parameters(), "amsgrad": True}], store=store)
+        with pytest.raises(TypeError, match=r"no option 'overlap'.*Write megatrain\.offload"):
+            adamw(module.parameters(), store=store, overlap=module)
         with pytest.raises(ValueError, match="open_store"):
             adamw(module.parameters())
         with pytest.raises(ValueError, match="float16"):

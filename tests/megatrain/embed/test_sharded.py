@@ -143,7 +143,6 @@ def test_a_generation_is_not_taken_for_tensors() -> None:
 REFUSED = {
     "offload": "its weights are torch's to gather",
     "gradients": "offload_gradients=True with a sharded parameter",
-    "overlap": "overlap=model with a sharded parameter",
     "whole": "TieredAdafactor needs whole matrices",
     "matrix": "TieredMuon needs whole matrices",
     "partial": "a term of a sum, which cannot be trained",

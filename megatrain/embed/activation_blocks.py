@@ -1,0 +1,507 @@
+"""Bytes of saved tensors in the blocks of a store: written during the forward, prefetched during the backward.
+
+Sizes and order are not known before the first forward, and memory is freed by the garbage collector. So each stored
+tensor gets a block for as long as a graph needs it, and storages are followed by their version and by weak references.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatrain.embed.stores import shared_state
+from megatrain.engine.graph_keeping import version_probe
+from tiered import TieredStore, Transfer
+from tiered.errors import CapacityError
+from tiered.units import PAGE_BYTES, GiB, round_up
+
+if TYPE_CHECKING:
+    from tiered import Lease, Mode
+
+#: Restored memory has the alignment of the source storage, modulo this: some kernels round by the address.
+_ALIGNMENT_BYTES = 512
+#: A tensor with at least one in so many bytes of its storage is stored with the whole storage.
+_WHOLE_SHARE = 2
+#: A tensor is read from a stored whole storage if that has at most so many times its bytes.
+_SHARED_SHARE = 4
+#: Elements are copied as words of the same size, so that no bit of them is interpreted.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+#: A tensor stays in memory if the staging tier has no room for it within this time.
+_MAX_WAIT_S = 60.0
+#: The look-ahead goes back so many stored tensors, and requests so many transfers at a time.
+_MAX_STEPS_BACK = 64
+_MAX_FETCHES = 16
+
+
+def can_be_placed(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain strided view of its storage; False for subclasses and other layouts."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+        and not tensor.is_quantized
+        and not tensor.is_inference()
+        and tensor.dtype.itemsize in _WORDS
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of a storage that one block holds, without the bytes between them.
+
+    Attributes:
+        itemsize: Bytes per element.
+        start: First byte in the storage.
+        counts: Elements per dimension.
+        strides: Steps per dimension, in elements.
+    """
+
+    itemsize: int
+    start: int
+    counts: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.itemsize * math.prod(self.counts)
+
+    @property
+    def first_byte(self) -> int:
+        """Byte of the storage that byte 0 of restored memory stands for."""
+        return self.start // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+    def read(self, storage: torch.UntypedStorage, into: Tensor) -> None:
+        """Copy the elements of a storage to ``nbytes`` bytes: contiguous, 1-D, uint8, any device."""
+        self._shaped(into).copy_(self._inside(storage, 0))
+
+    def restore(self, contents: Tensor, device: torch.device) -> torch.UntypedStorage:
+        """Return new memory on ``device`` with the elements in their places; the bytes between are undefined."""
+        last = sum((count - 1) * step for count, step in zip(self.counts, self.strides, strict=True))
+        nbytes = self.start + (last + 1) * self.itemsize - self.first_byte
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        self._inside(memory, self.first_byte).copy_(self._shaped(contents))
+        return memory
+
+    def _inside(self, storage: torch.UntypedStorage, first_byte: int) -> Tensor:
+        empty = torch.empty(0, dtype=_WORDS[self.itemsize], device=storage.device)
+        return empty.set_(storage, (self.start - first_byte) // self.itemsize, self.counts, self.strides)
+
+    def _shaped(self, contents: Tensor) -> Tensor:
+        return contents.view(_WORDS[self.itemsize]).view(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor as a view of its storage.
+
+    Attributes:
+        start: First byte in the storage.
+        elements: Elements of the view; expanded dimensions count once.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    is_conj: bool
+    is_neg: bool
+    start: int
+    elements: Elements
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        """Return the place of a tensor for which ``can_be_placed``."""
+        itemsize = tensor.dtype.itemsize
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        start = int(tensor.storage_offset()) * itemsize
+        sizes = zip(shape, stride, strict=True)
+        dimensions = sorted(((step, count) for count, step in sizes if step and count > 1), reverse=True)
+        counts, strides = tuple(count for _, count in dimensions), tuple(step for step, _ in dimensions)
+        elements = Elements(itemsize, start, counts, strides)
+        return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, elements)
+
+    def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:
+        """Return the tensor as a view of memory whose byte 0 is byte ``first_byte`` of the source storage."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        view = empty.set_(storage, (self.start - first_byte) // self.dtype.itemsize, self.shape, self.stride)
+        view = view.conj() if self.is_conj else view
+        return torch._neg_view(view) if self.is_neg else view
+
+
+class WeakStorage:
+    """Weak reference to a storage. While it lives, no other storage gets the same address."""
+
+    __slots__ = ("_reference",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> torch.UntypedStorage | None:
+        """Return the storage, or None if it was freed."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._reference.cdata)
+        return storage
+
+
+class SourceStorage:
+    """One version of a storage, parts of which were saved for a backward. Keeps no memory.
+
+    Attributes:
+        stored: Stored parts, by their elements.
+        kept: Weak reference to a saved tensor that keeps the storage in memory; None if there is none.
+    """
+
+    __slots__ = ("__weakref__", "_nbytes", "_probe", "_reference", "_version", "kept", "stored")
+
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self._reference = WeakStorage(storage)
+        self._nbytes = storage.nbytes()
+        self._probe, self._version = version_probe(tensor), tensor._version
+        self.stored: WeakValueDictionary[Elements, StoredElements] = WeakValueDictionary()
+        self.kept: ref[Any] | None = None
+
+    def is_still(self, version: int) -> bool:
+        """Return whether a tensor of this storage at that version has these contents."""
+        return self._probe._version == self._version == version
+
+    def memory(self) -> torch.UntypedStorage | None:
+        """Return the storage if other code keeps it alive with unchanged contents, else None."""
+        if self._probe._version != self._version:
+            return None
+        storage = self._reference()
+        return storage if storage is not None and storage.nbytes() == self._nbytes else None
+
+    def to_store(self, place: Place) -> Elements:
+        """Return the elements to store for a tensor: the whole storage, which its other views share, or its own."""
+        is_large = place.elements.nbytes * _WHOLE_SHARE >= self._nbytes
+        return self._whole if is_large else place.elements
+
+    def find(self, place: Place) -> StoredElements | None:
+        """Return a stored part that a tensor can be read from."""
+        whole = self.stored.get(self._whole) if place.elements.nbytes * _SHARED_SHARE >= self._nbytes else None
+        return self.stored.get(place.elements) if whole is None else whole
+
+    @property
+    def _whole(self) -> Elements:
+        return Elements(1, 0, (self._nbytes,), (1,))
+
+
+@dataclass(slots=True, eq=False)
+class ActivationBlock:
+    """A registered block of bytes. ``transfer``: Last requested movement."""
+
+    key: str
+    home: str
+    nbytes: int
+    transfer: Transfer | None = None
+
+
+class ActivationBlocks:
+    """The blocks of saved tensors in one store. Thread-safe.
+
+    Each stored tensor gets a new block. The tiers keep the buffers and files of unregistered blocks for later blocks
+    of the same size, and drop them if the room is needed.
+
+    Attributes:
+        has_warned: Whether the lack of room was logged.
+    """
+
+    def __init__(self) -> None:
+        self.has_warned = False
+        self._lock = threading.Lock()
+        # Finalizers run in any thread, even in one that holds the store's lock or this one: they only append.
+        self._dead: deque[ActivationBlock] = deque()
+        self._registered_bytes = self._num_names = 0
+
+    def register(
+        self, store: TieredStore, nbytes: int, homes: Sequence[str], max_bytes: int | None
+    ) -> ActivationBlock | None:
+        """Return a new block of at least ``nbytes``, or None if there is no room for it.
+
+        Args:
+            homes: Tiers that it may live in, most wanted first.
+            max_bytes: Limit of the bytes of all blocks.
+
+        Raises:
+            TransferError: A drive refused the files.
+        """
+        if not homes:
+            return None
+        size = rounded_bytes(nbytes)
+        with self._lock:
+            for waits in (False, True):
+                self._collect_locked(store, waits=waits)
+                if max_bytes is not None and self._registered_bytes + size > max_bytes:
+                    continue
+                key = f"activations/{self._num_names}"
+                try:
+                    home = shared_state(store).register(key, size, torch.uint8, homes, durable=False)
+                except CapacityError:
+                    continue
+                self._num_names += 1
+                self._registered_bytes += size
+                return ActivationBlock(key, home, size)
+        return None
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of blocks whose contents may still be read."""
+        with self._lock:
+            return self._registered_bytes - sum(block.nbytes for block in list(self._dead))
+
+    def release(self, block: ActivationBlock) -> None:
+        """Take a block back; its contents are dead."""
+        self._dead.append(block)
+
+    def release_with(self, owner: object, block: ActivationBlock) -> None:
+        """Take a block back when ``owner`` is freed, in any thread."""
+        weakref.finalize(owner, self._dead.append, block).atexit = False
+
+    def collect(self, store: TieredStore, *, waits: bool = False) -> None:
+        """Unregister dead blocks, unless another thread does so now.
+
+        Args:
+            waits: Wait for that thread, and for blocks that still move.
+        """
+        if self._dead and self._lock.acquire(blocking=waits):
+            try:
+                self._collect_locked(store, waits=waits)
+            finally:
+                self._lock.release()
+
+    def _collect_locked(self, store: TieredStore, *, waits: bool) -> None:
+        if store.is_closed:  # its blocks are gone with it
+            self._dead.clear()
+            self._registered_bytes = 0
+            return
+        ended = []
+        for _ in range(len(self._dead)):
+            block = self._dead.popleft()
+            if waits or block.transfer is None or block.transfer.done():
+                ended.append(block)
+            else:
+                self._dead.append(block)  # unregistering it now would wait
+        store.unregister(*(block.key for block in ended))  # dead contents are never written back
+        self._registered_bytes -= sum(block.nbytes for block in ended)
+
+
+def rounded_bytes(nbytes: int) -> int:
+    """Return the size of a block for ``nbytes``: one of eight per power of two, so that near sizes share buffers."""
+    step = max(PAGE_BYTES, 1 << max(0, (max(nbytes, 1) - 1).bit_length() - 4))
+    return round_up(max(nbytes, 1), step)
+
+
+_BLOCKS: WeakKeyDictionary[TieredStore, ActivationBlocks] = WeakKeyDictionary()
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class StoredElements:
+    """Elements of a source storage in a block, which is released with this object.
+
+    Attributes:
+        number: Position in the order of storing.
+        staging: Tier that they were written through.
+        is_near: Whether the staging tier has a copy, or its prefetch was requested.
+        restored: Weak reference to memory restored from it, and the stream that restored it.
+    """
+
+    source: SourceStorage
+    elements: Elements
+    block: ActivationBlock
+    number: int
+    device: torch.device
+    staging: str
+    is_near: bool
+    restored: tuple[WeakStorage, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    """Tiers for memory of one device.
+
+    Attributes:
+        homes: Tiers that blocks may live in, most wanted first.
+        staging: Addressable tiers, fastest first.
+    """
+
+    homes: tuple[str, ...]
+    staging: tuple[str, ...]
+    lookahead_bytes: int
+
+
+class ActivationCache:
+    """Writes elements of storages to blocks of one store, and restores them. Thread-safe.
+
+    The last ``lookahead_bytes`` stay in the staging tier, because the backward begins with them. Older ones move to
+    their homes during the forward. Reading one prefetches those stored before it.
+
+    Attributes:
+        write_wait_s: Seconds that writing waited for room.
+        read_wait_s: Seconds that reading waited for bytes.
+        written_bytes: Bytes copied to blocks.
+        restored_bytes: Bytes read back.
+    """
+
+    def __init__(
+        self, store: TieredStore, tier: str | None, max_bytes: int | None, lookahead_bytes: int | None
+    ) -> None:
+        if tier is not None:
+            store.tier(tier)  # raises for an unknown name
+        self._store, self._tier, self._max_bytes, self._lookahead_bytes = store, tier, max_bytes, lookahead_bytes
+        self._names = tuple(store.stats().tiers)
+        self.blocks = _BLOCKS.setdefault(store, ActivationBlocks())
+        self._routes: dict[torch.device, _Route] = {}
+        self._lock = threading.Lock()  # never held while anything waits
+        self._live: WeakValueDictionary[int, StoredElements] = WeakValueDictionary()
+        self._staged: deque[tuple[int, ref[StoredElements]]] = deque()
+        self._staged_bytes = self._num_stored = 0
+        self.write_wait_s = self.read_wait_s = 0.0
+        self.restored_bytes = self.written_bytes = 0
+
+    def write(self, source: SourceStorage, elements: Elements, storage: torch.UntypedStorage) -> StoredElements | None:
+        """Copy elements of a storage into a block; return None if no tier has room for them.
+
+        Raises:
+            TransferError: A drive refused what it had promised, or an earlier write-back failed.
+        """
+        device = storage.device
+        route = self._route(device)
+        started_s = time.perf_counter()
+        block = self.blocks.register(self._store, elements.nbytes, route.homes, self._max_bytes)
+        if block is None:
+            return None
+        try:
+            lease = self._acquire(block, route, "w")
+            self.write_wait_s += time.perf_counter() - started_s
+            with lease:
+                elements.read(storage, lease.tensor[: elements.nbytes])
+        except (CapacityError, TimeoutError):
+            self.blocks.release(block)
+            return None
+        except BaseException:
+            self.blocks.release(block)
+            raise
+        self.written_bytes += elements.nbytes
+        is_staged = lease.tier != block.home
+        with self._lock:
+            stored = StoredElements(source, elements, block, self._num_stored, device, lease.tier, is_staged)
+            self._num_stored += 1
+            self._live[stored.number] = stored
+            leaving = self._note_staged(stored, route.lookahead_bytes) if is_staged else []
+        self.blocks.release_with(stored, block)
+        source.stored[elements] = stored
+        for old in leaving:
+            old.block.transfer = self._store.evict(old.block.key, old.staging)
+        return stored
+
+    def _note_staged(self, stored: StoredElements, lookahead_bytes: int) -> list[StoredElements]:
+        """Add the newest one; return the oldest ones, which no longer fit into the look-ahead."""
+        self._staged.append((stored.block.nbytes, ref(stored)))
+        self._staged_bytes += stored.block.nbytes
+        leaving = []
+        while self._staged_bytes > lookahead_bytes:
+            nbytes, reference = self._staged.popleft()
+            self._staged_bytes -= nbytes
+            old = reference()
+            if old is not None:
+                old.is_near = False
+                leaving.append(old)
+        return leaving
+
+    def read(self, stored: StoredElements) -> torch.UntypedStorage:
+        """Return memory with the elements in their places, shared by all readers of one stream while it lives.
+
+        Raises:
+            CapacityError: This thread's own leases fill the staging tiers.
+            TransferError: The block could not be read back.
+            CorruptBlockError: The drive returned other bytes than were written.
+        """
+        stream = _current_stream(stored.device)
+        with self._lock:
+            if stored.restored is not None and stored.restored[1] == stream:
+                memory = stored.restored[0]()
+                if memory is not None:
+                    return memory
+        started_s = time.perf_counter()
+        self._look_ahead(stored)
+        nbytes = stored.elements.nbytes
+        with self._acquire(stored.block, self._route(stored.device), "r") as lease:
+            waited_s = time.perf_counter() - started_s
+            memory = stored.elements.restore(lease.tensor[:nbytes], stored.device)
+        with self._lock:
+            stored.restored = WeakStorage(memory), stream
+            self.read_wait_s += waited_s
+            self.restored_bytes += nbytes
+        self.blocks.collect(self._store)
+        return memory
+
+    def _look_ahead(self, stored: StoredElements) -> None:
+        """Prefetch a block and the blocks that the backward needs next, in reverse order of the forward."""
+        route = self._route(stored.device)
+        num_fetches, ahead_bytes = 0, 0
+        for number in range(stored.number, max(-1, stored.number - _MAX_STEPS_BACK), -1):
+            other = stored if number == stored.number else self._live.get(number)
+            if other is None or other.block.home in route.staging[:1] or other.device != stored.device:
+                continue
+            if other is not stored:
+                ahead_bytes += other.block.nbytes
+                if ahead_bytes > route.lookahead_bytes:
+                    return
+            if other.is_near or (other is not stored and other.source.memory() is not None):
+                continue
+            transfer = self._store.prefetch(other.block.key, route.staging[0])
+            if not transfer.skipped:  # skipped: no room, still on its way out, or only half the way in
+                other.is_near, other.block.transfer = True, transfer
+            num_fetches += 1
+            if num_fetches >= _MAX_FETCHES:
+                return
+
+    def _acquire(self, block: ActivationBlock, route: _Route, mode: Mode) -> Lease:
+        """Lease a block in the fastest of its staging tiers that has room for it."""
+        home = self._names.index(block.home)
+        staging = [name for name in route.staging if self._names.index(name) <= home] or [block.home]
+        for name in staging[:-1]:
+            try:
+                return self._store.acquire(block.key, name, mode, timeout_s=_MAX_WAIT_S)
+            except (CapacityError, TimeoutError):
+                continue
+        return self._store.acquire(block.key, staging[-1], mode, timeout_s=_MAX_WAIT_S if mode == "w" else None)
+
+    def _route(self, device: torch.device) -> _Route:
+        route = self._routes.get(device)
+        if route is None:
+            route = self._routes[device] = self._new_route(device)
+        return route
+
+    def _new_route(self, device: torch.device) -> _Route:
+        places = [(name, self._store.tier(name).device) for name in self._names]
+        own = [name for name, place in places if place is not None and _is_same(place, device)]
+        addressable = [name for name, place in places if place is not None]
+        first = self._names.index((own or addressable)[0])
+        # A copy in the tensor's own tier frees nothing, so only ``tier`` can ask for it.
+        slower = self._names[first + 1 :] if own else self._names[first:]
+        homes = slower[::-1] if self._tier is None else (self._tier,)
+        staging = tuple(name for name in self._names[first:] if name in addressable)
+        lookahead_bytes = self._lookahead_bytes
+        if lookahead_bytes is None:
+            lookahead_bytes = min(GiB, self._store.tier(staging[0]).capacity_bytes // 4)
+        return _Route(homes, staging, lookahead_bytes)
+
+
+def _is_same(place: torch.device, device: torch.device) -> bool:
+    return place.type == device.type and (place.index is None or place.index == device.index)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)

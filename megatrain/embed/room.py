@@ -1,0 +1,162 @@
+"""Room of the store for an offloaded module, and how one process leases the module's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from megatrain.base.layout import UnitLayout
+from megatrain.embed.partition import OffloadError, Part, UnitPart, parts_around, parts_of
+from megatrain.embed.stores import Wanted, compute_tier, room_for_homes, shared_state
+from megatrain.embed.weights import GradientBlock, WeightLease
+from tiered.errors import CapacityError
+
+if TYPE_CHECKING:
+    from tiered import Mode, TieredStore
+
+#: Bytes per trained parameter that an update has in RAM: weights, gradient and the largest optimizer state.
+_STATE_BYTES = 4 + 4 + 8
+#: Bytes per trained parameter of an update, and of the weights of the next unit.
+UPDATE_BYTES = _STATE_BYTES + 2 * 4
+
+
+class WholeBlocks:
+    """Blocks of a module that one process has alone. ``ModuleRanks`` overrides it for several ranks.
+
+    Attributes:
+        tier: Tier that blocks are leased in.
+    """
+
+    def __init__(self, store: TieredStore) -> None:
+        self.store, self.tier = store, compute_tier(store)
+
+    # -- leases (``WeightAccess``) -----------------------------------------------------------------------------
+
+    def num_elements(self, layout: UnitLayout) -> int:
+        """Return the elements of a block that this process stores."""
+        return layout.num_elements
+
+    def lease(self, key: str, layout: UnitLayout, dtype: torch.dtype, mode: Mode) -> WeightLease:
+        """Return a lease of a block."""
+        return self.store.acquire(key, self.tier, mode)
+
+    @contextmanager
+    def filling(self, key: str, layout: UnitLayout, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield zeros of a layout's length, which become the block."""
+        with torch.no_grad(), self.store.acquire(key, "ram", "w") as lease:
+            lease.tensor.zero_()
+            yield lease.tensor
+
+    def is_copy(self, home: str) -> bool:
+        """Return whether a lease of a block is a copy of its home."""
+        return self.tier != home
+
+    def drop(self, key: str) -> None:
+        """Drop a leased copy that was changed against the rules."""
+        self.store.evict(key, self.tier)
+
+    def gradient_block(self, part: Part, homes: Sequence[str]) -> GradientBlock:
+        """Return the registered gradients of a part."""
+        return GradientBlock(self.store, part.gradient_key, part.layout, part.parameters, homes)
+
+    # -- room --------------------------------------------------------------------------------------------------
+
+    def check_module(self, model: nn.Module, units: Sequence[UnitPart], check_room: Callable[[], None]) -> None:
+        """Refuse a module before anything of it changes.
+
+        Args:
+            check_room: Refuses a module without room, and reserves its working set.
+        """
+        check_room()
+
+    def gradient_bytes(self, part: Part) -> Mapping[str, int]:
+        """Return the bytes of the gradient blocks of a part, by key."""
+        return {part.gradient_key: part.gradient_bytes}
+
+    def working_bytes(self, units: Sequence[UnitPart]) -> int:
+        """Return the RAM for the update of one unit and the weights of the next; a frozen unit has only weights."""
+        return max(
+            sum(
+                UPDATE_BYTES * part.layout.num_elements if part.layout.trainable else 2 * part.weight_bytes
+                for part in unit.parts
+            )
+            for unit in units
+        )
+
+    def reserve_room(self, units: Sequence[UnitPart]) -> None:
+        """Reserve memory outside of blocks: none for one process."""
+
+    def check_working_set(
+        self, units: Sequence[UnitPart], homes: Mapping[str, str], taken: Callable[[str], int]
+    ) -> None:
+        """Refuse a compute tier in which a layer does not fit beside the homes there and the modules around it.
+
+        Args:
+            homes: Home tiers of the module's blocks, by key.
+            taken: Returns the bytes of these homes in a tier.
+
+        Raises:
+            CapacityError: Names the tier and the bytes that it needs.
+        """
+        where = self.tier
+        tier = self.store.tier(where)
+        room = room_for_homes(self.store, where) - taken(where)
+        for unit in units:
+            needed = {part.weight_key: part.weight_bytes for part in parts_around(unit, units)}
+            needed.update((part.gradient_key, part.gradient_bytes) for part in unit.parts if part.layout.trainable)
+            need = sum(tier.slot_bytes(nbytes) for key, nbytes in needed.items() if homes[key] != where)
+            if need > room:
+                raise CapacityError(
+                    where,
+                    need,
+                    max(0, room),
+                    detail=f"to run {unit.name or 'the module'} with its weights and gradients. Give {where} more room",
+                )
+
+
+def check_room(
+    access: WholeBlocks, name: str, units: Sequence[UnitPart], weights: Sequence[str], gradients: Sequence[str]
+) -> None:
+    """Refuse a module that has no room in the store, for homes or while a layer runs; reserve the working set.
+
+    Args:
+        name: Name of the module in the store.
+        weights: Tiers for weights, most wanted first.
+        gradients: Tiers for gradients, most wanted first.
+
+    Raises:
+        CapacityError: Names the tier and the bytes that it needs.
+        OffloadError: The name is in use.
+    """
+    store, parts = access.store, parts_of(units)
+    wanted = [
+        Wanted(part.weight_key, access.num_elements(part.layout) * part.dtype.itemsize, tuple(weights), True)
+        for part in parts
+    ]
+    wanted += [
+        Wanted(key, nbytes, tuple(gradients), False)
+        for part in parts
+        if part.layout.trainable
+        for key, nbytes in access.gradient_bytes(part).items()
+    ]
+    known = {spec.key for spec in store.blocks()}
+    if any(block.key in known for block in wanted):
+        raise OffloadError(f'this store has a module of that name: megatrain.offload(..., name="..."), not "{name}"')
+    shared = shared_state(store)
+    before = shared.working_bytes
+    shared.working_bytes = max(before, access.working_bytes(units))
+
+    def taken(where: str) -> int:
+        return sum(store.tier(where).slot_bytes(block.nbytes) for block in wanted if homes[block.key] == where)
+
+    try:
+        access.reserve_room(units)
+        homes = dict(zip([block.key for block in wanted], shared.placed(wanted), strict=True))
+        access.check_working_set(units, homes, taken)
+    except BaseException:
+        shared.working_bytes = before
+        raise
