@@ -4,96 +4,40 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiered.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatrain.config.load import load_config
-    from megatrain.embed.activations import offload_activations
-    from megatrain.embed.integrations import hf, lightning
-    from megatrain.embed.named import named_tensors
-    from megatrain.embed.offload import gathered, gradient_lanes, offload
-    from megatrain.embed.optimizer import (
-        TieredAdafactor,
-        TieredAdamW,
-        TieredLion,
-        TieredMuon,
-        TieredOptimizer,
-        TieredSGD,
-    )
-    from megatrain.embed.pretrained import load_pretrained
-    from megatrain.embed.stores import open_store, release
-    from megatrain.extras.generation import generate
-    from megatrain.extras.scoring import Scorer
-    from megatrain.plan.planner import plan_run
-    from megatrain.training.trainer import Trainer
+    from megatrain.config.load import load_config as load_config
+    from megatrain.embed.activations import offload_activations as offload_activations
+    from megatrain.embed.integrations import hf as hf
+    from megatrain.embed.integrations import lightning as lightning
+    from megatrain.embed.named import named_tensors as named_tensors
+    from megatrain.embed.offload import gathered as gathered
+    from megatrain.embed.offload import gradient_lanes as gradient_lanes
+    from megatrain.embed.offload import offload as offload
+    from megatrain.embed.optimizer import TieredAdafactor as TieredAdafactor
+    from megatrain.embed.optimizer import TieredAdamW as TieredAdamW
+    from megatrain.embed.optimizer import TieredLion as TieredLion
+    from megatrain.embed.optimizer import TieredMuon as TieredMuon
+    from megatrain.embed.optimizer import TieredOptimizer as TieredOptimizer
+    from megatrain.embed.optimizer import TieredSGD as TieredSGD
+    from megatrain.embed.pretrained import load_pretrained as load_pretrained
+    from megatrain.embed.stores import open_store as open_store
+    from megatrain.embed.stores import release as release
+    from megatrain.extras.generation import generate as generate
+    from megatrain.extras.scoring import Scorer as Scorer
+    from megatrain.plan.planner import plan_run as plan_run
+    from megatrain.training.trainer import Trainer as Trainer
+else:
+    # `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
+    __getattr__, _names, __all__ = lazy_names(__name__, distribution="megatrain-tier")
 
-__all__ = [
-    "Scorer",
-    "TieredAdafactor",
-    "TieredAdamW",
-    "TieredLion",
-    "TieredMuon",
-    "TieredOptimizer",
-    "TieredSGD",
-    "Trainer",
-    "gathered",
-    "generate",
-    "gradient_lanes",
-    "hf",
-    "lightning",
-    "load_config",
-    "load_pretrained",
-    "named_tensors",
-    "offload",
-    "offload_activations",
-    "open_store",
-    "plan_run",
-    "release",
-]
-
-# Public name -> its module, imported at first use: the command line's help needs no torch.
-# `plan_run`, not `plan`: importing the package `megatrain.plan` binds that name here.
-_MODULES = {
-    "Scorer": "extras.scoring",
-    "TieredAdafactor": "embed.optimizer",
-    "TieredAdamW": "embed.optimizer",
-    "TieredLion": "embed.optimizer",
-    "TieredMuon": "embed.optimizer",
-    "TieredOptimizer": "embed.optimizer",
-    "TieredSGD": "embed.optimizer",
-    "Trainer": "training.trainer",
-    "gathered": "embed.offload",
-    "generate": "extras.generation",
-    "gradient_lanes": "embed.offload",
-    "load_config": "config.load",
-    "load_pretrained": "embed.pretrained",
-    "named_tensors": "embed.named",
-    "offload": "embed.offload",
-    "offload_activations": "embed.activations",
-    "open_store": "embed.stores",
-    "plan_run": "plan.planner",
-    "release": "embed.stores",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":  # written once, in pyproject.toml
-        return import_module("importlib.metadata").version("megatrain-tier")
-    if name in ("hf", "lightning"):
-        return import_module(f"megatrain.embed.integrations.{name}")
-    if name in _MODULES:
-        return getattr(import_module(f"megatrain.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'megatrain' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    """Return what is public, also where it is not imported yet: for tab completion and ``help``."""
-    has_lightning = (
-        find_spec("lightning") is not None
-    )  # else `help`, which looks at every name, would end with an error
-    return sorted([*(name for name in __all__ if name != "lightning" or has_lightning), "__version__"])
+    def __dir__() -> list[str]:
+        """Return the public names. Without lightning, `help` would end with an error at that name."""
+        return [name for name in _names() if name != "lightning" or find_spec("lightning") is not None]
 
 
 def _ask_for_repeatable_products() -> None:

@@ -1,261 +1,62 @@
-"""What the tools beside the trainer, and the store embedded in other trainers, may know of it: its one named surface.
+"""Names of the trainer for the tools in ``megatrain.extras``: report, doctor, verify and others.
 
-``megatrain.embed`` and the tools in ``megatrain.extras`` import this, what is below it (``megatrain.base``,
-``tiered``), and each other. A wheel without them trains all the same. The few parts that one of them has of its own
-from the inside are listed in ``tests/test_architecture.py``, with the reason.
-
-A name is imported when it is first asked for: most need torch, which takes seconds.
+These tools import this module, ``megatrain.base``, ``tiered`` and each other. ``tests/test_architecture.py`` lists the
+few exceptions with their reasons. A wheel without the tools trains.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiered.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatrain.checkpoint.state import NUM_LOSSES, now_text
-    from megatrain.config.load import load_config
-    from megatrain.config.resolved import config_from_toml, resolved_values
-    from megatrain.data.loader import StepBatch
-    from megatrain.engine.weight_gradients import GradientAccumulator
-    from megatrain.machine.files import machine_toml
-    from megatrain.machine.machine import (
-        DriveProfile,
-        FileSystem,
-        GpuProfile,
-        MachineProfile,
-        Nature,
-        available_ram_bytes,
-        cpu_name,
-        existing_parent,
-        file_system_of,
-        resolve_compute_dtype,
-        resolve_device,
-        total_ram_bytes,
-    )
-    from megatrain.models.folder import ModelFolder, read_config
-    from megatrain.models.hub import fetch_weights
-    from megatrain.models.internals import check_internals
-    from megatrain.models.load import WeightLoader
-    from megatrain.models.skeleton import build_skeleton
-    from megatrain.models.small import no_progress_bars, write_small_model
-    from megatrain.optim.adafactor import Adafactor
-    from megatrain.optim.average import EMA, WeightAverage
-    from megatrain.optim.base import GRADIENT_DTYPES, Optimizer, Segment, StateKind, Update
-    from megatrain.optim.clip import NonFiniteGradientError
-    from megatrain.optim.elementwise import SGD, AdamW, ElementwiseOptimizer, Lion
-    from megatrain.optim.moments import STATE_DTYPES
-    from megatrain.optim.muon import Muon
-    from megatrain.optim.table import OptimizerConfig, StateDtype
-    from megatrain.optim.threads import KernelThreads, default_num_threads
-    from megatrain.plan.estimate import work_of_phases
-    from megatrain.plan.measure import measure_ticks
-    from megatrain.plan.placement import DoesNotFitError
-    from megatrain.plan.plan import RunSpec
-    from megatrain.plan.planner import plan_run
-    from megatrain.ranks.collectives import Collectives, RanksDifferError, check_same
-    from megatrain.ranks.shards import RankLanes, RankShards
-    from megatrain.run.loggers import METRICS_NAME
-    from megatrain.run.record import PLAN_NAME, SUMMARY_NAME, read_entries, read_record
-    from megatrain.run.status import FINAL_STATES, RunStatus, read_status
-    from megatrain.training.resolve import (
-        resolve,
-        resolve_model,
-        resolve_tiers,
-    )
-    from megatrain.training.trainer import Trainer
-
-__all__ = [
-    # Configs, and what a run makes of one on this machine.
-    "config_from_toml",
-    "load_config",
-    "resolve",
-    "resolve_model",
-    "resolve_tiers",
-    "resolved_values",
-    # The machine.
-    "DriveProfile",
-    "FileSystem",
-    "GpuProfile",
-    "MachineProfile",
-    "Nature",
-    "available_ram_bytes",
-    "cpu_name",
-    "existing_parent",
-    "file_system_of",
-    "machine_toml",
-    "resolve_compute_dtype",
-    "resolve_device",
-    "total_ram_bytes",
-    # Models.
-    "ModelFolder",
-    "WeightLoader",
-    "build_skeleton",
-    "check_internals",
-    "fetch_weights",
-    "no_progress_bars",
-    "read_config",
-    "write_small_model",
-    # Rows.
-    "StepBatch",
-    # Plans.
-    "DoesNotFitError",
-    "RunSpec",
-    "measure_ticks",
-    "plan_run",
-    "work_of_phases",
-    # Optimizers and the threads of their kernels.
-    "Adafactor",
-    "AdamW",
-    "EMA",
-    "ElementwiseOptimizer",
-    "GRADIENT_DTYPES",
-    "GradientAccumulator",
-    "KernelThreads",
-    "Lion",
-    "Muon",
-    "NonFiniteGradientError",
-    "Optimizer",
-    "OptimizerConfig",
-    "SGD",
-    "STATE_DTYPES",
-    "Segment",
-    "StateDtype",
-    "StateKind",
-    "Update",
-    "WeightAverage",
-    "default_num_threads",
-    # Ranks.
-    "Collectives",
-    "RankLanes",
-    "RanksDifferError",
-    "RankShards",
-    "check_same",
-    # A run, its checkpoints and its records.
-    "FINAL_STATES",
-    "METRICS_NAME",
-    "NUM_LOSSES",
-    "PLAN_NAME",
-    "RunStatus",
-    "SUMMARY_NAME",
-    "Trainer",
-    "now_text",
-    "read_entries",
-    "read_record",
-    "read_status",
-]
-
-#: Module -> its names that are public here.
-_NAMES = {
-    "config.load": ("load_config",),
-    "config.resolved": (
-        "config_from_toml",
-        "resolved_values",
-    ),
-    "training.resolve": (
-        "resolve",
-        "resolve_model",
-        "resolve_tiers",
-    ),
-    "machine.files": ("machine_toml",),
-    "machine.machine": (
-        "DriveProfile",
-        "FileSystem",
-        "GpuProfile",
-        "MachineProfile",
-        "Nature",
-        "available_ram_bytes",
-        "cpu_name",
-        "existing_parent",
-        "file_system_of",
-        "resolve_compute_dtype",
-        "resolve_device",
-        "total_ram_bytes",
-    ),
-    "models.folder": (
-        "ModelFolder",
-        "read_config",
-    ),
-    "models.hub": ("fetch_weights",),
-    "models.internals": ("check_internals",),
-    "models.load": ("WeightLoader",),
-    "models.skeleton": ("build_skeleton",),
-    "models.small": (
-        "no_progress_bars",
-        "write_small_model",
-    ),
-    "data.loader": ("StepBatch",),
-    "plan.estimate": ("work_of_phases",),
-    "plan.measure": ("measure_ticks",),
-    "plan.placement": ("DoesNotFitError",),
-    "plan.plan": ("RunSpec",),
-    "plan.planner": ("plan_run",),
-    "optim.adafactor": ("Adafactor",),
-    "optim.average": (
-        "EMA",
-        "WeightAverage",
-    ),
-    "optim.base": (
-        "GRADIENT_DTYPES",
-        "Optimizer",
-        "Segment",
-        "StateKind",
-        "Update",
-    ),
-    "optim.clip": ("NonFiniteGradientError",),
-    "optim.elementwise": (
-        "AdamW",
-        "ElementwiseOptimizer",
-        "Lion",
-        "SGD",
-    ),
-    "engine.weight_gradients": ("GradientAccumulator",),
-    "optim.moments": ("STATE_DTYPES",),
-    "optim.table": (
-        "OptimizerConfig",
-        "StateDtype",
-    ),
-    "optim.muon": ("Muon",),
-    "optim.threads": (
-        "KernelThreads",
-        "default_num_threads",
-    ),
-    "ranks.collectives": (
-        "Collectives",
-        "RanksDifferError",
-        "check_same",
-    ),
-    "ranks.shards": (
-        "RankLanes",
-        "RankShards",
-    ),
-    "training.trainer": ("Trainer",),
-    "checkpoint.state": (
-        "NUM_LOSSES",
-        "now_text",
-    ),
-    "run.loggers": ("METRICS_NAME",),
-    "run.record": (
-        "PLAN_NAME",
-        "SUMMARY_NAME",
-        "read_entries",
-        "read_record",
-    ),
-    "run.status": (
-        "FINAL_STATES",
-        "RunStatus",
-        "read_status",
-    ),
-}
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(import_module(f"megatrain.{_MODULES[name]}"), name)
-    raise AttributeError(f"module 'megatrain.api' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    """Return what is public, also where it is not imported yet: for tab completion and ``help``."""
-    return sorted(__all__)
+    from megatrain.checkpoint.state import NUM_LOSSES as NUM_LOSSES
+    from megatrain.checkpoint.state import now_text as now_text
+    from megatrain.config.load import load_config as load_config
+    from megatrain.config.resolved import config_from_toml as config_from_toml
+    from megatrain.config.resolved import resolved_values as resolved_values
+    from megatrain.data.loader import StepBatch as StepBatch
+    from megatrain.engine.weight_gradients import GradientAccumulator as GradientAccumulator
+    from megatrain.machine.files import machine_toml as machine_toml
+    from megatrain.machine.machine import DriveProfile as DriveProfile
+    from megatrain.machine.machine import FileSystem as FileSystem
+    from megatrain.machine.machine import GpuProfile as GpuProfile
+    from megatrain.machine.machine import MachineProfile as MachineProfile
+    from megatrain.machine.machine import Nature as Nature
+    from megatrain.machine.machine import available_ram_bytes as available_ram_bytes
+    from megatrain.machine.machine import cpu_name as cpu_name
+    from megatrain.machine.machine import existing_parent as existing_parent
+    from megatrain.machine.machine import file_system_of as file_system_of
+    from megatrain.machine.machine import resolve_compute_dtype as resolve_compute_dtype
+    from megatrain.machine.machine import resolve_device as resolve_device
+    from megatrain.machine.machine import total_ram_bytes as total_ram_bytes
+    from megatrain.models.folder import ModelFolder as ModelFolder
+    from megatrain.models.folder import read_config as read_config
+    from megatrain.models.small import no_progress_bars as no_progress_bars
+    from megatrain.models.small import write_small_model as write_small_model
+    from megatrain.optim.base import Segment as Segment
+    from megatrain.optim.base import Update as Update
+    from megatrain.optim.elementwise import AdamW as AdamW
+    from megatrain.optim.table import OptimizerConfig as OptimizerConfig
+    from megatrain.optim.threads import KernelThreads as KernelThreads
+    from megatrain.optim.threads import default_num_threads as default_num_threads
+    from megatrain.plan.estimate import work_of_phases as work_of_phases
+    from megatrain.plan.measure import measure_ticks as measure_ticks
+    from megatrain.plan.placement import DoesNotFitError as DoesNotFitError
+    from megatrain.plan.plan import RunSpec as RunSpec
+    from megatrain.plan.planner import plan_run as plan_run
+    from megatrain.run.loggers import METRICS_NAME as METRICS_NAME
+    from megatrain.run.record import PLAN_NAME as PLAN_NAME
+    from megatrain.run.record import SUMMARY_NAME as SUMMARY_NAME
+    from megatrain.run.record import read_entries as read_entries
+    from megatrain.run.record import read_record as read_record
+    from megatrain.run.status import FINAL_STATES as FINAL_STATES
+    from megatrain.run.status import RunStatus as RunStatus
+    from megatrain.run.status import read_status as read_status
+    from megatrain.training.resolve import resolve as resolve
+    from megatrain.training.resolve import resolve_model as resolve_model
+    from megatrain.training.resolve import resolve_tiers as resolve_tiers
+    from megatrain.training.trainer import Trainer as Trainer
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

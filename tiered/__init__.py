@@ -5,162 +5,62 @@ For users of a store. ``tiered.ext`` is for authors of tiers, links and policies
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiered.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tiered.block import BlockSpec, CopyState
-    from tiered.durable.commit import Commit, CommitFigures
-    from tiered.durable.generations import remove_generation
-    from tiered.durable.manifest import BlockRecord, Manifest, list_generations, newest_first, read_manifest
-    from tiered.durable.reader import GenerationReader
-    from tiered.durable.whole_copies import CopyFigures, WholeCopies
-    from tiered.errors import (
-        BlockNotFoundError,
-        CapacityError,
-        CorruptBlockError,
-        GenerationError,
-        LeaseError,
-        LockedError,
-        TieredError,
-        TransferError,
-        UninitializedBlockError,
-    )
-    from tiered.events import Event, StoreStats, TierStats
-    from tiered.file_io import checksum
-    from tiered.plugins import available_tiers, tier_class
-    from tiered.policies import LRU, Belady
-    from tiered.records import Lease, LeaseGroup
-    from tiered.schedule import NEVER, Access, Mode, Schedule, Trace
-    from tiered.store import TieredStore
-    from tiered.tiers.base import Tier
-    from tiered.tiers.gpu import GpuTier
-    from tiered.tiers.nvme import NvmeTier
-    from tiered.tiers.ram import RamTier
-    from tiered.transfer import Transfer
-    from tiered.units import GB, MB, GiB, KiB, MiB, TiB, format_size, parse_size
-    from tiered.zarr_store import ZarrStore
-
-__all__ = [
-    "BlockSpec",
-    "CopyState",
-    "checksum",
-    "Commit",
-    "CommitFigures",
-    "remove_generation",
-    "BlockRecord",
-    "Manifest",
-    "list_generations",
-    "newest_first",
-    "read_manifest",
-    "GenerationReader",
-    "CopyFigures",
-    "WholeCopies",
-    "BlockNotFoundError",
-    "CapacityError",
-    "CorruptBlockError",
-    "GenerationError",
-    "LeaseError",
-    "LockedError",
-    "TieredError",
-    "TransferError",
-    "UninitializedBlockError",
-    "Event",
-    "StoreStats",
-    "TierStats",
-    "available_tiers",
-    "tier_class",
-    "LRU",
-    "Belady",
-    "Lease",
-    "LeaseGroup",
-    "NEVER",
-    "Access",
-    "Mode",
-    "Schedule",
-    "Trace",
-    "TieredStore",
-    "Tier",
-    "GpuTier",
-    "NvmeTier",
-    "RamTier",
-    "Transfer",
-    "GB",
-    "MB",
-    "GiB",
-    "KiB",
-    "MiB",
-    "TiB",
-    "format_size",
-    "parse_size",
-    "ZarrStore",
-]
-
-#: Imported when they are first asked for: most need torch, which takes seconds, ZarrStore zarr; units need neither.
-_HOMES = {
-    "Access": "schedule",
-    "Belady": "policies",
-    "BlockNotFoundError": "errors",
-    "BlockRecord": "durable.manifest",
-    "BlockSpec": "block",
-    "CapacityError": "errors",
-    "Commit": "durable.commit",
-    "CommitFigures": "durable.commit",
-    "CopyFigures": "durable.whole_copies",
-    "CopyState": "block",
-    "CorruptBlockError": "errors",
-    "Event": "events",
-    "GB": "units",
-    "GenerationError": "errors",
-    "GenerationReader": "durable.reader",
-    "GiB": "units",
-    "GpuTier": "tiers.gpu",
-    "KiB": "units",
-    "LRU": "policies",
-    "Lease": "records",
-    "LeaseError": "errors",
-    "LeaseGroup": "records",
-    "LockedError": "errors",
-    "MB": "units",
-    "Manifest": "durable.manifest",
-    "MiB": "units",
-    "Mode": "schedule",
-    "NEVER": "schedule",
-    "NvmeTier": "tiers.nvme",
-    "RamTier": "tiers.ram",
-    "Schedule": "schedule",
-    "StoreStats": "events",
-    "TiB": "units",
-    "Tier": "tiers.base",
-    "TierStats": "events",
-    "TieredError": "errors",
-    "TieredStore": "store",
-    "Trace": "schedule",
-    "Transfer": "transfer",
-    "TransferError": "errors",
-    "UninitializedBlockError": "errors",
-    "WholeCopies": "durable.whole_copies",
-    "ZarrStore": "zarr_store",
-    "available_tiers": "plugins",
-    "checksum": "file_io",
-    "format_size": "units",
-    "list_generations": "durable.manifest",
-    "newest_first": "durable.manifest",
-    "parse_size": "units",
-    "read_manifest": "durable.manifest",
-    "remove_generation": "durable.generations",
-    "tier_class": "plugins",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":  # written once, in pyproject.toml
-        return import_module("importlib.metadata").version("megatrain-tier")
-    if name in _HOMES:
-        return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'tiered' has no attribute '{name}'")
-
-
-def __dir__() -> list[str]:
-    """Return what is public, also where it is not imported yet: for tab completion and ``help``."""
-    return sorted([*__all__, "__version__"])
+    from tiered.block import BlockSpec as BlockSpec
+    from tiered.block import CopyState as CopyState
+    from tiered.durable.commit import Commit as Commit
+    from tiered.durable.commit import CommitFigures as CommitFigures
+    from tiered.durable.generations import remove_generation as remove_generation
+    from tiered.durable.manifest import BlockRecord as BlockRecord
+    from tiered.durable.manifest import Manifest as Manifest
+    from tiered.durable.manifest import list_generations as list_generations
+    from tiered.durable.manifest import newest_first as newest_first
+    from tiered.durable.manifest import read_manifest as read_manifest
+    from tiered.durable.reader import GenerationReader as GenerationReader
+    from tiered.durable.whole_copies import CopyFigures as CopyFigures
+    from tiered.durable.whole_copies import WholeCopies as WholeCopies
+    from tiered.errors import BlockNotFoundError as BlockNotFoundError
+    from tiered.errors import CapacityError as CapacityError
+    from tiered.errors import CorruptBlockError as CorruptBlockError
+    from tiered.errors import GenerationError as GenerationError
+    from tiered.errors import LeaseError as LeaseError
+    from tiered.errors import LockedError as LockedError
+    from tiered.errors import TieredError as TieredError
+    from tiered.errors import TransferError as TransferError
+    from tiered.errors import UninitializedBlockError as UninitializedBlockError
+    from tiered.events import Event as Event
+    from tiered.events import StoreStats as StoreStats
+    from tiered.events import TierStats as TierStats
+    from tiered.file_io import checksum as checksum
+    from tiered.plugins import available_tiers as available_tiers
+    from tiered.plugins import tier_class as tier_class
+    from tiered.policies import LRU as LRU
+    from tiered.policies import Belady as Belady
+    from tiered.records import Lease as Lease
+    from tiered.records import LeaseGroup as LeaseGroup
+    from tiered.schedule import NEVER as NEVER
+    from tiered.schedule import Access as Access
+    from tiered.schedule import Mode as Mode
+    from tiered.schedule import Schedule as Schedule
+    from tiered.schedule import Trace as Trace
+    from tiered.store import TieredStore as TieredStore
+    from tiered.tiers.base import Tier as Tier
+    from tiered.tiers.gpu import GpuTier as GpuTier
+    from tiered.tiers.nvme import NvmeTier as NvmeTier
+    from tiered.tiers.ram import RamTier as RamTier
+    from tiered.transfer import Transfer as Transfer
+    from tiered.units import GB as GB
+    from tiered.units import MB as MB
+    from tiered.units import GiB as GiB
+    from tiered.units import KiB as KiB
+    from tiered.units import MiB as MiB
+    from tiered.units import TiB as TiB
+    from tiered.units import format_size as format_size
+    from tiered.units import parse_size as parse_size
+    from tiered.zarr_store import ZarrStore as ZarrStore
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__, distribution="megatrain-tier")

@@ -1,226 +1,91 @@
-"""What authors of tiers, links and policies import, and of tools that look after a tier's directories.
+"""Names for authors of tiers, links and policies, and for tools that look after a tier's directories.
 
 The contracts are in docs/extending.md, their suites in ``tiered.testing``.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tiered.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from tiered.durable.drive_places import DrivePlace, drive_places, holds_part
-    from tiered.durable.manifest import SNAPSHOT_FOLDER, generation_folder, top_problem
-    from tiered.durable.ownership import read_owner, read_store_id, snapshot_folders
-    from tiered.file_io import drop_cached, folder_clashes, open_direct, read_all, read_document_file, replace_file
-    from tiered.hops import route
-    from tiered.links.base import Link, LinkedTier, LinkUsage, Meter, ThreadedLink, Workers
-    from tiered.links.probe import KvikioProbe, may_open_driver, probe_kvikio
-    from tiered.links.route import default_links
-    from tiered.links.source import BlockSource, ReadPart, SourceTier
-    from tiered.links.unified import UnifiedTier, host_view
-    from tiered.locks import DirectoryLock, has_open, holder_text, lock, lock_directory, mount_of, owner_in, unescape
-    from tiered.policies import Candidate, EvictionPolicy
-    from tiered.simulation import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
-    from tiered.tiers.base import (
-        BufferTier,
-        DescribingTier,
-        Ledger,
-        PausingTier,
-        ReadOnlyTier,
-        Slot,
-        StreamTier,
-        Tier,
-        TierUsage,
-        WriteCountingTier,
-    )
-    from tiered.tiers.cleanup import (
-        Leftovers,
-        Orphan,
-        find_directories,
-        find_orphans,
-        measure_leftovers,
-        remove_leftovers,
-        remove_orphan,
-    )
-    from tiered.tiers.directory import (
-        check_ours,
-        claim_directory,
-        files_below,
-        refuse_links,
-        reusable_bytes,
-        statuses_below,
-    )
-    from tiered.tiers.health import WearCounter
-    from tiered.tiers.layout import dtype_from_name
-    from tiered.tiers.ram import HostSlab, view_as
-    from tiered.tiers.snapshots import DurableTier, Snapshots
-    from tiered.tiers.stripe import check_rates, plan_chunks
-    from tiered.transfer import Transfer
-
-__all__ = [
-    "SNAPSHOT_FOLDER",
-    "DrivePlace",
-    "drive_places",
-    "generation_folder",
-    "holds_part",
-    "top_problem",
-    "read_owner",
-    "read_store_id",
-    "read_document_file",
-    "refuse_links",
-    "replace_file",
-    "snapshot_folders",
-    "Link",
-    "LinkedTier",
-    "LinkUsage",
-    "Meter",
-    "ThreadedLink",
-    "Workers",
-    "KvikioProbe",
-    "may_open_driver",
-    "probe_kvikio",
-    "default_links",
-    "BlockSource",
-    "ReadPart",
-    "SourceTier",
-    "UnifiedTier",
-    "host_view",
-    "route",
-    "Candidate",
-    "EvictionPolicy",
-    "SimulatedChannel",
-    "SimulatedClock",
-    "SimulatedLink",
-    "SimulatedTier",
-    "BufferTier",
-    "DescribingTier",
-    "Ledger",
-    "PausingTier",
-    "ReadOnlyTier",
-    "Slot",
-    "StreamTier",
-    "Tier",
-    "TierUsage",
-    "WriteCountingTier",
-    "Leftovers",
-    "Orphan",
-    "find_directories",
-    "find_orphans",
-    "measure_leftovers",
-    "remove_leftovers",
-    "remove_orphan",
-    "check_ours",
-    "claim_directory",
-    "files_below",
-    "statuses_below",
-    "DirectoryLock",
-    "has_open",
-    "holder_text",
-    "lock",
-    "lock_directory",
-    "mount_of",
-    "owner_in",
-    "unescape",
-    "reusable_bytes",
-    "WearCounter",
-    "dtype_from_name",
-    "drop_cached",
-    "folder_clashes",
-    "open_direct",
-    "read_all",
-    "HostSlab",
-    "view_as",
-    "DurableTier",
-    "Snapshots",
-    "check_rates",
-    "plan_chunks",
-    "Transfer",
-]
-
-#: Imported when they are first asked for: most need torch, which takes seconds.
-_HOMES = {
-    "BufferTier": "tiers.base",
-    "Candidate": "policies",
-    "DescribingTier": "tiers.base",
-    "DrivePlace": "durable.drive_places",
-    "DurableTier": "tiers.snapshots",
-    "EvictionPolicy": "policies",
-    "HostSlab": "tiers.ram",
-    "KvikioProbe": "links.probe",
-    "Ledger": "tiers.base",
-    "Leftovers": "tiers.cleanup",
-    "Link": "links.base",
-    "LinkUsage": "links.base",
-    "LinkedTier": "links.base",
-    "Meter": "links.base",
-    "Orphan": "tiers.cleanup",
-    "PausingTier": "tiers.base",
-    "ReadOnlyTier": "tiers.base",
-    "BlockSource": "links.source",
-    "ReadPart": "links.source",
-    "SourceTier": "links.source",
-    "UnifiedTier": "links.unified",
-    "host_view": "links.unified",
-    "SNAPSHOT_FOLDER": "durable.manifest",
-    "SimulatedChannel": "simulation",
-    "SimulatedClock": "simulation",
-    "SimulatedLink": "simulation",
-    "SimulatedTier": "simulation",
-    "Slot": "tiers.base",
-    "Snapshots": "tiers.snapshots",
-    "StreamTier": "tiers.base",
-    "ThreadedLink": "links.base",
-    "Tier": "tiers.base",
-    "TierUsage": "tiers.base",
-    "Transfer": "transfer",
-    "WearCounter": "tiers.health",
-    "Workers": "links.base",
-    "WriteCountingTier": "tiers.base",
-    "check_ours": "tiers.directory",
-    "check_rates": "tiers.stripe",
-    "claim_directory": "tiers.directory",
-    "default_links": "links.route",
-    "drive_places": "durable.drive_places",
-    "holds_part": "durable.drive_places",
-    "dtype_from_name": "tiers.layout",
-    "drop_cached": "file_io",
-    "folder_clashes": "file_io",
-    "open_direct": "file_io",
-    "read_all": "file_io",
-    "replace_file": "file_io",
-    "read_document_file": "file_io",
-    "refuse_links": "tiers.directory",
-    "files_below": "tiers.directory",
-    "statuses_below": "tiers.directory",
-    "find_directories": "tiers.cleanup",
-    "find_orphans": "tiers.cleanup",
-    "top_problem": "durable.manifest",
-    "generation_folder": "durable.manifest",
-    "DirectoryLock": "locks",
-    "has_open": "locks",
-    "holder_text": "locks",
-    "lock": "locks",
-    "lock_directory": "locks",
-    "mount_of": "locks",
-    "owner_in": "locks",
-    "unescape": "locks",
-    "may_open_driver": "links.probe",
-    "measure_leftovers": "tiers.cleanup",
-    "plan_chunks": "tiers.stripe",
-    "probe_kvikio": "links.probe",
-    "read_owner": "durable.ownership",
-    "read_store_id": "durable.ownership",
-    "remove_leftovers": "tiers.cleanup",
-    "remove_orphan": "tiers.cleanup",
-    "reusable_bytes": "tiers.directory",
-    "route": "hops",
-    "snapshot_folders": "durable.ownership",
-    "view_as": "tiers.ram",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"tiered.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'tiered.ext' has no attribute '{name}'")
+    from tiered.durable.drive_places import DrivePlace as DrivePlace
+    from tiered.durable.drive_places import drive_places as drive_places
+    from tiered.durable.drive_places import holds_part as holds_part
+    from tiered.durable.manifest import SNAPSHOT_FOLDER as SNAPSHOT_FOLDER
+    from tiered.durable.manifest import generation_folder as generation_folder
+    from tiered.durable.manifest import top_problem as top_problem
+    from tiered.durable.ownership import read_owner as read_owner
+    from tiered.durable.ownership import read_store_id as read_store_id
+    from tiered.durable.ownership import snapshot_folders as snapshot_folders
+    from tiered.file_io import drop_cached as drop_cached
+    from tiered.file_io import folder_clashes as folder_clashes
+    from tiered.file_io import open_direct as open_direct
+    from tiered.file_io import read_all as read_all
+    from tiered.file_io import read_document_file as read_document_file
+    from tiered.file_io import replace_file as replace_file
+    from tiered.hops import route as route
+    from tiered.links.base import Link as Link
+    from tiered.links.base import LinkedTier as LinkedTier
+    from tiered.links.base import LinkUsage as LinkUsage
+    from tiered.links.base import Meter as Meter
+    from tiered.links.base import ThreadedLink as ThreadedLink
+    from tiered.links.base import Workers as Workers
+    from tiered.links.probe import KvikioProbe as KvikioProbe
+    from tiered.links.probe import may_open_driver as may_open_driver
+    from tiered.links.probe import probe_kvikio as probe_kvikio
+    from tiered.links.route import default_links as default_links
+    from tiered.links.source import BlockSource as BlockSource
+    from tiered.links.source import ReadPart as ReadPart
+    from tiered.links.source import SourceTier as SourceTier
+    from tiered.links.unified import UnifiedTier as UnifiedTier
+    from tiered.links.unified import host_view as host_view
+    from tiered.locks import DirectoryLock as DirectoryLock
+    from tiered.locks import has_open as has_open
+    from tiered.locks import holder_text as holder_text
+    from tiered.locks import lock as lock
+    from tiered.locks import lock_directory as lock_directory
+    from tiered.locks import mount_of as mount_of
+    from tiered.locks import owner_in as owner_in
+    from tiered.locks import unescape as unescape
+    from tiered.policies import Candidate as Candidate
+    from tiered.policies import EvictionPolicy as EvictionPolicy
+    from tiered.simulation import SimulatedChannel as SimulatedChannel
+    from tiered.simulation import SimulatedClock as SimulatedClock
+    from tiered.simulation import SimulatedLink as SimulatedLink
+    from tiered.simulation import SimulatedTier as SimulatedTier
+    from tiered.tiers.base import BufferTier as BufferTier
+    from tiered.tiers.base import DescribingTier as DescribingTier
+    from tiered.tiers.base import Ledger as Ledger
+    from tiered.tiers.base import PausingTier as PausingTier
+    from tiered.tiers.base import ReadOnlyTier as ReadOnlyTier
+    from tiered.tiers.base import Slot as Slot
+    from tiered.tiers.base import StreamTier as StreamTier
+    from tiered.tiers.base import Tier as Tier
+    from tiered.tiers.base import TierUsage as TierUsage
+    from tiered.tiers.base import WriteCountingTier as WriteCountingTier
+    from tiered.tiers.cleanup import Leftovers as Leftovers
+    from tiered.tiers.cleanup import Orphan as Orphan
+    from tiered.tiers.cleanup import find_directories as find_directories
+    from tiered.tiers.cleanup import find_orphans as find_orphans
+    from tiered.tiers.cleanup import measure_leftovers as measure_leftovers
+    from tiered.tiers.cleanup import remove_leftovers as remove_leftovers
+    from tiered.tiers.cleanup import remove_orphan as remove_orphan
+    from tiered.tiers.directory import check_ours as check_ours
+    from tiered.tiers.directory import claim_directory as claim_directory
+    from tiered.tiers.directory import files_below as files_below
+    from tiered.tiers.directory import refuse_links as refuse_links
+    from tiered.tiers.directory import reusable_bytes as reusable_bytes
+    from tiered.tiers.directory import statuses_below as statuses_below
+    from tiered.tiers.health import WearCounter as WearCounter
+    from tiered.tiers.layout import dtype_from_name as dtype_from_name
+    from tiered.tiers.ram import HostSlab as HostSlab
+    from tiered.tiers.ram import view_as as view_as
+    from tiered.tiers.snapshots import DurableTier as DurableTier
+    from tiered.tiers.snapshots import Snapshots as Snapshots
+    from tiered.tiers.stripe import check_rates as check_rates
+    from tiered.tiers.stripe import plan_chunks as plan_chunks
+    from tiered.transfer import Transfer as Transfer
+else:
+    __getattr__, __dir__, __all__ = lazy_names(__name__)

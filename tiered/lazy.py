@@ -1,0 +1,66 @@
+"""Public names that are imported at first use, because most of them need torch, which takes seconds."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+
+def lazy_names(
+    module: str, *, distribution: str | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return ``__getattr__``, ``__dir__`` and ``__all__`` for the imports that a module makes for type checkers.
+
+    ::
+
+        if TYPE_CHECKING:
+            from package.module import Name as Name
+        else:
+            __getattr__, __dir__, __all__ = lazy_names(__name__)
+
+    So each name is written once, where type checkers and editors look for it. The list is read from the source text
+    of the module, as transformers does for its models.
+
+    Args:
+        module: Dotted name of the module, which is being imported.
+        distribution: Installed distribution whose version is the attribute ``__version__``.
+
+    Raises:
+        ImportError: The installation has no source text of the module.
+    """
+    homes = _typed_imports(module)
+    public = [*homes, *([] if distribution is None else ["__version__"])]
+
+    def __getattr__(name: str) -> Any:
+        if name == "__version__" and distribution is not None:
+            return version(distribution)
+        if name not in homes:
+            raise AttributeError(f"module '{module}' has no attribute '{name}'")
+        home = import_module(homes[name])
+        return getattr(home, name) if name in vars(home) else import_module(f"{homes[name]}.{name}")
+
+    def __dir__() -> list[str]:
+        """Return the public names, imported or not: for tab completion and ``help``."""
+        return sorted(public)
+
+    return __getattr__, __dir__, list(homes)
+
+
+def _typed_imports(module: str) -> dict[str, str]:
+    """Return name -> module of the imports under ``if TYPE_CHECKING`` at the top level of a module."""
+    loader: Any = sys.modules[module].__loader__
+    text = loader.get_source(module)
+    if text is None:
+        raise ImportError(f"'{module}' needs its source file: install the package with its .py files")
+    return {
+        alias.name: node.module or ""
+        for block in ast.parse(text).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
