@@ -34,7 +34,7 @@ class WholeBlocks:
     def __init__(self, store: TieredStore) -> None:
         self.store, self.tier = store, compute_tier(store)
 
-    # -- leases (``WeightAccess``) -----------------------------------------------------------------------------
+    # -- leases (``ModuleBlocks``) -----------------------------------------------------------------------------
 
     def num_elements(self, layout: UnitLayout) -> int:
         """Return the elements of a block that this process stores."""

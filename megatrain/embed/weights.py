@@ -313,7 +313,7 @@ class WeightLease(Protocol):
         """End a lease of mode "w"; changes are dropped."""
 
 
-class WeightAccess(Protocol):
+class ModuleBlocks(Protocol):
     """How a process reads and writes the weight blocks of one module: alone, or together with other ranks.
 
     Attributes:
@@ -379,7 +379,7 @@ class WeightBlock:
         parameters: Mapping[str, nn.Parameter],
         dtype: torch.dtype,
         homes: Sequence[str],
-        access: WeightAccess,
+        access: ModuleBlocks,
     ) -> None:
         self.store, self.key, self.layout, self.dtype, self.access = store, key, layout, dtype, access
         self.parameters = dict(parameters)
