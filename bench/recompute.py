@@ -113,7 +113,7 @@ def parse_arguments() -> argparse.Namespace:
 def without_dead_results(plan: Plan) -> Plan:
     """Return a plan whose recomputes leave nothing out."""
     visits = tuple(replace(visit, unneeded=NOTHING_UNNEEDED) for visit in plan.trace.visits)
-    return replace(plan, trace=replace(plan.trace, visits=visits))
+    return replace(plan, traced=replace(plan.traced, trace=replace(plan.trace, visits=visits)))
 
 
 class Bench:

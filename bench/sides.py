@@ -155,7 +155,7 @@ class Ours:
         begin_s = time.perf_counter()
         plan.warm_up()  # the device's kernels as well: the first update is made in a step that is measured
         self.optimizer = TimedOptimizer(plan.optimizer)
-        self.plan = replace(plan, optimizer=self.optimizer)
+        self.plan = replace(plan, traced=replace(plan.traced, optimizer=self.optimizer))
         self.windows: list[StoreStats] = []
         self._num_steps = 0
         self._opened = ExitStack()

@@ -79,8 +79,9 @@ def command(
     from megatrain.config.starter import starter_toml
     from megatrain.data.formats import CHATS
     from megatrain.extras.translate.templates import own_template
+    from megatrain.machine.facts import machine_facts
+    from megatrain.models.folder import model_facts
     from megatrain.models.hub import cached_folder
-    from megatrain.plan.facts import machine_facts, model_facts
     from megatrain.training.resolve import default_tiers
 
     folder = path.absolute().parent

@@ -123,10 +123,10 @@ def command(
         if count_steps and refusal is None:
             spinner.say("reading the data")
             num_steps = trainer.make_loader().num_steps(plan.run.num_epochs, plan.run.max_steps)
-    if plan.flash_note:
-        click.echo(plan.flash_note, err=True)
-    if plan.packing_warning:
-        click.echo(f"warning: {plan.packing_warning}", err=True)
+    if plan.traced.flash_note:
+        click.echo(plan.traced.flash_note, err=True)
+    if plan.traced.packing_warning:
+        click.echo(f"warning: {plan.traced.packing_warning}", err=True)
     evaluation = resolve_evaluation(loaded.config)
     problem = "" if refusal is None else describe_error(refusal)
     _print(plan, evaluation, problem, as_json=as_json, simulate=simulate, num_steps=num_steps)

@@ -17,6 +17,7 @@ import torch
 import xxhash
 
 from megatrain.base.errors import ModelFolderError as ModelFolderError
+from megatrain.base.facts import ModelFacts
 from megatrain.base.names import INDEX_FILE as INDEX_FILE
 from megatrain.base.names import SINGLE_FILE as SINGLE_FILE
 from megatrain.models.quantized import METHODS, Decoder, QuantizationError, decode, find_decoders, method_of
@@ -465,3 +466,33 @@ def _record(path: Path, name: str, fields: dict[str, Any], data_start: int) -> T
     if end - start != math.prod(shape) * dtype.itemsize or start < 0 or any(size < 0 for size in shape):
         raise ValueError(f"tensor {name} has shape {list(shape)} and {end - start} bytes")
     return TensorRecord(name, path, dtype, shape, data_start + start, end - start)
+
+
+def weight_file_bytes(folder: str) -> int:
+    """Return the size of a model folder's weights on disk; 0 where there are none."""
+    try:
+        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    except OSError:
+        return 0
+
+
+def model_facts(name: str, folder: Path | None) -> ModelFacts:
+    """Return what a model folder says of itself; a folder that cannot be used says nothing.
+
+    Args:
+        name: how it is written in the config.
+        folder: where it is; None: not on this machine.
+    """
+    if folder is None or not folder.is_dir():
+        return ModelFacts(name)
+    try:
+        records = ModelFolder(folder).records
+        num_parameters = sum(record.numel for record in records.values() if record.dtype.is_floating_point)
+    except (ModelFolderError, OSError):
+        num_parameters = 0
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        positions = values.get("max_position_embeddings", values.get("n_positions", 0))
+    except (OSError, ValueError, AttributeError):
+        positions = 0
+    return ModelFacts(name, num_parameters, positions if isinstance(positions, int) and positions > 1 else 0)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatrain.base.precision import MASTER_ELEMENTS
+from megatrain.engine.program import state_key, stored_keys
 from megatrain.machine import machine
-from megatrain.plan.placement import TierBudget
+from megatrain.optim.average import EMA
+from megatrain.plan.placement import FOLDER, Residency, TierBudget
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
-    from megatrain.machine.machine import TierSpecs
+    from megatrain.engine.program import StepProgram
+    from megatrain.machine.machine import MachineProfile, TierSpecs
     from megatrain.plan.plan import RunSpec
 
 _GPU_ALIGNMENT_BYTES = 512
@@ -64,3 +71,84 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
             num_processes=run.world.local_size,
         )
     return budgets
+
+
+def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_bytes: int) -> dict[str, TierBudget]:
+    """Return the budgets with the model's folder as a tier after RAM, if blocks may live there.
+
+    Args:
+        reader_bytes: RAM of those that read it.
+    """
+    nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
+    if not nbytes:
+        return dict(budgets)
+    ram = budgets["ram"]
+    ram = replace(ram, workspace_bytes=ram.workspace_bytes + reader_bytes)
+    folder = TierBudget(FOLDER, nbytes, lambda n: n)
+    order = [name for name in budgets if name != "nvme"]
+    found = {**{name: budgets[name] for name in order}, "ram": ram, FOLDER: folder}
+    return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
+
+
+def teacher_bytes(run: RunSpec) -> int:
+    """Return what a step's rows hold for the loss beside their tokens: in distillation, what the teacher says."""
+    return run.batch.num_tokens * run.objective.loss.token_nbytes
+
+
+def with_workspace(budgets: Mapping[str, TierBudget], nbytes: int, compute_tier: str) -> dict[str, TierBudget]:
+    """Return the budgets with so much more workspace in RAM, and once more where layers run: it is copied there."""
+    found = dict(budgets)
+    for tier in dict.fromkeys(("ram", compute_tier)):
+        found[tier] = replace(found[tier], workspace_bytes=found[tier].workspace_bytes + round_up(nbytes, PAGE_BYTES))
+    return found
+
+
+def with_residents(
+    budgets: Mapping[str, TierBudget], run: RunSpec, program: StepProgram, profile: MachineProfile | None
+) -> dict[str, TierBudget]:
+    """Return the budgets with what decides about homes in GPU memory, and what weights take in RAM on their way in.
+
+    Args:
+        profile: Rates of this machine, if its GPU is the compute device; where one is lacking, bytes decide.
+    """
+    budgets = {**budgets, "ram": replace(budgets["ram"], filling_bytes=filling_bytes(program))}
+    if program.compute_tier == "ram":
+        return budgets
+    kinds = set(run.placement.residents)
+    if not program.updates.in_compute_tier:
+        kinds.discard("optimizer")  # state is worth nothing where nobody can use it
+    gpu = profile.gpu if profile is not None else None
+    rate = profile.adamw_params_per_s.get(_master(program)) if profile is not None else None
+    residency = Residency(frozenset(kinds))
+    if gpu is not None:
+        residency = Residency(
+            frozenset(kinds),
+            bus_s_per_byte=0.5 / gpu.h2d_bytes_per_s + 0.5 / gpu.d2h_bytes_per_s,
+            host_update_s_per_element=1 / rate if rate and run.optimizer.optim == "adamw" else 0.0,
+        )
+    compute = program.compute_tier
+    return {**budgets, compute: replace(budgets[compute], residency=residency)}
+
+
+def _master(program: StepProgram) -> str:
+    """Return the name of the weights' dtype, by which rates of updates are kept."""
+    dtype = next(block.dtype for block in program.blocks.values() if block.kind == "weights" and not block.num_packed)
+    return str(dtype).removeprefix("torch.")
+
+
+def filling_bytes(program: StepProgram) -> int:
+    """Return what the weights of the largest layout take in RAM on their way in or out, with their fp32 master."""
+    most = 0
+    for key, block in program.blocks.items():
+        if block.kind == "weights":
+            parts = [block.nbytes]
+            if block.dtype.itemsize == 2:
+                low = stored_keys(state_key(key.rsplit("/", 1)[0], "low"), program.blocks)
+                parts += [
+                    4 * min(block.num_elements, MASTER_ELEMENTS),
+                    max((program.blocks[part].nbytes for part in low), default=0),
+                ]
+            averages = stored_keys(state_key(key.rsplit("/", 1)[0], EMA.name), program.blocks)
+            parts.append(max((program.blocks[part].nbytes for part in averages), default=0))
+            most = max(most, sum(round_up(nbytes, PAGE_BYTES) for nbytes in parts))
+    return most

@@ -23,12 +23,12 @@ from megatrain.machine.machine import (
     file_system_of,
 )
 from megatrain.models.export import export_dtype
+from megatrain.models.folder import weight_file_bytes
 from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import MatrixOptimizer, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW, ElementwiseOptimizer
 from megatrain.optim.muon import Muon
 from megatrain.plan.costs import DeviceCosts
-from megatrain.plan.facts import weight_file_bytes
 from megatrain.plan.kept import num_parameters_run_once
 from megatrain.plan.placement import FOLDER, Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape

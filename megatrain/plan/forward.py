@@ -28,23 +28,12 @@ from megatrain.machine.machine import profile_of
 from megatrain.models.in_place import buffer_bytes
 from megatrain.optim.average import EMA
 from megatrain.optim.factory import make_optimizer
-from megatrain.plan.budgets import tier_budgets
+from megatrain.plan.budgets import tier_budgets, with_folder, with_residents, with_workspace
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Traffic
-from megatrain.plan.plan import Plan
-from megatrain.plan.planner import (
-    STAY_SHARE,
-    fastest,
-    find_frozen,
-    make_graph,
-    objections_to,
-    settle_rows,
-    trace_run,
-    with_folder,
-    with_open_room,
-    with_residents,
-    with_workspace,
-)
+from megatrain.plan.placement import DoesNotFitError, PlacementSolver, Shortfall, Traffic, fitting
+from megatrain.plan.plan import Plan, TracedModel
+from megatrain.plan.planner import STAY_SHARE, fastest, objections_to, with_open_room
+from megatrain.plan.traced import find_frozen, make_graph, settle_rows, trace_run
 from megatrain.trace.trace import trace_generation
 from tiered.units import PAGE_BYTES, round_up
 
@@ -103,6 +92,24 @@ def score_bytes(run: RunSpec, top_k: int, width: int) -> int:
     return _COPIES * run.batch.num_tokens * (12 * top_k + 16) + 4 * run.batch.num_rows * width
 
 
+def _traced_forward(
+    run: RunSpec, graph: ModelGraph, trace: VisitTrace, *, padded: bool, packing_warning: str = ""
+) -> TracedModel:
+    """Return a model that is run without updates."""
+    in_place, encodings = find_frozen(run, graph)
+    return TracedModel(
+        run=run,
+        padded=padded,
+        graph=graph,
+        trace=trace,
+        optimizer=make_optimizer(run.optimizer),
+        compute_tier=machine.compute_tier(run.tiers, run.device),
+        in_place=in_place,
+        encodings=encodings,
+        packing_warning=packing_warning,
+    )
+
+
 def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     """Plan passes over a model's rows that score their tokens.
 
@@ -121,37 +128,33 @@ def plan_forward(run: RunSpec, *, top_k: int = 0, width: int = 0) -> Plan:
     run, warning = settle_rows(run, graph)
     padded = bool(run.data.table.packing) or run.batch.micro_batch_rows > 1
     trace = trace_run(run, graph, padded=padded, top_k=top_k)
-    compute_tier = machine.compute_tier(run.tiers, run.device)
-    in_place, encodings = find_frozen(run, graph)
+    model = _traced_forward(run, graph, trace, padded=padded, packing_warning=warning)
     program = ProgramBuilder(
         graph,
         trace,
         num_micro_batches=run.batch.num_micro_batches,
         order="layer",
-        compute_tier=compute_tier,
+        compute_tier=model.compute_tier,
         optimizer=None,
-        frozen=FrozenWeights(not run.model.table.train_from_scratch, in_place, encodings),
+        frozen=FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings),
     ).build()
     program = evaluation_program(program)
     workspace = step_workspace_bytes(graph, trace, program, run.batch.num_micro_batches, run.traced_on)
     known = tier_budgets(run, workspace)
     known = with_workspace(known, score_bytes(run, top_k, width), "ram")
     profile = profile_of(run.tiers)
-    known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
+    known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve()
+    placement = fitting(PlacementSolver(program, list(known.values()), run.placement.homes, None, STAY_SHARE).solve())
     plan = Plan(
         run=run,
-        graph=graph,
-        trace=trace,
+        traced=model,
         program=program,
         placement=placement,
-        optimizer=make_optimizer(run.optimizer),
         budgets_by_tier=known,
         room_beside_tier=machine.gpu_room_beside_tier(
-            known[compute_tier].capacity_bytes, run.device, run.tiers.machine
+            known[model.compute_tier].capacity_bytes, run.device, run.tiers.machine
         ),
-        packing_warning=warning,
     )
 
     def estimated(other: Plan) -> Plan:
@@ -204,23 +207,20 @@ def plan_generation(run: RunSpec) -> GenerationPlan:
         fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
     ):
         trace, cache_nbytes = trace_generation(graph, batch.micro_batch_rows, batch.max_length, device=run.traced_on)
-    compute_tier = machine.compute_tier(run.tiers, run.device)
-    in_place, encodings = find_frozen(run, graph)
-    frozen = FrozenWeights(not run.model.table.train_from_scratch, in_place, encodings)
-    weights = frozen_program(graph, compute_tier=compute_tier, frozen=frozen)
+    model = _traced_forward(run, graph, trace, padded=False)
+    frozen = FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings)
+    weights = frozen_program(graph, compute_tier=model.compute_tier, frozen=frozen)
     first, program = _generation_programs(weights, graph, trace, cache_nbytes, batch.num_micro_batches)
     known = tier_budgets(run, _generation_workspace_bytes(run, graph, trace, program))
     profile = profile_of(run.tiers)
-    known = with_folder(known, program, buffer_bytes(in_place.values(), graph.dtype))
+    known = with_folder(known, program, buffer_bytes(model.in_place.values(), graph.dtype))
     known = with_residents(known, run, program, profile.machine if run.device.type == "cuda" else None)
-    placement = PlacementSolver(program, list(known.values()), run.placement.homes).solve()
+    placement = fitting(PlacementSolver(program, list(known.values()), run.placement.homes).solve())
     plan = Plan(
         run=run,
-        graph=graph,
-        trace=trace,
+        traced=model,
         program=program,
         placement=placement,
-        optimizer=make_optimizer(run.optimizer),
         budgets_by_tier=known,
     )
     shape = replace(plan.shape, tokens_per_step=batch.num_rows)
@@ -285,14 +285,13 @@ def plan_averages(plan: Plan) -> Plan:
     workspace = budget.workspace_bytes + round_up(rounding, PAGE_BYTES)
     known[program.compute_tier] = replace(budget, workspace_bytes=workspace)
     given = {key: plan.placement.homes[key] for key in program.blocks}
-    try:
-        placement = PlacementSolver(program, list(known.values()), plan.run.placement.homes, given=given).solve()
-    except DoesNotFitError as error:
+    placement = PlacementSolver(program, list(known.values()), plan.run.placement.homes, given=given).solve()
+    if isinstance(placement, Shortfall):
         advice = (
             "That is to evaluate the averages of the weights, which are in fp32. "
-            f'Give tiers.{error.tier} that size, or write weights = "trained" in [evaluation].'
+            f'Give tiers.{placement.tier} that size, or write weights = "trained" in [evaluation].'
         )
-        raise DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice) from None
+        raise DoesNotFitError(replace(placement, advice=advice))
     return replace(plan, program=program, placement=placement, budgets_by_tier=known)
 
 
@@ -320,21 +319,23 @@ def plan_samples(plan: Plan, *, rows: int, num_prompts: int, max_length: int) ->
     num_micro_batches = -(-num_prompts // rows)
     while True:
         together = with_prompts(run, rows, num_micro_batches * rows, max_length)
-        try:
-            return _placed_samples(plan, together, trace, cache_nbytes)
-        except DoesNotFitError as error:
-            if num_micro_batches == 1:
-                advice = (
-                    f"That is to continue {rows} prompts of evaluations, {max_length} tokens each. Give "
-                    f"tiers.{error.tier} that size, or lower evaluation.max_new_tokens, "
-                    "evaluation.max_predict_samples or evaluation.per_device_eval_batch_size."
-                )
-                raise DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice) from None
-            num_micro_batches = -(-num_micro_batches // 2)
+        found = _placed_samples(plan, together, trace, cache_nbytes)
+        if not isinstance(found, Shortfall):
+            return found
+        if num_micro_batches == 1:
+            advice = (
+                f"That is to continue {rows} prompts of evaluations, {max_length} tokens each. Give "
+                f"tiers.{found.tier} that size, or lower evaluation.max_new_tokens, "
+                "evaluation.max_predict_samples or evaluation.per_device_eval_batch_size."
+            )
+            raise DoesNotFitError(replace(found, advice=advice))
+        num_micro_batches = -(-num_micro_batches // 2)
 
 
-def _placed_samples(plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]) -> GenerationPlan:
-    """Return the plan of so many prompts, or raise ``DoesNotFitError``."""
+def _placed_samples(
+    plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: Mapping[int, int]
+) -> GenerationPlan | Shortfall:
+    """Return the plan of so many prompts, or the tier that is too small for them."""
     graph = plan.graph
     first, program = _generation_programs(plan.program, graph, trace, cache_nbytes, run.batch.num_micro_batches)
     workspace = dict.fromkeys(plan.budgets_by_tier, 0)
@@ -349,7 +350,10 @@ def _placed_samples(plan: Plan, run: RunSpec, trace: VisitTrace, cache_nbytes: M
         known[name] = replace(budget, workspace_bytes=workspace[name], residency=residency)
     given = {key: plan.placement.homes[key] for key in program.blocks if key in plan.placement.homes}
     placement = PlacementSolver(program, list(known.values()), run.placement.homes, given=given).solve()
+    if isinstance(placement, Shortfall):
+        return placement
+    traced = replace(plan.traced, trace=trace)
     other = replace(
-        plan, run=run, trace=trace, program=program, placement=placement, budgets_by_tier=known, kept_bytes=0
+        plan, run=run, traced=traced, program=program, placement=placement, budgets_by_tier=known, kept_bytes=0
     )
     return GenerationPlan(other, first)

@@ -20,7 +20,7 @@ from megatrain.engine.program import (
     uses_of_layouts,
 )
 from megatrain.engine.workspace import kept_graphs, peak_bytes, visit_transients
-from megatrain.plan.placement import DoesNotFitError, Homes, PlacementSolver
+from megatrain.plan.placement import Homes, PlacementSolver, Shortfall
 from tiered.units import PAGE_BYTES, format_size, round_up
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ class GraphKeeper:
         self._in_visits = list(visit_transients(graph, trace, program, num_together, device))
         self._without_graphs = peak_bytes(self._in_visits)
 
-    def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs:
-        """Return what is kept, and where everything else lives then.
+    def solve(self, wanted: Literal["auto"] | int, results: Literal["auto"] | int = 0) -> KeptGraphs | Shortfall:
+        """Return what is kept, and where everything else lives then; or the tier that is too small.
+
+        The tier may be too small for the number that is wanted, or whatever is kept.
 
         Args:
             wanted: ``auto``: graphs of as many of the last layers as fit where the compute tier fetches nothing. A
@@ -85,30 +87,25 @@ class GraphKeeper:
             results: ``auto``: results of the last layers without a kept graph, as many as fit where nothing moves. A
                 number: those of products and attention of so many of the last layers, wherever there is a home for
                 them.
-
-        Raises:
-            DoesNotFitError: a tier is too small, for the number that is wanted or whatever is kept.
         """
         saved = frozenset() if results == "auto" else self._last_with_results(results)
-        if wanted == "auto":
-            return self._what_is_left(self._solved(frozenset(), saved), graphs=True, results=results == "auto")
-        visits = frozenset(self._last(wanted))
-        while True:
-            try:
-                found = self._solved(visits, saved)
-            except DoesNotFitError as error:
-                raise self._with_advice(error, visits, saved) if visits or saved else error from error
+        visits = frozenset[int]() if wanted == "auto" else frozenset(self._last(wanted))
+        found = self._solved(visits, saved)
+        while not isinstance(found, Shortfall):
             away = {visit for visit in visits if not self._is_at_home(found.placement, visit)}
             if not away:
-                return self._what_is_left(found, graphs=False, results=results == "auto")
+                return self._what_is_left(found, graphs=wanted == "auto", results=results == "auto")
             visits -= away
+            found = self._solved(visits, saved)
+        is_asked_for = wanted != "auto" and (visits or saved)
+        return self._with_advice(found, visits, saved) if is_asked_for else found
 
-    def _solved(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs:
+    def _solved(self, visits: frozenset[int], saved: frozenset[int]) -> KeptGraphs | Shortfall:
         nbytes = self.nbytes(visits)
         program, budgets = keeping_graphs(self._program, visits), self.with_graphs(nbytes)
         program = saving_results(program, self.trace, saved - visits, with_products=True)
         placement = PlacementSolver(program, list(budgets.values()), self._allowed).solve()
-        return KeptGraphs(program, budgets, placement, nbytes)
+        return placement if isinstance(placement, Shortfall) else KeptGraphs(program, budgets, placement, nbytes)
 
     def _what_is_left(self, found: KeptGraphs, *, graphs: bool, results: bool) -> KeptGraphs:
         """Keep graphs, or results, of the last visits, beside a placement which stays as it is.
@@ -176,13 +173,13 @@ class GraphKeeper:
     def _is_at_home(self, placement: Placement, visit: int) -> bool:
         return _are_at_home(self._graph, self._program, placement.homes, self.trace.visits[visit].unit)
 
-    def _with_advice(self, error: DoesNotFitError, visits: Collection[int], saved: Collection[int]) -> DoesNotFitError:
+    def _with_advice(self, found: Shortfall, visits: Collection[int], saved: Collection[int]) -> Shortfall:
         taken = [f"Graphs that are kept take {format_size(self.nbytes(visits))}"] if visits else []
         if set(saved) - set(visits):
             each = sum(self.trace.visits[visit].results.nbytes for visit in saved if visit not in visits)
             taken.append(f"{'r' if taken else 'R'}esults that are saved take {format_size(self._num_together * each)}")
-        advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{error.tier} '
-        return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, f"{advice}that size.")
+        advice = f'{" and ".join(taken)}: write training.recompute = "auto" or "full", or give tiers.{found.tier} '
+        return replace(found, advice=f"{advice}that size.")
 
 
 class _FreeMemory:

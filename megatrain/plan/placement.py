@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median_low
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -455,17 +455,19 @@ class ResidentChooser:
             if is_needed is None and cost >= 0:
                 return
             keys = self._left(number, homes)
-            if not keys:
-                continue
-            if self._cost_of(number, keys, homes) != cost:  # others of the group have moved, and it was queued anew
+            if not keys or self._cost_of(number, keys, homes) != cost:  # others of its group moved: it is queued again
                 continue
             if try_move(keys):
-                for tick, tier in self._tiers_with(keys, homes).items():
-                    if self._tiers_now[tick] != tier:
-                        self._tiers_now[tick] = tier
-                        for key, _ in self._program.ticks[tick].uses:
-                            self._tiers_now_of.pop(key, None)
+                self._follow(keys, homes)
                 self._push(queue, self._beside(keys, homes), homes)
+
+    def _follow(self, keys: Sequence[str], homes: Mapping[str, str]) -> None:
+        """Note in which tiers ticks are made now that blocks have moved."""
+        for tick, tier in self._tiers_with(keys, homes).items():
+            if self._tiers_now[tick] != tier:
+                self._tiers_now[tick] = tier
+                for key, _ in self._program.ticks[tick].uses:
+                    self._tiers_now_of.pop(key, None)
 
     def _push(
         self, queue: list[tuple[float, tuple[float, ...], int]], numbers: Sequence[int], homes: Mapping[str, str]
@@ -631,6 +633,31 @@ class WayOut:
         return f"{self.change}: {self.tier} needs {format_size(self.need_bytes)}, {'fits' if self.fits else 'too much'}"
 
 
+@dataclass(frozen=True, slots=True)
+class Shortfall:
+    """A tier that is too small for a run.
+
+    Attributes:
+        need_bytes: the smallest capacity that would do.
+        ways_out: changes of the config after which the tier needs less.
+        message: in place of one that names the tier and its bytes; "": that one.
+    """
+
+    tier: str
+    need_bytes: int
+    have_bytes: int
+    advice: str
+    ways_out: Sequence[WayOut] = ()
+    message: str = ""
+
+    def __str__(self) -> str:
+        message = self.message or (
+            f"does not fit: tier '{self.tier}' has {self.have_bytes} bytes ({format_size(self.have_bytes)}), "
+            f"this run needs at least {self.need_bytes} ({format_size(self.need_bytes)})"
+        )
+        return f"{message}. {self.advice}"
+
+
 class DoesNotFitError(Exception):
     """The run cannot fit the tiers it was given. Raised before anything is allocated.
 
@@ -638,27 +665,27 @@ class DoesNotFitError(Exception):
         tier: the tier that is too small.
         need_bytes: the smallest capacity that would do.
         ways_out: changes of the config after which the tier needs less.
-
-    Args:
-        message: in place of one that names the tier and its bytes.
     """
 
-    def __init__(
-        self,
-        tier: str,
-        need_bytes: int,
-        have_bytes: int,
-        advice: str,
-        ways_out: Sequence[WayOut] = (),
-        message: str | None = None,
-    ) -> None:
-        self.tier, self.need_bytes, self.have_bytes, self.advice = tier, need_bytes, have_bytes, advice
-        self.ways_out = ways_out
-        message = message or (
-            f"does not fit: tier '{tier}' has {have_bytes} bytes ({format_size(have_bytes)}), "
-            f"this run needs at least {need_bytes} ({format_size(need_bytes)})"
-        )
-        super().__init__(f"{message}. {advice}")
+    def __init__(self, shortfall: Shortfall) -> None:
+        self.shortfall = shortfall
+        self.tier, self.ways_out = shortfall.tier, shortfall.ways_out
+        self.need_bytes, self.have_bytes = shortfall.need_bytes, shortfall.have_bytes
+        super().__init__(str(shortfall))
+
+
+_Found = TypeVar("_Found")
+
+
+def fitting(found: _Found | Shortfall) -> _Found:
+    """Return what was found.
+
+    Raises:
+        DoesNotFitError: a tier is too small.
+    """
+    if isinstance(found, Shortfall):
+        raise DoesNotFitError(found)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -798,29 +825,23 @@ class PlacementSolver:
             None if budget.residency is None else ResidentChooser(program, budget.residency, budget.slot_bytes)
         )
 
-    def solve(self) -> Placement:
-        """Return the placement.
+    def solve(self) -> Placement | Shortfall:
+        """Return the placement, or the tier that is too small whatever goes where."""
+        settled = self.settle()
+        return settled if isinstance(settled, Shortfall) else self.describe(settled)
 
-        Raises:
-            DoesNotFitError: some tier is too small whatever goes where; it names the capacity that would do.
-        """
-        return self.describe(self.settle())
-
-    def settle(self, open_bytes: Mapping[str, int] | None = None) -> Settled:
-        """Find a home for every block.
+    def settle(self, open_bytes: Mapping[str, int] | None = None) -> Settled | Shortfall:
+        """Find a home for every block, or the tier that is too small whatever goes where.
 
         Args:
             open_bytes: in the place of what the solver was made with.
-
-        Raises:
-            DoesNotFitError: as ``solve``.
         """
         if open_bytes is not None:
             self._open_bytes = dict(open_bytes)
         state, ahead = self._best_fill()
         full = state.overfull(ahead=False)
         if full is not None:
-            raise self._does_not_fit(full, state)
+            return self._shortfall(full, state)
         # On a CPU alone a buffer that gives way costs page faults, and less than the room that none does.
         kept = [name for name in ("gpu", "ram") if self._program.compute_tier == "gpu"]
         return Settled(
@@ -918,7 +939,7 @@ class PlacementSolver:
             self._stops[home, used_in] = found
         return found
 
-    def _does_not_fit(self, tier: str, state: _Fill) -> DoesNotFitError:
+    def _shortfall(self, tier: str, state: _Fill) -> Shortfall:
         have, num_processes = self._tiers[tier].capacity_bytes, self._tiers[tier].num_processes
         need = state.peak(tier, ahead=False)
         in_all = ""
@@ -931,7 +952,7 @@ class PlacementSolver:
         else:
             drive = "" if "nvme" in self._order else " add a [[tiers.nvme]] path,"
             advice = f"Give tiers.{tier}.size that much{in_all},{drive} or lower data.max_length or the batch."
-        return DoesNotFitError(tier, need, have, advice + self._less_for_checkpoints(tier, state))
+        return Shortfall(tier, need, have, advice + self._less_for_checkpoints(tier, state))
 
     def _less_for_checkpoints(self, tier: str, state: _Fill) -> str:
         """Return what less or no checkpoints on a tier would need, as sentences."""

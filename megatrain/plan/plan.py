@@ -42,9 +42,11 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.converters.spec import ModelSpec
     from megatrain.data.dataset import DataSpec
+    from megatrain.engine.encoding import Encoding
     from megatrain.engine.objective import Objective
     from megatrain.engine.table import RecomputeChoice
     from megatrain.machine.machine import TierSpecs
+    from megatrain.models.in_place import FrozenBlock
     from megatrain.models.table import ExportConfig
     from megatrain.optim.table import OptimizerConfig
     from megatrain.plan.placement import PlacementSpec
@@ -388,17 +390,44 @@ class Estimate:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class TracedModel:
+    """The model of a run before anything is placed; sizes of tiers and formats of gradients do not change it.
+
+    Attributes:
+        run: The run with the packing and the kernels that suit the model.
+        padded: Whether rows may have padding or hold several documents.
+        trace: the visits of its units in a step, with their memory and FLOPs for one micro-batch.
+        optimizer: makes the updates in RAM.
+        device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
+        host_updates: why all updates are made in RAM although there is a GPU tier, or "".
+        packing_warning: why the packing of ``run.data`` is not the default; "": it is, or is what the config says.
+        flash_note: why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
+        in_place: the frozen layouts that may stay in the model's folder, by name.
+        encodings: as in ``StepProgram``.
+    """
+
+    run: RunSpec
+    padded: bool
+    graph: ModelGraph
+    trace: VisitTrace
+    optimizer: Optimizer
+    compute_tier: str
+    in_place: Mapping[str, FrozenBlock]
+    encodings: Mapping[str, Encoding]
+    device_optimizer: Optimizer | None = None
+    host_updates: str = ""
+    packing_warning: str = ""
+    flash_note: str = ""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything that is decided before a run starts.
 
     Attributes:
-        run: what is planned, with the packing that suits the model.
-        trace: the visits of its units in a step, with their memory and FLOPs.
+        run: what is planned: the traced model's, or the same with another order of micro-batches.
         placement: homes of all blocks, and the traffic that results.
-        optimizer: makes the updates in RAM.
-        device_optimizer: makes the updates of groups that live in GPU memory; None: there is none.
-        host_updates: why all updates are made in RAM although there is a GPU tier, or "".
         budgets_by_tier: capacities, fast to slow.
         estimate: time and wear of a step at the rates that were measured on this machine.
         ticks: what each tick computes, where steps of this model were timed; no decision depends on it.
@@ -406,19 +435,13 @@ class Plan:
         objections: what speaks against running it on this machine.
         room_beside_tier: what of a GPU's memory is left to libraries, in a sentence; "": there is no GPU.
         carried_tensors: what the model's folder has beside what is trained, in words; "": nothing, or nobody looked.
-        packing_warning: why the packing of ``run.data`` is not the default; "": it is, or is what the config says.
-        flash_note: why ``model.flash_attention = "auto"`` chose FA2 on a GPU, or "".
     """
 
     run: RunSpec
-    graph: ModelGraph
-    trace: VisitTrace
+    traced: TracedModel
     program: StepProgram
     placement: Placement
-    optimizer: Optimizer
     budgets_by_tier: Mapping[str, TierBudget]
-    device_optimizer: Optimizer | None = None
-    host_updates: str = ""
     fits: bool = True
     estimate: Estimate | None = None
     ticks: MeasuredTicks | None = None
@@ -426,8 +449,19 @@ class Plan:
     objections: Sequence[Objection] = ()
     room_beside_tier: str = ""
     carried_tensors: str = ""
-    packing_warning: str = ""
-    flash_note: str = ""
+
+    @property
+    def graph(self) -> ModelGraph:
+        return self.traced.graph
+
+    @property
+    def trace(self) -> VisitTrace:
+        return self.traced.trace
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """What makes the updates in RAM."""
+        return self.traced.optimizer
 
     @property
     def device(self) -> torch.device:
@@ -452,7 +486,7 @@ class Plan:
             self.optimizer,
             segment_builder(run.optimizer, self.optimizer, split_master=is_split, graph=self.graph),
             run.optimizer.max_grad_norm,
-            device_optimizer=self.device_optimizer,
+            device_optimizer=self.traced.device_optimizer,
             nonfinite=run.optimizer.nonfinite,
             seed=run.seed,
             order=run.batch.order,
@@ -531,8 +565,8 @@ class Plan:
         gradients = {block.dtype for block in self.program.blocks.values() if block.kind == "gradients"}
         formats = [(self.graph.dtype.itemsize == 2, dtype) for dtype in gradients]
         self.optimizer.warm_up(formats)
-        if self.device_optimizer is not None and self.device_updates:
-            self.device_optimizer.warm_up(formats)
+        if self.traced.device_optimizer is not None and self.device_updates:
+            self.traced.device_optimizer.warm_up(formats)
         clip.warm_up()
         warm_up_norm(self.device)
         device_kernels.warm_up(self.device, self.graph.dtype)

@@ -178,8 +178,8 @@ def _moves(plan: Plan) -> tuple[str, ...]:
 
 
 def _updates(plan: Plan) -> str:
-    if plan.host_updates:
-        return f"updates are made in ram: {plan.host_updates}"
+    if plan.traced.host_updates:
+        return f"updates are made in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
     there = [tick for tick in plan.device_updates if tick.visit not in streamed]
     share = 100 * plan.num_updated_by(there) // max(1, plan.num_updated_by(plan.updates))

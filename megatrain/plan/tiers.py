@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
@@ -17,7 +17,7 @@ from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.machine import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
-from megatrain.plan.placement import FOLDER, DoesNotFitError
+from megatrain.plan.placement import FOLDER, DoesNotFitError, Shortfall
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
 from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, default_links, plan_chunks, statuses_below
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.models.load import WeightLoader
     from megatrain.plan.plan import Plan
+    from megatrain.ranks.world import World
     from tiered import Event, Schedule, Tier
 
 __all__ = [
@@ -260,20 +261,10 @@ def check_drives(plan: Plan) -> None:
         DoesNotFitError: with the bytes that the drive would need.
     """
     spec, world = plan.run.checkpoint, plan.run.world
-    table = spec.table
-    checkpoints = spec.output_dir / CHECKPOINTS_NAME
     needs = _drive_needs(plan)
-    # The ranks of a host need the same, and each has folders of its own.
-    neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
-    for path in spec.drives:
+    for path in spec.drives:  # the ranks of a host need the same there
         needs[path] *= world.local_size
-    owned = {
-        path: sum(own_drive_bytes(rank.folder_in(path), rank.folder_in(checkpoints)) for rank in neighbours)
-        for path in spec.drives
-    }
-    own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
-    sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
-    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
+    owned = _owned_bytes(spec, world)
     drives: dict[int, list[Path]] = {}
     for path in needs:
         drives.setdefault(file_system_number(path), []).append(path)
@@ -281,24 +272,49 @@ def check_drives(plan: Plan) -> None:
         have = disk_usage(paths[0]).free + sum(owned[path] for path in paths)
         need = sum(needs[path] for path in paths)
         if need > have:
-            tier = "output_dir" if paths == [checkpoints] else "nvme"
-            on_drives = any(path != checkpoints for path in paths)
-            place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
-            message = f"does not fit: the drive of {place} has {format_size(have)} free"
-            message += f", this run needs at least {format_size(need)} there"
-            reserve = table.min_free_disk if checkpoints in paths else 0
-            if reserve:
-                message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
-                message += " (checkpoint.min_free_disk)"
-            advice = "Free some, or name another drive."
-            if reserve and need - reserve < have:
-                advice = "Lower checkpoint.min_free_disk, free some, or name another drive."
-            if table.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
-                advice += f" {table.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
-            if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
-                size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
-                advice += f" {size} of it are for whole copies: checkpoint.save_copy."
-            raise DoesNotFitError(tier, need, have, advice, message=message)
+            raise DoesNotFitError(_drive_shortfall(plan, paths, need, have))
+
+
+def _owned_bytes(spec: CheckpointSpec, world: World) -> dict[Path, int]:
+    """Return path -> bytes of files there that earlier starts of the run have written, those of all ranks of a host."""
+    checkpoints = spec.output_dir / CHECKPOINTS_NAME
+    neighbours = [replace(world, rank=world.host_number * world.local_size + rank) for rank in range(world.local_size)]
+    owned = {
+        path: sum(own_drive_bytes(rank.folder_in(path), rank.folder_in(checkpoints)) for rank in neighbours)
+        for path in spec.drives
+    }
+    own_files = chain(statuses_below(checkpoints), statuses_below(spec.output_dir / COPIES_NAME))
+    sizes = {status.st_ino: status.st_blocks * 512 for status in own_files}
+    owned[checkpoints] = sum(sizes.values())  # copies may be links to the same files
+    return owned
+
+
+def _drive_shortfall(plan: Plan, paths: Sequence[Path], need: int, have: int) -> Shortfall:
+    """Return what a drive lacks, with what takes the room there.
+
+    Args:
+        paths: Folders of the run on this drive.
+    """
+    spec = plan.run.checkpoint
+    table, checkpoints = spec.table, spec.output_dir / CHECKPOINTS_NAME
+    tier = "output_dir" if paths == [checkpoints] else "nvme"
+    place = f"output_dir ({spec.output_dir})" if tier == "output_dir" else paths[0]
+    message = f"does not fit: the drive of {place} has {format_size(have)} free"
+    message += f", this run needs at least {format_size(need)} there"
+    advice = "Free some, or name another drive."
+    reserve = table.min_free_disk if checkpoints in paths else 0
+    if reserve:
+        message += f": {format_size(need - reserve)} to write, and {format_size(reserve)} that stay free"
+        message += " (checkpoint.min_free_disk)"
+        if need - reserve < have:
+            advice = "Lower checkpoint.min_free_disk, free some, or name another drive."
+    on_drives = any(path != checkpoints for path in paths)
+    if table.num_generations and (on_drives or plan.checkpoint_bytes_in_output_dir):
+        advice += f" {table.num_generations} checkpoints are part of it: lower checkpoint.save_total_limit."
+    if checkpoints in paths and table.num_copies and plan.checkpoint_bytes_on_drives:
+        size = format_size(table.num_copies * plan.checkpoint_bytes_on_drives * plan.run.world.size)
+        advice += f" {size} of it are for whole copies: checkpoint.save_copy."
+    return Shortfall(tier, need, have, advice, message=message)
 
 
 def _drive_needs(plan: Plan) -> Counter[Path]:

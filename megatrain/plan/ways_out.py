@@ -17,7 +17,7 @@ import torch
 from megatrain.base.names import ELEMENT_WISE
 from megatrain.base.sizes import Size
 from megatrain.machine.table import NvmeTierConfig
-from megatrain.plan.placement import DoesNotFitError, WayOut
+from megatrain.plan.placement import Shortfall, WayOut
 
 if TYPE_CHECKING:
     from megatrain.plan.plan import RunSpec
@@ -29,29 +29,28 @@ LeastBytes = Callable[["RunSpec", str], int | None]
 
 
 def with_ways_out(
-    error: DoesNotFitError, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
-) -> DoesNotFitError:
-    """Return the refusal of a run with its ways out, if there are any.
+    found: Shortfall, run: RunSpec, least_bytes: LeastBytes, *, can_cut_experts: bool = False
+) -> Shortfall:
+    """Return the shortfall of a run with its ways out, if there are any.
 
     Args:
-        error: Why the run could not be planned.
+        found: Why the run could not be planned.
         least_bytes: plans the run with a change.
         can_cut_experts: whether the model has experts that ``model.split_experts`` would cut.
     """
     ways: list[WayOut] = []
     for change, other in _changes(run, can_cut_experts):
-        need = least_bytes(other, error.tier)
-        if need is not None and need < error.need_bytes:
-            ways.append(WayOut(change, error.tier, need, need <= error.have_bytes))
-    # A first drive; room on those that there are is what the error asks for.
+        need = least_bytes(other, found.tier)
+        if need is not None and need < found.need_bytes:
+            ways.append(WayOut(change, found.tier, need, need <= found.have_bytes))
+    # A first drive; room on those that there are is what the shortfall asks for.
     if not run.tiers.table.nvme:
         need = least_bytes(_with_drive(run), "nvme")
         if need:
             ways.append(WayOut("a [[tiers.nvme]]", "nvme", need, fits=True))
     if not ways:
-        return error
-    advice = f"{error.advice} Ways out: {'; '.join(map(str, ways))}."
-    return DoesNotFitError(error.tier, error.need_bytes, error.have_bytes, advice, tuple(ways))
+        return found
+    return replace(found, advice=f"{found.advice} Ways out: {'; '.join(map(str, ways))}.", ways_out=tuple(ways))
 
 
 def _changes(run: RunSpec, can_cut_experts: bool) -> Iterator[tuple[str, RunSpec]]:

@@ -49,8 +49,9 @@ from megatrain.optim.lr import ScheduleError, make_schedule
 from megatrain.optim.plugins import OptimizerError
 from megatrain.plan.limits import drive_paths, find_objections, refuse
 from megatrain.plan.placement import DoesNotFitError
-from megatrain.plan.planner import check_positions, plan_run
+from megatrain.plan.planner import plan_run
 from megatrain.plan.tiers import check_drives, check_folders
+from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers
 from megatrain.tasks.advice import model_warnings, schedule_warnings
 from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
@@ -268,10 +269,10 @@ class Preparation:
 
     def remarks(self) -> Iterator[CheckResult]:
         """Yield what the plan chose and users seldom expect."""
-        if self.plan.flash_note:
-            yield CheckResult("plan", "note", self.plan.flash_note)
-        if self.plan.packing_warning:
-            yield CheckResult("plan", "warning", self.plan.packing_warning)
+        if self.plan.traced.flash_note:
+            yield CheckResult("plan", "note", self.plan.traced.flash_note)
+        if self.plan.traced.packing_warning:
+            yield CheckResult("plan", "warning", self.plan.traced.packing_warning)
 
     def warnings(self) -> Iterator[CheckResult]:
         """Yield what the config says about the model and the learning rate, and seldom means."""

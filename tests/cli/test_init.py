@@ -16,8 +16,9 @@ from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import starter_toml
 from megatrain.data.sources import read_rows
 from megatrain.extras.translate import translate
+from megatrain.machine import facts
 from megatrain.machine.machine import FileSystem
-from megatrain.plan import facts
+from megatrain.models.folder import model_facts
 from processes.saved_run import QUICKSTART, command_group, make_run
 from tiered import GiB
 
@@ -148,9 +149,9 @@ def test_every_starter_loads_without_a_warning(
 
 
 def test_facts_of_a_model() -> None:
-    found = facts.model_facts("x", QUICKSTART / "model")
+    found = model_facts("x", QUICKSTART / "model")
     assert found.num_parameters == 0 and found.max_positions == 512, "it has a config and no weights"
-    assert facts.model_facts("x", None) == facts.model_facts("x", QUICKSTART) == ModelFacts("x")
+    assert model_facts("x", None) == model_facts("x", QUICKSTART) == ModelFacts("x")
 
 
 def test_drives_that_are_none() -> None:

@@ -24,7 +24,7 @@ from megatrain.optim.base import FORMATS, Format, Segment, Update
 from megatrain.optim.elementwise import ElementwiseOptimizer
 from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 from megatrain.optim.on_device import DeviceKernelError, UpdateGroup
-from megatrain.plan import forward, plan, planner
+from megatrain.plan import forward, plan, traced
 from megatrain.trace.trace import trace_generation, trace_visits
 from oracles.tiered_run import config_text
 from oracles.traces import is_keeping, keeping
@@ -41,17 +41,17 @@ def virtual_gpu(total_bytes: int = 1 << 30, *, is_integrated: bool = False) -> I
     An integrated one has the host's memory, in which tiers of ``tiered.ext.UnifiedTier`` let it compute.
     """
     device = VirtualCuda(total_bytes, is_integrated=is_integrated)
-    trace = keeping(_trace_on_cpu) if is_keeping(planner.trace_visits) else _trace_on_cpu
+    trace = keeping(_trace_on_cpu) if is_keeping(traced.trace_visits) else _trace_on_cpu
     patches = [
         # Their kernels are the CPU's, and fake tensors of a device that torch was not built for end the process. The
         # device's mode comes before that of fake tensors, too: what a trace makes up would be allocated.
-        mock.patch.object(planner, "trace_visits", trace),
+        mock.patch.object(traced, "trace_visits", trace),
         mock.patch.object(forward, "trace_generation", _trace_generation_on_cpu),
         # Made inside of torch, by its own idea of the device.
         mock.patch.object(bound_unit, "absent_weight", _absent_weight_on_cpu),
         mock.patch.object(AbsentWeight, "device", property(lambda weight: DEVICE), create=True),
-        mock.patch.object(planner, "has_liger_kernels", return_value=False),  # they run on a GPU alone
-        mock.patch.object(planner, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
+        mock.patch.object(traced, "has_liger_kernels", return_value=False),  # they run on a GPU alone
+        mock.patch.object(traced, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(by_tier, "device_optimizer", lambda optimizer, _: QueuedOptimizer(optimizer, device)),
         mock.patch.object(unified, "device_view", device.view_of_host),
         mock.patch.object(by_tier, "host_view", lambda tensor: tensor.memory),

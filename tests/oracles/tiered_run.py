@@ -6,7 +6,7 @@ import hashlib
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,8 +22,8 @@ from megatrain.data.encoding import load_tokenizer
 from megatrain.data.loader import BatchLoader
 from megatrain.optim.lr import learning_rate_schedule
 from megatrain.plan import planner
-from megatrain.plan.kept import KeptGraphs
-from megatrain.plan.plan import Plan, RunSpec
+from megatrain.plan.attempts import Attempts
+from megatrain.plan.plan import Plan
 from megatrain.training import rows
 from megatrain.training.resolve import resolve, resolve_data
 from megatrain.training.trainer import Trainer
@@ -130,14 +130,11 @@ def plan_of(config: RunConfig) -> Plan:
 @contextmanager
 def parts_passing(passes: bool) -> Iterator[None]:
     """Have plans in which parts of the vocabulary pass one by one, or are all there, whatever that takes."""
-    place = planner._place
 
-    def placed(
-        run: RunSpec, subject: Any, profile: Any, capacities: Any = None, most_ahead: int = 3, *_: Any
-    ) -> KeptGraphs:
-        return place(run, subject, profile, capacities, most_ahead, passes)
+    def attempts(*values: Any, **options: Any) -> Attempts:
+        return replace(Attempts(*values, **options), passes_parts=passes)
 
-    with mock.patch.object(planner, "_place", placed):
+    with mock.patch.object(planner, "Attempts", attempts):
         yield
 
 

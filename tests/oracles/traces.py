@@ -33,7 +33,7 @@ import megatrain.engine
 import megatrain.models
 from megatrain.engine.program import VisitTrace
 from megatrain.models.graph import ModelGraph
-from megatrain.plan import planner
+from megatrain.plan import traced
 
 #: Environment variable: the folder that processes share traces in, made and removed by ``conftest.py``.
 FOLDER = "KEPT_TRACES"
@@ -46,7 +46,7 @@ _CODE = (megatrain.base, megatrain.converters, megatrain.engine, megatrain.model
 @contextmanager
 def traces_kept() -> Iterator[None]:
     """Have plans take the trace of an earlier one where the model, its rows and all that computes them are the same."""
-    with mock.patch.object(planner, "trace_visits", keeping(planner.trace_visits)):
+    with mock.patch.object(traced, "trace_visits", keeping(traced.trace_visits)):
         yield
 
 

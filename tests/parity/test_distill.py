@@ -24,9 +24,10 @@ from megatrain.engine.objective import Objective
 from megatrain.engine.vocabulary import vocabulary_ranges
 from megatrain.extras.scoring import Scorer
 from megatrain.machine.machine import LoadedProfile
-from megatrain.plan import planner
+from megatrain.plan import attempts
+from megatrain.plan.budgets import teacher_bytes
 from megatrain.plan.estimate import estimate_step
-from megatrain.plan.planner import plan_run, teacher_bytes
+from megatrain.plan.planner import plan_run
 from megatrain.tasks.distillation import Distillation, RunningDistillation, TeacherRows
 from megatrain.trace.trace import trace_visits
 from megatrain.training.resolve import resolve
@@ -214,7 +215,7 @@ def test_the_plan_has_room_for_what_the_teacher_says(
     plan, batch = trainer.plan, next(trainer.make_loader()).micro_batches
     nbytes = sum(micro_batch[key].nbytes for micro_batch in batch for key in TEACHER_KEYS)
     assert teacher_bytes(plan.run) == nbytes > 0
-    monkeypatch.setattr(planner, "teacher_bytes", lambda run: 0)
+    monkeypatch.setattr(attempts, "teacher_bytes", lambda run: 0)
     without = plan_run(plan.run)
     room = plan.placement.workspace_bytes["ram"] - without.placement.workspace_bytes["ram"]
     assert room == round_up(nbytes, PAGE_BYTES)

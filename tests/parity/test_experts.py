@@ -34,9 +34,10 @@ from megatrain.models.graph import ModelGraph
 from megatrain.models.initialize import initialize_tensors
 from megatrain.models.load import open_loader
 from megatrain.optim.factory import layer_scales
+from megatrain.plan.attempts import parts_without_room
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
-from megatrain.plan.planner import parts_without_room, plan_run
+from megatrain.plan.planner import plan_run
 from megatrain.plan.show import messages
 from megatrain.ranks.world import World
 from megatrain.tasks.prompts import GenerationSettings

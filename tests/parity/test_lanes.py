@@ -22,7 +22,7 @@ from megatrain.engine.labels import count_labels, shifted_labels
 from megatrain.engine.leased import LeasedGradients
 from megatrain.engine.updates import Updater
 from megatrain.optim.base import Update
-from megatrain.plan import planner
+from megatrain.plan import attempts
 from megatrain.plan.plan import Plan
 from megatrain.ranks.lanes import micro_batches_of_lane, total
 from megatrain.training.trainer import Trainer
@@ -164,7 +164,7 @@ def test_an_untied_head_and_parts_of_the_vocabulary_that_pass(tmp_path: Path, mo
     model = write_tiny_model(tmp_path / "model", tie_word_embeddings=False)
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
     monkeypatch.setattr(head_plan, "_COLUMNS", 192)  # several parts of the vocabulary in a part of the weight
-    monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
     with monkeypatch.context() as patch:
         for folder, tables in (("held", {}), ("passing", {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"})):
             text = text_of(tmp_path / folder, model, lanes=4, **{"nvme": 0, **tables})

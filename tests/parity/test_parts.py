@@ -16,7 +16,7 @@ from megatrain.config import load_config
 from megatrain.engine import head_plan
 from megatrain.engine.program import ProgramBuilder, kind_of_key
 from megatrain.models.graph import ModelGraph
-from megatrain.plan import planner
+from megatrain.plan import attempts
 from megatrain.plan.placement import DURABLE_KINDS, DoesNotFitError
 from megatrain.plan.planner import plan_run
 from megatrain.training.export import export_checkpoint
@@ -45,7 +45,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut every layer of the tiny model, and let parts pass although they spare less than what waits meanwhile."""
     monkeypatch.setattr(layouts, "PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
-    monkeypatch.setattr(planner, "spared_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr(attempts, "spared_bytes", lambda *_: 1 << 40)
 
 
 def test_the_vocabulary_passes_by_part_with_the_same_bits(tiny_model: Path, tmp_path: Path, small_parts: None) -> None:

@@ -370,7 +370,7 @@ def preload(model: Path, folder: Path) -> None:
     """Import and compile what a run needs; starts no thread and trains nothing."""
     from megatrain.config import load_config
     from megatrain.optim import clip
-    from megatrain.plan import planner
+    from megatrain.plan import planner, traced
     from megatrain.training.resolve import resolve
     from oracles.traces import keeping
 
@@ -382,7 +382,7 @@ def preload(model: Path, folder: Path) -> None:
     path = folder / "run.toml"
     path.write_text(config_text(folder, model))
     config = load_config(path).config
-    planner.trace_visits = keeping(planner.trace_visits)  # children have the trace
+    traced.trace_visits = keeping(traced.trace_visits)  # children have the trace
     plan = planner.plan_run(resolve(config))
     plan.optimizer.warm_up()
     clip.warm_up()

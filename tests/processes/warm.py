@@ -221,11 +221,11 @@ def _plan_once() -> None:
 
 def _keep_traces() -> None:
     """Take the traces that tests share, where the one that starts this process does (``oracles.traces``)."""
-    from megatrain.plan import planner
+    from megatrain.plan import traced
 
     traces: Any = sys.modules["oracles.traces"]
     if traces.FOLDER in os.environ:
-        planner.trace_visits = traces.keeping(planner.trace_visits)
+        traced.trace_visits = traces.keeping(traced.trace_visits)
 
 
 def _serve(listener: socket.socket, owner: int) -> dict[str, Any]:

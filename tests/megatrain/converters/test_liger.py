@@ -23,7 +23,7 @@ from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
 from megatrain.converters.tiled import TiledForward, tile_mlps
 from megatrain.machine.files import find_machine
-from megatrain.plan import planner
+from megatrain.plan import traced
 from megatrain.plan.plan import RunSpec
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
@@ -116,20 +116,20 @@ def run_for(device: str, table: str = "") -> RunSpec:
 def test_the_choice_depends_on_the_device_and_on_what_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU never has these kernels; a key that says true or false is no choice."""
     is_installed = True
-    monkeypatch.setattr(planner, "has_liger_kernels", lambda: is_installed)
-    assert planner.takes_liger_kernels(run_for("cuda"))
-    assert not planner.takes_liger_kernels(run_for("cpu"))
-    assert not planner.takes_liger_kernels(run_for("cuda", "compile = true"))
+    monkeypatch.setattr(traced, "has_liger_kernels", lambda: is_installed)
+    assert traced.takes_liger_kernels(run_for("cuda"))
+    assert not traced.takes_liger_kernels(run_for("cpu"))
+    assert not traced.takes_liger_kernels(run_for("cuda", "compile = true"))
     for choice in (True, False):
         assert run_for("cuda", f"use_liger_kernel = {str(choice).lower()}").uses_liger is choice
     is_installed = False
-    assert not planner.takes_liger_kernels(run_for("cuda"))
+    assert not traced.takes_liger_kernels(run_for("cuda"))
 
 
 @pytest.mark.usefixtures("liger")
 def test_a_model_without_kernels_is_planned_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the key leaves the choice open; where it says true, such a model is refused."""
-    monkeypatch.setattr(planner, "has_liger_kernels", lambda: True)
+    monkeypatch.setattr(traced, "has_liger_kernels", lambda: True)
     assert plan_run(run_for("cuda")).run.uses_liger
     assert not plan_run(run_for("cpu")).run.uses_liger
     monkeypatch.setattr(liger_kernels, "_function_for", refuse)
@@ -153,14 +153,14 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         config = config_from_toml(text.replace("[data]", "train_from_scratch = true\n[data]", 1))
         return Trainer(config)
 
-    monkeypatch.setattr(planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
+    monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     for is_there in (True, False):
         name = "with" if is_there else "without"
-        monkeypatch.setattr(planner, "takes_liger_kernels", lambda run, is_there=is_there: is_there)
+        monkeypatch.setattr(traced, "takes_liger_kernels", lambda run, is_there=is_there: is_there)
         first = trainer(name, 1)
         assert first.run.uses_liger is first.config.model.use_liger_kernel is is_there
         first.train()
-        monkeypatch.setattr(planner, "takes_liger_kernels", lambda run, is_there=is_there: not is_there)
+        monkeypatch.setattr(traced, "takes_liger_kernels", lambda run, is_there=is_there: not is_there)
         resumed = trainer(name, 2)
         assert resumed.run.uses_liger is is_there
         assert resumed.train().num_steps == 2
@@ -209,7 +209,7 @@ def test_a_run_uses_it_with_the_head_of_ours_and_placement_changes_no_bit(
 ) -> None:
     """Whole logits would read the head's weight once for every few rows of them."""
     monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
-    monkeypatch.setattr(planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
+    monkeypatch.setattr(traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, CUDA))
     model = write_tiny_model(tmp_path / "model")
     plain = run_config(config_text(tmp_path / "plain", model, nvme=0), tmp_path / "plain", num_steps=2)
     runs = []

@@ -21,7 +21,7 @@ from fakes.liger_packages import complete_interpreter
 from megatrain.config import problems
 from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels
 from megatrain.converters.spec import build_graph
-from megatrain.plan import planner
+from megatrain.plan import traced
 from oracles.families import packed_batches, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
@@ -112,7 +112,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def test_placement_changes_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "_check_kernels", lambda config: iter(()))
     monkeypatch.setattr(
-        planner, "check_liger_kernels", lambda model, device: check_liger_kernels(model, torch.device("cuda"))
+        traced, "check_liger_kernels", lambda model, device: check_liger_kernels(model, torch.device("cuda"))
     )
     model = write_tiny_model(tmp_path / "model")
     runs = {}

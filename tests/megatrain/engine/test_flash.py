@@ -24,7 +24,7 @@ from megatrain.engine import flash
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import check_repeatable, flash_kernels, flash_of_gpu
 from megatrain.machine.files import find_machine
-from megatrain.plan import planner
+from megatrain.plan import traced
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
@@ -197,9 +197,9 @@ def planned(folder: Path, machine: str, table: str) -> Plan:
 def test_the_default_is_torchs_own(tmp_path: Path) -> None:
     assert planned(tmp_path, "h200-1.5tb", "").run.flash == "FA2"
     plan = planned(tmp_path, "rtx4090-128gb", 'flash_attention = "auto"')
-    assert plan.run.flash == "FA2" and "no kernels for this GPU" in plan.flash_note
+    assert plan.run.flash == "FA2" and "no kernels for this GPU" in plan.traced.flash_note
     plan = planned(tmp_path, "cpu-server-512gb", 'flash_attention = "auto"')
-    assert (plan.run.flash, plan.flash_note) == ("FA2", "")
+    assert (plan.run.flash, plan.traced.flash_note) == ("FA2", "")
     with pytest.raises(UnsupportedModelError, match=r"FA4 needs a GPU of the architecture Blackwell"):
         planned(tmp_path, "h200-1.5tb", 'flash_attention = "FA4"')
 
@@ -237,26 +237,26 @@ def test_a_run_keeps_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         text = text.replace("[data]", f'train_from_scratch = true\nflash_attention = "{kernels}"\n[data]', 1)
         return Trainer(config_from_toml(text.replace('device = "cpu"', 'device = "auto"')))
 
-    checked: Callable[[Any], None] = planner.check_flash
-    monkeypatch.setattr(planner, "check_flash", lambda run: None)  # the CPU takes the place of a GPU
+    checked: Callable[[Any], None] = traced.check_flash
+    monkeypatch.setattr(traced, "check_flash", lambda run: None)  # the CPU takes the place of a GPU
     monkeypatch.setattr(flash, "_TRIED_SHAPE", (4, 32, 64))
     for kernels in ("FA3", "FA2"):
-        monkeypatch.setattr(planner, "choose_flash", lambda run, kernels=kernels: (kernels, ""))
+        monkeypatch.setattr(traced, "choose_flash", lambda run, kernels=kernels: (kernels, ""))
         first = trainer(kernels, 1)
         assert first.run.flash == first.config.model.flash_attention == kernels
         first.train()
         other = "FA2" if kernels == "FA3" else "FA3"
-        monkeypatch.setattr(planner, "choose_flash", lambda run, other=other: (other, ""))
+        monkeypatch.setattr(traced, "choose_flash", lambda run, other=other: (other, ""))
         resumed = trainer(kernels, 2)
         assert resumed.run.flash == kernels
         assert resumed.train().num_steps == 2
     assert stand_in == ["active", "removed"] * 2
     with pytest.raises(ConfigChangedError, match=r'model\.flash_attention: "FA3" -> "FA2"'):
         trainer("FA3", 3, "FA2").train()
-    monkeypatch.setattr(planner, "check_flash", checked)
+    monkeypatch.setattr(traced, "check_flash", checked)
     with pytest.raises(UnsupportedModelError, match=r"FA3.* needs a GPU.* keeps it"):
         trainer("FA3", 3)
-    monkeypatch.setattr(planner, "check_flash", lambda run: None)
+    monkeypatch.setattr(traced, "check_flash", lambda run: None)
     monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA3", torch_attention._fa3.register_flash_attention_fa3)
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
     with pytest.raises(UnsupportedModelError, match=r"flash-attn-3 cannot be used here .*Install it.* keeps it"):

@@ -15,7 +15,7 @@ import torch
 from fakes.rates import NOW, drive, make_machine
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
-from megatrain.engine.program import KEEP_NOTHING
+from megatrain.engine.program import KEEP_NOTHING, VisitTrace
 from megatrain.machine import machine
 from megatrain.machine.machine import (
     GpuProfile,
@@ -53,6 +53,10 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     planned = plan_run(resolve(load_config(config_at(folder, ram="6MiB")).config))
     assert planned.traffic["nvme->ram"] > planned.traffic["ram->nvme"] > 0
     return planned
+
+
+def _traced_otherwise(plan: Plan, trace: VisitTrace) -> Plan:
+    return replace(plan, traced=replace(plan.traced, trace=trace))
 
 
 def shape_of(folder: Path, **changes: object) -> StepShape:
@@ -137,7 +141,7 @@ def test_flops_of_a_token_by_hand(plan: Plan) -> None:
 
 
 def test_flops_that_no_trace_knows_are_those_of_all_parameters(plan: Plan) -> None:
-    guessed = replace(plan, trace=replace(plan.trace, guesses=("a value was made up",)))
+    guessed = _traced_otherwise(plan, replace(plan.trace, guesses=("a value was made up",)))
     assert flops_per_token(guessed) == 8 * plan.graph.num_parameters
     assert sum(tick_flops(guessed)) == pytest.approx(8 * plan.graph.num_parameters)
 
@@ -214,7 +218,7 @@ def test_rates_that_nobody_measured_are_said_to_be_assumed(plan: Plan, tmp_path:
 
 
 def test_layers_that_no_trace_knows_are_products_alone(plan: Plan, tmp_path: Path) -> None:
-    guessed = replace(plan, trace=replace(plan.trace, guesses=("a value was made up",)))
+    guessed = _traced_otherwise(plan, replace(plan.trace, guesses=("a value was made up",)))
     found = estimate(guessed, tmp_path, **RATES)
     assert found.seconds["compute"] == pytest.approx(8 * plan.graph.num_parameters * 384 / 1e11)
     assert "host" not in found.seconds and "could not be traced" in found.notes[0]
@@ -351,7 +355,7 @@ def test_logits_that_the_head_keeps_are_computed_once(plan: Plan) -> None:
     logits = 2 * plan.graph.config.vocab_size * plan.graph.config.hidden_size
     for kept_parts, again in ((1, 3), (3, 1), (4, 0)):
         recompute = replace(plan.program.recompute, kept_parts=kept_parts)
-        other = replace(plan, trace=trace, program=replace(plan.program, recompute=recompute))
+        other = replace(_traced_otherwise(plan, trace), program=replace(plan.program, recompute=recompute))
         assert flops_per_token(other) == pytest.approx(once + logits * again / 4)
 
 
@@ -442,7 +446,7 @@ def test_the_rate_of_another_optimizer_is_not_taken(plan: Plan, tmp_path: Path) 
         def state_kinds(self, split_master: bool) -> object:
             return plan.optimizer.state_kinds(split_master)
 
-    other = replace(plan, optimizer=Other())  # type: ignore[arg-type]
+    other = replace(plan, traced=replace(plan.traced, optimizer=Other()))  # type: ignore[arg-type]
     assert estimate(other, tmp_path).unmeasured == ("optimizer",)
 
 

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from megatrain.config import load_config
 from megatrain.engine import head_plan
 from megatrain.engine.program import VisitTrace
-from megatrain.plan import planner
+from megatrain.plan import planner, traced
 from megatrain.training.resolve import resolve
 from oracles import traces
 from oracles.tiered_run import config_text, write_tiny_model
@@ -27,7 +27,7 @@ from processes import warm
 @pytest.fixture
 def num_traces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Return what gives the number of traces that were made."""
-    kept = planner.trace_visits
+    kept = traced.trace_visits
     assert isinstance(kept, functools.partial) and is_keeping(kept)  # by conftest
     traces: list[VisitTrace] = []
     (trace,) = kept.args
@@ -36,7 +36,7 @@ def num_traces(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
         traces.append(trace(*args, **options))
         return traces[-1]
 
-    monkeypatch.setattr(planner, "trace_visits", functools.partial(kept.func, noting))
+    monkeypatch.setattr(traced, "trace_visits", functools.partial(kept.func, noting))
     return lambda: len(traces)
 
 

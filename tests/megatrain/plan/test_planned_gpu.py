@@ -18,7 +18,7 @@ from megatrain.engine.attention import AttentionCall
 from megatrain.engine.flash import FlashKernels
 from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.machine.files import find_machine
-from megatrain.plan import planner
+from megatrain.plan import traced
 from megatrain.plan.estimate import flops_per_token, work_of_phases
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -109,19 +109,19 @@ def test_the_workspace_of_flash_attention_is_counted(tmp_path: Path) -> None:
 
     with (
         mock.patch.object(AttentionCall, "hidden_nbytes", noted),
-        mock.patch.object(planner, "trace_visits", trace_visits),  # no trace of an earlier plan
+        mock.patch.object(traced, "trace_visits", trace_visits),  # no trace of an earlier plan
     ):
         for asked, chosen in (("FA2", "FA2"), ("FA3", "FA3"), ("auto", "FA3")):
             counted.clear()
             plan = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format(asked))
-            assert (plan.run.flash, plan.flash_note) == (chosen, "")
+            assert (plan.run.flash, plan.traced.flash_note) == (chosen, "")
             backward = {(flash, nbytes) for flash, is_backward, nbytes in counted if is_backward}
             assert {flash for flash, _, _ in counted} == {chosen}
             # Gradients of 16 heads of 128 numbers in fp32, at least, and of few calls.
             least = LENGTH * 16 * 128 * 4
             assert backward and least < min(nbytes for _, nbytes in backward) < 5 * least
     narrow = planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("auto"), head_dim=80)
-    assert narrow.run.flash == "FA2" and "heads of 80 " in narrow.flash_note
+    assert narrow.run.flash == "FA2" and "heads of 80 " in narrow.traced.flash_note
     with pytest.raises(UnsupportedModelError, match="heads of 80 "):
         planned(tmp_path, "h200-1.5tb", rows=1, model_table=table.format("FA3"), head_dim=80)
 

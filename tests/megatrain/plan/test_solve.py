@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
-from megatrain.plan.placement import DoesNotFitError, Placement, PlacementSolver, Residency, TierBudget, Traffic
-from megatrain.plan.planner import filling_bytes
+from megatrain.plan.budgets import filling_bytes
+from megatrain.plan.placement import (
+    DoesNotFitError,
+    Placement,
+    PlacementSolver,
+    Residency,
+    Shortfall,
+    TierBudget,
+    Traffic,
+    fitting,
+)
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
@@ -44,7 +53,7 @@ def solve(
     stay_share: float = 0.0,
 ) -> Placement:
     tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int)]
-    return PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve()
+    return fitting(PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve())
 
 
 READS = program(tick([("a", "r")]), tick([("b", "r")]), tick([("c", "r")]))
@@ -173,10 +182,8 @@ def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> No
     tiers += [TierBudget("ram", ram, int, 5, filling_bytes=60), TierBudget("nvme", drive, int, generations=2)]
 
     def solved(solver: PlacementSolver, room: Mapping[str, int]) -> object:
-        try:
-            return solver.describe(solver.settle(room))
-        except DoesNotFitError as error:
-            return error.tier, error.need_bytes
+        settled = solver.settle(room)
+        return settled if isinstance(settled, Shortfall) else solver.describe(settled)
 
     rooms = [{"ram": data.draw(st.integers(0, 100))} for _ in range(2)]
     solver = PlacementSolver(steps, tiers, EITHER, None, 0.9)

@@ -48,8 +48,8 @@ def watched_plan(folder: Path, **tables: str) -> tuple[Any, Plan, WatchedOptimiz
     (folder / "run.toml").write_text(text)
     config = load_config(folder / "run.toml").config
     plan = plan_run(resolve(config))
-    host, device = WatchedOptimizer(plan.optimizer), WatchedOptimizer(plan.device_optimizer)
-    return config, replace(plan, optimizer=host, device_optimizer=device), host, device
+    host, device = WatchedOptimizer(plan.optimizer), WatchedOptimizer(plan.traced.device_optimizer)
+    return config, replace(plan, traced=replace(plan.traced, optimizer=host, device_optimizer=device)), host, device
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

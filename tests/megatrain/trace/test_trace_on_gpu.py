@@ -19,7 +19,7 @@ from megatrain.engine import attention
 from megatrain.engine.attention import AttentionCall
 from megatrain.engine.environment import deterministic_kernels
 from megatrain.engine.program import VisitTrace
-from megatrain.plan import planner
+from megatrain.plan import traced
 from megatrain.trace.trace import (
     CountingError,
     CountingMode,
@@ -263,7 +263,7 @@ def test_an_error_of_the_ledger_is_no_guess(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def gpu_of_a_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torch find a GPU, on which liger's kernels are not installed."""
-    monkeypatch.setattr(planner, "has_liger_kernels", lambda: False)  # they run on a GPU alone
+    monkeypatch.setattr(traced, "has_liger_kernels", lambda: False)  # they run on a GPU alone
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

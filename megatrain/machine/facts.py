@@ -1,8 +1,7 @@
-"""Looks at this machine, and at a model's folder, before there is a config: for a first one, and for what plans say."""
+"""Looks at this machine before there is a config: for a first one."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatrain.base.facts import Drive, MachineFacts, ModelFacts
+from megatrain.base.facts import Drive, MachineFacts
 from megatrain.machine.machine import (
     disk_usage,
     file_system_of,
@@ -19,18 +18,10 @@ from megatrain.machine.machine import (
     resolve_device,
     total_ram_bytes,
 )
-from megatrain.models.folder import ModelFolder, ModelFolderError
 from tiered.units import GiB
 
 if TYPE_CHECKING:
     from megatrain.machine.machine import FileSystem, TierSpecs
-
-__all__ = [
-    "machine_facts",
-    "model_facts",
-    "weight_file_bytes",
-]
-
 
 #: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
 _FOLDER = "state"
@@ -89,33 +80,3 @@ def _objection(file_system: FileSystem, free_bytes: int) -> str:
     if free_bytes < _LEAST_FREE_BYTES:
         return "little room"
     return ""
-
-
-def weight_file_bytes(folder: str) -> int:
-    """Return the size of a model folder's weights on disk; 0 where there are none."""
-    try:
-        return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
-    except OSError:
-        return 0
-
-
-def model_facts(name: str, folder: Path | None) -> ModelFacts:
-    """Return what a model folder says of itself; a folder that cannot be used says nothing.
-
-    Args:
-        name: how it is written in the config.
-        folder: where it is; None: not on this machine.
-    """
-    if folder is None or not folder.is_dir():
-        return ModelFacts(name)
-    try:
-        records = ModelFolder(folder).records
-        num_parameters = sum(record.numel for record in records.values() if record.dtype.is_floating_point)
-    except (ModelFolderError, OSError):
-        num_parameters = 0
-    try:
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        positions = values.get("max_position_embeddings", values.get("n_positions", 0))
-    except (OSError, ValueError, AttributeError):
-        positions = 0
-    return ModelFacts(name, num_parameters, positions if isinstance(positions, int) and positions > 1 else 0)

@@ -1,0 +1,224 @@
+"""The ways to place a step, tried in one order: the first that fits its tiers is taken.
+
+They differ in what a step holds at once and in what it moves, and in no bit of its results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+from megatrain.engine.program import FrozenWeights, GroupUpdates, ProgramBuilder, StepProgram
+from megatrain.engine.sharing import sharing_gradients
+from megatrain.engine.workspace import peak_bytes, step_workspace_bytes, waiting_rows
+from megatrain.models.in_place import buffer_bytes
+from megatrain.optim.base import MatrixOptimizer
+from megatrain.optim.matrices import device_bytes, host_bytes, matrix_shapes
+from megatrain.plan.budgets import teacher_bytes, tier_budgets, with_folder, with_residents, with_workspace
+from megatrain.plan.kept import GraphKeeper, KeptGraphs
+from megatrain.plan.placement import Shortfall, TierBudget
+from tiered.units import PAGE_BYTES, round_up
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from megatrain.base.layout import UnitLayout
+    from megatrain.engine.program import VisitTrace
+    from megatrain.machine.machine import LoadedProfile
+    from megatrain.models.graph import ModelGraph
+    from megatrain.plan.plan import RunSpec, TracedModel
+
+_Count = Literal["auto"] | int
+_ALL = 1 << 20  # layers
+#: By how many visits weights are gathered ahead, where that takes room of nothing else.
+MOST_GATHERS_AHEAD = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempts:
+    """The programs of a run's step, in the order in which they are tried.
+
+    Attributes:
+        run: The model's run, or one that differs in gradients, tiers or the order of micro-batches.
+        profile: Rates that homes in GPU memory are chosen by.
+        capacities: Tier -> bytes, of tiers that are to have other ones than the run gives them.
+        most_ahead: By how many visits several processes may gather weights ahead.
+        passes_parts: Whether parts of the vocabulary pass one by one, where they can; None: as it suits the run.
+    """
+
+    run: RunSpec
+    model: TracedModel
+    profile: LoadedProfile
+    capacities: Mapping[str, int] = field(default_factory=dict)
+    most_ahead: int = MOST_GATHERS_AHEAD
+    passes_parts: bool | None = None
+
+    def first_that_fits(self) -> KeptGraphs | Shortfall:
+        """Return the first program that fits, and where its blocks live; else what the least of them lacks."""
+        found: list[Shortfall] = []
+        for program in self.programs():
+            placed = self.place(program)
+            if not isinstance(placed, Shortfall):
+                return self._gathering_further(placed)
+            found.append(placed)
+        # Later programs need less than earlier ones, but for the two ways through the vocabulary.
+        return min((each for each in found if each.tier == found[-1].tier), key=lambda each: each.need_bytes)
+
+    def programs(self) -> Iterator[StepProgram]:
+        """Yield programs of the step, those that hide more before those that need less."""
+        for updates_beside_device in self._updates_beside_device():
+            for gathers_ahead in self._gathers_ahead():
+                yield from self._by_vocabulary(self._builder(updates_beside_device, gathers_ahead))
+
+    def place(self, program: StepProgram) -> KeptGraphs | Shortfall:
+        """Return what a program keeps for its backward and where its blocks live, or the tier that is too small."""
+        run, model = self.run, self.model
+        readers = buffer_bytes(model.in_place.values(), model.graph.dtype)
+        budgets = with_folder(self._budgets(program), program, readers)
+        budgets = with_residents(budgets, run, program, self.profile.machine if run.device.type == "cuda" else None)
+        keeper = GraphKeeper(
+            model.graph, model.trace, program, budgets, run.placement.homes, run.num_together, run.traced_on
+        )
+        return keeper.solve(*_layers_kept(run))
+
+    def _updates_beside_device(self) -> tuple[bool, ...]:
+        """Return whether the host updates a layer beside the next one; that takes one more layer's gradients."""
+        must_be = self.model.compute_tier == "ram" or self.run.optimizer.defers_updates
+        return (True,) if must_be else (True, False)
+
+    def _gathers_ahead(self) -> tuple[int, ...]:
+        """Return by how many visits weights are gathered ahead; 1 takes a second full copy of the largest layer."""
+        is_possible = self.most_ahead and not self.run.world.is_single and self.run.advanced.prefetch_bytes != 0
+        return (1, 0) if is_possible else (0,)
+
+    def _gathering_further(self, placed: KeptGraphs) -> KeptGraphs:
+        """Return the step with weights gathered as far ahead as they may be, if all blocks stay where they are.
+
+        It hides a gather that takes longer than one layer computes: not worth a block's home, or late copies. So what
+        a tick needs must have room a second time.
+        """
+        program, tier = placed.program, self.model.compute_tier
+        if self.most_ahead < 2 or not program.sharding.gathers_ahead:
+            return placed
+        alike = replace(self, passes_parts=bool(program.cuts.passing))
+        (further,) = alike._by_vocabulary(alike._builder(program.updates.beside_device, self.most_ahead))
+        found = self.place(further)
+        if isinstance(found, Shortfall):
+            return placed
+        placement = found.placement
+        has_room = placement.peak_bytes(tier) + placement.working_bytes[tier] <= found.budgets[tier].capacity_bytes
+        return found if has_room and placement.traffic_bytes == placed.placement.traffic_bytes else placed
+
+    def _by_vocabulary(self, builder: ProgramBuilder) -> Iterator[StepProgram]:
+        """Yield programs that hold the vocabulary whole, or pass its parts one by one; that which needs less first."""
+        run, graph, trace = self.run, self.model.graph, self.model.trace
+        # A loss that compares rows looks at all of them before it makes the logits of any again: none are kept.
+        keeps_parts = not run.objective.loss.compares_rows
+        held = sharing_gradients(builder.build())
+        keeping_all = _keeping_parts(held, trace.head_parts if keeps_parts else 1)
+        if not self.passes_parts and _holds_everything(
+            self._budgets(keeping_all)[self.model.compute_tier], keeping_all
+        ):
+            yield keeping_all
+            return
+        held = _keeping_parts(held, parts_without_room(trace) if keeps_parts else 1)
+        passing = None if self.passes_parts is False else sharing_gradients(builder.build(passing_parts=True))
+        if passing is None or not passing.cuts.passing:
+            yield held
+            return
+        in_head = any(trace.visits[visit].is_head for visit, _ in passing.cuts.passing)
+        passing = _keeping_parts(passing, 1 if in_head else held.recompute.kept_parts)
+        if self.passes_parts:
+            yield passing
+            return
+        waiting = peak_bytes(waiting_rows(graph, trace, passing, run.num_together))
+        # Twice, since the head makes logits once more where parts pass.
+        yield from (passing, held) if 2 * waiting < spared_bytes(graph, passing) else (held, passing)
+
+    def _builder(self, updates_beside_device: bool, gathers_ahead: int) -> ProgramBuilder:
+        run, model = self.run, self.model
+        return ProgramBuilder(
+            model.graph,
+            model.trace,
+            num_micro_batches=len(run.own_micro_batches),
+            order=run.batch.order,
+            compute_tier=model.compute_tier,
+            optimizer=model.optimizer,
+            grad_dtype=run.grad_dtype,
+            updates=GroupUpdates(
+                are_deferred=run.optimizer.defers_updates,
+                in_compute_tier=model.device_optimizer is not None,
+                beside_device=updates_beside_device,
+            ),
+            frozen=FrozenWeights(not run.model.table.train_from_scratch, model.in_place, model.encodings),
+            sharding=run.sharding(gathers_ahead),
+        )
+
+    def _budgets(self, program: StepProgram) -> dict[str, TierBudget]:
+        """Return the tiers with what a program takes outside of blocks."""
+        run, model = self.run, self.model
+        workspace = step_workspace_bytes(model.graph, model.trace, program, run.num_together, run.traced_on)
+        budgets = with_workspace(tier_budgets(run, workspace), teacher_bytes(run), model.compute_tier)
+        for tier, nbytes in self._update_workspace_bytes().items():
+            budgets[tier] = replace(budgets[tier], workspace_bytes=budgets[tier].workspace_bytes + nbytes)
+        for tier, capacity in self.capacities.items():
+            budgets[tier] = replace(budgets[tier], capacity_bytes=capacity)
+        return budgets
+
+    def _update_workspace_bytes(self) -> dict[str, int]:
+        """Return the bytes that updates take beside their blocks, by tier, where the optimizer reports some."""
+        model, optimizer = self.model, self.model.optimizer
+        layouts = [layout for layout in model.graph.layouts.values() if layout.trainable]
+        if isinstance(optimizer, MatrixOptimizer) and model.compute_tier != "ram":
+            shapes = matrix_shapes(optimizer, layouts)
+            nbytes = round_up(device_bytes(optimizer, self.run.traced_on, shapes), PAGE_BYTES)
+            return {"ram": host_bytes(shapes) + optimizer.piece_bytes, model.compute_tier: nbytes}
+        bytes_of = getattr(optimizer, "workspace_bytes", None)
+        if bytes_of is None:
+            return {}
+        return {"ram": max((bytes_of(entry) for layout in layouts for entry in layout.entries), default=0)}
+
+
+def _layers_kept(run: RunSpec) -> tuple[_Count, _Count]:
+    """Return the layers, from the last one, whose graphs are kept, and those that save results, as the config asks for.
+
+    Compiled layers save no results. Of several processes no graphs are kept: a full copy of a weight is nobody's home,
+    and cannot wait for the backward.
+    """
+    choice, count = run.recompute, run.recompute.num_layers or _ALL
+    of_graphs: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": 0, "none": count}
+    of_results: dict[str, _Count] = {"auto": "auto", "full": 0, "selective": count, "none": count}
+    graphs = of_graphs[choice.mode] if run.world.is_single else 0
+    return graphs, of_results[choice.mode] if run.model.table.compiler is None else 0
+
+
+def _keeping_parts(program: StepProgram, count: int) -> StepProgram:
+    """Return the program whose head keeps the logits of so many parts of the vocabulary."""
+    return replace(program, recompute=replace(program.recompute, kept_parts=count))
+
+
+def parts_without_room(trace: VisitTrace) -> int:
+    """Return how many parts of the vocabulary keep their logits in what the head leaves of the workspace of layers."""
+    if trace.head_parts == 1:
+        return 1
+    trunk = (visit for visit in trace.visits if not visit.is_head)
+    fullest = max((max(visit.memory.forward_nbytes, visit.memory.backward_nbytes) for visit in trunk), default=0)
+    free = max(0, fullest - trace.head_nbytes)
+    return min(trace.head_parts, 1 + free // trace.head_part_nbytes)
+
+
+def _holds_everything(budget: TierBudget, program: StepProgram) -> bool:
+    """Return whether a tier has room for all blocks of a step beside the workspace."""
+    blocks = sum(budget.slot_bytes(block.nbytes) for block in program.blocks.values())
+    return blocks + budget.workspace_bytes <= budget.capacity_bytes
+
+
+def spared_bytes(graph: ModelGraph, program: StepProgram) -> int:
+    """Return what the working set shrinks by where the parts of a gradient, and of a weight that is cut, pass."""
+
+    def spared(layout: UnitLayout) -> int:
+        nbytes = 4 * program.sharding.own_lanes.most_open_sums
+        nbytes += graph.dtype.itemsize if layout.name in program.cuts.weights else 0
+        return nbytes * (layout.num_elements - max(map(len, layout.parts)))
+
+    return max((spared(graph.layouts[layout]) for _, layout in program.cuts.passing), default=0)

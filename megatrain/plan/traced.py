@@ -1,0 +1,279 @@
+"""The model of a run, traced: all that planning takes from the model's folder, its tokenizer and its forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from megatrain.base.errors import ConfigError, Problem, UnsupportedModelError
+from megatrain.converters.fused import find_fused
+from megatrain.converters.liger import apply_liger_kernels, check_liger_kernels, has_liger_kernels
+from megatrain.converters.packed_rows import settle_packing
+from megatrain.converters.tiled import tile_mlps
+from megatrain.data.encoding import load_tokenizer
+from megatrain.engine.device_kernels import fakes_standing_for_gpu
+from megatrain.engine.environment import deterministic_kernels
+from megatrain.engine.flash import FlashKernels, flash_of_gpu, flash_planned, unsupported_flash, why_unusable
+from megatrain.machine import machine
+from megatrain.models.folder import ModelFolderError
+from megatrain.models.graph import num_learned_positions
+from megatrain.models.in_place import frozen_blocks, unread_block
+from megatrain.models.load import open_loader
+from megatrain.optim.factory import check_groups, make_optimizer
+from megatrain.optim.on_device import DeviceKernelError, device_optimizer
+from megatrain.optim.threads import KernelThreads, num_update_threads
+from megatrain.plan.placement import FOLDER
+from megatrain.plan.plan import TracedModel
+from megatrain.trace.trace import trace_visits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import Tensor
+
+    from megatrain.converters.spec import ModelSpec
+    from megatrain.engine.encoding import Encoding
+    from megatrain.engine.program import VisitTrace
+    from megatrain.models.graph import ModelGraph
+    from megatrain.models.in_place import FrozenBlock
+    from megatrain.optim.base import Optimizer
+    from megatrain.plan.plan import RunSpec
+
+
+def trace_model(run: RunSpec, padded: bool | None, like: TracedModel | None) -> TracedModel:
+    """Build the model, trace a step of it, and make its optimizer.
+
+    Args:
+        padded: as in ``plan_run``.
+        like: The model of another plan; its graph is used again, and its trace for micro-batches of the same shape.
+    """
+    run, graph = _settle_kernels(run, like)
+    run, packing_warning = settle_rows(run, graph)
+    packing = run.data.table.packing
+    check_groups(run.optimizer, (e for layout in graph.layouts.values() if layout.trainable for e in layout.entries))
+    if padded is None:
+        padded = bool(packing) or run.batch.micro_batch_rows > 1
+    run, trace, flash_note = _trace_with_flash(run, graph, padded, like)
+    threads = KernelThreads(num_update_threads(run.device.type))
+    fused = find_fused(graph)[0] if run.optimizer.optim == "muon" else None
+    optimizer = make_optimizer(run.optimizer, threads, vocabulary=_vocabulary(graph), seed=run.seed, fused=fused)
+    compute_tier = machine.compute_tier(run.tiers, run.device)
+    device_optimizer, host_updates = _device_optimizer(optimizer, run.traced_on, compute_tier)
+    in_place, encodings = find_frozen(run, graph)
+    return TracedModel(
+        run=run,
+        padded=padded,
+        graph=graph,
+        trace=trace,
+        optimizer=optimizer,
+        device_optimizer=device_optimizer,
+        host_updates=host_updates,
+        compute_tier=compute_tier,
+        packing_warning=packing_warning,
+        flash_note=flash_note,
+        in_place=in_place,
+        encodings=encodings,
+    )
+
+
+def _settle_kernels(run: RunSpec, like: TracedModel | None) -> tuple[RunSpec, ModelGraph]:
+    """Return a run with its choice of liger's kernels, and its model; that of a plan like it where they agree."""
+    if run.model.table.use_liger_kernel == "auto":
+        if like is not None and like.run.device.type == run.device.type:
+            run = run.with_liger(uses_liger=like.run.uses_liger)
+        elif takes_liger_kernels(run):
+            wanted = run.with_liger(uses_liger=True)
+            try:
+                return wanted, make_graph(wanted)
+            except UnsupportedModelError:  # of its kernels, or else the model without them is refused as well
+                run = run.with_liger(uses_liger=False)
+        else:
+            run = run.with_liger(uses_liger=False)
+    if like is not None and like.run.uses_liger == run.uses_liger:
+        return run, like.graph
+    return run, make_graph(run)
+
+
+def takes_liger_kernels(run: RunSpec) -> bool:
+    """Return whether a run that leaves the choice open computes with liger's kernels, if they suit its model."""
+    is_open = run.model.table.compiler is None and run.task != "distill"
+    return is_open and run.device.type == "cuda" and has_liger_kernels()
+
+
+def _trace_with_flash(
+    run: RunSpec, graph: ModelGraph, padded: bool, like: TracedModel | None
+) -> tuple[RunSpec, VisitTrace, str]:
+    """Return a run with its choice of flash attention, its trace, and why it has torch's kernels, or ""."""
+    is_open, note = run.model.table.flash_attention == "auto", ""
+    if is_open and like is not None and like.run.device.type == run.device.type:
+        run = run.with_flash(like.run.flash)
+    elif is_open:
+        kernels, note = choose_flash(run)
+        run = run.with_flash(kernels)
+    elif run.flash != "FA2":
+        check_flash(run)
+    if like is not None and graph is like.graph and _traced_on(like.run) == _traced_on(run):
+        return run, like.trace, note
+    try:
+        return run, trace_run(run, graph, padded=padded), note
+    except UnsupportedModelError as error:
+        if not is_open or run.flash == "FA2":
+            raise
+        note = _flash_note(error.problem.partition(". Write")[0])
+        run = run.with_flash("FA2")
+    return run, trace_run(run, graph, padded=padded), note
+
+
+def choose_flash(run: RunSpec) -> tuple[FlashKernels, str]:
+    """Return the kernels of a run that leaves the choice open, and why they are torch's, or ""."""
+    if run.device.type != "cuda":
+        return "FA2", ""
+    if run.model.table.compiler is not None:
+        return "FA2", _flash_note("model.compile makes its own graphs")
+    planned_gpu = _planned_gpu(run)
+    kernels = flash_of_gpu(run.device, planned_gpu)
+    if kernels == "FA2":
+        return "FA2", _flash_note("FA3 and FA4 have no kernels for this GPU")
+    reason = why_unusable(kernels, run.device, planned_gpu)
+    return ("FA2", _flash_note(reason)) if reason else (kernels, "")
+
+
+def check_flash(run: RunSpec) -> None:
+    """See whether the GPU and the packages allow the kernels that a config or a checkpoint names.
+
+    Raises:
+        UnsupportedModelError: they do not.
+    """
+    if run.device.type != "cuda":
+        reason = "it needs a GPU"
+    else:
+        reason = why_unusable(run.flash, run.device, _planned_gpu(run))
+    if reason:
+        raise unsupported_flash(run.flash, reason)
+
+
+def _planned_gpu(run: RunSpec) -> str | None:
+    """Return the name of the GPU of another machine; None for a run on this one."""
+    planned = run.tiers.machine
+    if planned is None:
+        return None
+    return "" if planned.profile.gpu is None else planned.profile.gpu.name
+
+
+def _flash_note(reason: str) -> str:
+    return f"model.flash_attention: FA2, torch's own kernels: {reason}"
+
+
+def _traced_on(run: RunSpec) -> tuple[str, int, int, str]:
+    """Return what a trace of a model depends on: a GPU has other kernels than a CPU."""
+    return run.device.type, run.batch.micro_batch_rows, run.batch.max_length, run.flash
+
+
+def settle_rows(run: RunSpec, graph: ModelGraph) -> tuple[RunSpec, str]:
+    """Return the run with the packing that suits its model, and why it is not the default, or ""."""
+    packing, warning = settle_packing(run.model, graph, run.data.table.packing, is_default=run.data.has_default_packing)
+    return run.with_packing(packing), warning
+
+
+def check_positions(model: ModelSpec, max_length: int, graph: ModelGraph) -> None:
+    """Refuse rows that are longer than the positions which the model has learned.
+
+    Raises:
+        ConfigError: names data.max_length.
+    """
+    positions = num_learned_positions(graph)
+    if positions is not None and max_length > positions:
+        message = f"data.max_length = {max_length}, but this model has {positions} positions"
+        problem = Problem("data.max_length", message, f"Write at most {positions}")
+        raise ConfigError(model.name, [problem])
+
+
+def trace_run(run: RunSpec, graph: ModelGraph, *, padded: bool, top_k: int | None = None) -> VisitTrace:
+    """Return the trace of a micro-batch of a run; of a forward alone that scores ``top_k`` words, if that is given.
+
+    Raises:
+        ConfigError: as ``check_positions``.
+    """
+    check_positions(run.model, run.batch.max_length, graph)
+    # As the run will be: which kernels there are to choose from, and what they take, depends on it.
+    with (
+        deterministic_kernels(run.traced_on, type(graph.model).__name__, enabled=run.is_deterministic),
+        fakes_standing_for_gpu(enabled=run.is_traced_elsewhere),
+        flash_planned(run.flash),
+    ):
+        return trace_visits(
+            graph,
+            run.batch.micro_batch_rows,
+            run.batch.max_length,
+            run.dtype,
+            device=run.traced_on,
+            objective=run.objective,
+            padded=padded,
+            is_compiled=run.model.table.compiler is not None,
+            example=_example(run),
+            top_k=top_k,
+        )
+
+
+def _example(run: RunSpec) -> Mapping[str, Tensor] | None:
+    """Return a micro-batch that is as full of images as the run's may be; None: they have none."""
+    if run.data.images_folder is None:
+        return None
+    tokenizer = load_tokenizer(run.model.tokenizer_folder)
+    processor = run.data.image_processor(tokenizer)
+    assert processor is not None
+    return processor.example(run.batch.micro_batch_rows)
+
+
+def make_graph(run: RunSpec) -> ModelGraph:
+    """Return the model of a run, without weights."""
+    graph = run.model.build(run.dtype)
+    if run.model.table.mlp_rows:
+        tile_mlps(graph, run.model.table.mlp_rows)
+    if run.uses_liger:
+        check_liger_kernels(graph.model, run.device)
+        apply_liger_kernels(graph.model, with_mlps=not run.model.table.mlp_rows)
+    return graph
+
+
+def find_frozen(run: RunSpec, graph: ModelGraph) -> tuple[Mapping[str, FrozenBlock], Mapping[str, Encoding]]:
+    """Return the frozen layouts that may stay in the model's folder, and how the blocks of others hold them."""
+    frozen = _frozen_blocks(run, graph)
+    encodings: dict[str, Encoding] = {
+        name: block.packing for name, block in frozen.items() if block.packing is not None
+    }
+    return frozen if FOLDER in run.placement.homes["in place"] else {}, encodings
+
+
+def _frozen_blocks(run: RunSpec, graph: ModelGraph) -> Mapping[str, FrozenBlock]:
+    """Return the frozen layouts that can be read from the model's folder as they are, or packed."""
+    frozen = [layout for layout in graph.layouts.values() if not layout.trainable]
+    if run.model.table.train_from_scratch or not frozen:
+        return {}
+    if not run.world.is_single:  # the folder has tensors, not shares of them
+        return {}
+    try:
+        return frozen_blocks(open_loader(run.model.folder, graph), frozen, graph.dtype)
+    except (ModelFolderError, OSError):  # a plan needs no weights; a run says what is wrong with them
+        return {layout.name: unread_block(layout, graph.dtype) for layout in frozen}
+
+
+def _vocabulary(graph: ModelGraph) -> frozenset[str]:
+    """Return the names of the parameters of embeddings and of the output head."""
+    modules = {name: module for name, module in graph.model.named_modules() if isinstance(module, nn.Embedding)}
+    head = graph.model.get_output_embeddings()
+    modules |= {name: module for name, module in graph.model.named_modules() if module is head}
+    names = (f"{path}.{own}" for path, module in modules.items() for own, _ in module.named_parameters())
+    return frozenset(graph.owner_of.get(name, name) for name in names)
+
+
+def _device_optimizer(optimizer: Optimizer, device: torch.device, compute_tier: str) -> tuple[Optimizer | None, str]:
+    """Return what updates blocks in GPU memory; or None, and why there is nothing although there is such memory."""
+    if compute_tier == "ram":
+        return None, ""
+    try:
+        return device_optimizer(optimizer, device), ""
+    except DeviceKernelError as error:
+        return None, str(error)
