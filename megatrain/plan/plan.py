@@ -222,7 +222,7 @@ class RunSpec:
             size: Number of ranks, on all hosts together.
         """
         first = replace(self, world=World.local(0, size, num_hosts))
-        if first.num_lanes < size:  # which is refused
+        if first.num_lanes < size or 1 < num_hosts < size:  # both are refused
             return first
         return replace(self, world=World.local(max(range(size), key=first.tokens_of_rank), size, num_hosts))
 
