@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from megatrain.base.facts import Drive, MachineFacts
 from megatrain.machine.machine import (
+    FileSystem,
+    TierSpecs,
     disk_usage,
     file_system_of,
     gpu_capacity_bytes,
@@ -19,9 +20,6 @@ from megatrain.machine.machine import (
     total_ram_bytes,
 )
 from tiered.units import GiB
-
-if TYPE_CHECKING:
-    from megatrain.machine.machine import FileSystem, TierSpecs
 
 #: The folder on a drive, named for what it holds: training state, and checkpoints made of it.
 _FOLDER = "state"
