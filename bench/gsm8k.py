@@ -1,4 +1,4 @@
-"""`examples/gsm8k.toml`, streamed, beside a plain Hugging Face loop on the same batches: each step, and test answers.
+"""`examples/07_gsm8k.toml`, streamed, and a plain Hugging Face loop on the same batches: each step, and answers.
 
     python bench/gsm8k.py --json --data FOLDER          # gsm8k_train.jsonl and gsm8k_test.jsonl; 10 minutes
     python bench/gsm8k.py                               # the data from the hub

@@ -589,7 +589,7 @@ def test_importing_megatrain_sets_up_cublas_before_anything_can_use_it() -> None
 def test_public_names_are_found_at_first_use_beside_the_packages_of_their_names() -> None:
     code = """
 import sys, megatrain
-megatrain.load_config("examples/tiny.toml")
+megatrain.load_config("examples/01_tiny.toml")
 print("torch" in sys.modules)
 optional = {"hf", "lightning"}
 assert all(callable(getattr(megatrain, name)) for name in megatrain.__all__ if name not in optional)
@@ -606,7 +606,7 @@ import sys
 import tiered, megatrain.config
 import megatrain.run.folder, megatrain.run.loggers, megatrain.run.status
 import megatrain.base.observer, megatrain.base.owner, megatrain.base.progress, megatrain.base.timeline
-megatrain.config.load_config("examples/tiny.toml")
+megatrain.config.load_config("examples/01_tiny.toml")
 print(sorted({"torch", "transformers", "numpy", "zarr"} & set(sys.modules)))
 assert all(getattr(tiered, name) is not None for name in tiered.__all__)
 assert "torch" in sys.modules

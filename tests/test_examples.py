@@ -24,7 +24,7 @@ def run_example(name: str, folder: Path, *options: str, command: str = "run") ->
     config = folder / name
     if not config.exists():
         shutil.copy(ROOT / "examples" / name, config)
-        shutil.copytree(ROOT / "examples/options", folder / "options", dirs_exist_ok=True)
+        shutil.copytree(ROOT / "examples/recipes", folder / "recipes", dirs_exist_ok=True)
     if not (folder / "quickstart").exists():
         (folder / "quickstart").symlink_to(ROOT / "examples" / "quickstart")
     try:
@@ -46,7 +46,7 @@ def check_folder(final: Path) -> None:
 
 
 def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
-    done = run_example("tiny.toml", tmp_path, "--max-steps", "12")
+    done = run_example("01_tiny.toml", tmp_path, "--max-steps", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     lines = [json.loads(line) for line in (tmp_path / "outputs/tiny/metrics.jsonl").read_text().splitlines()]
@@ -57,11 +57,11 @@ def test_tiny_trains_and_teaches_and_its_folder_opens(tmp_path: Path) -> None:
     check_folder(tmp_path / "outputs/tiny/final")
     said = run_example("outputs/tiny/final", tmp_path, "-p", "Call me", "--max-new-tokens", "4", command="generate")
     assert said.returncode == 0 and json.loads(said.stdout)["prompt"] == "Call me", said.stdout + said.stderr
-    scored = run_example("teacher.toml", tmp_path, "--json", command="score")
+    scored = run_example("05_teacher.toml", tmp_path, "--json", command="score")
     assert scored.returncode == 0, scored.stdout + scored.stderr
     summary = json.loads(scored.stdout.splitlines()[-1])
     assert summary["num_rows_done"] == summary["num_rows"] and summary["link_bytes"] == summary["planned_bytes"]
-    taught = run_example("distill.toml", tmp_path, "--max-steps", "3")
+    taught = run_example("06_distill.toml", tmp_path, "--max-steps", "3")
     assert taught.returncode == 0, taught.stdout + taught.stderr
     check_folder(tmp_path / "outputs/distill/final")
 
@@ -72,16 +72,18 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
     """Muon with the best model and samples, moments in 8 bits with an average of the weights, preferences."""
-    options = [f"-c{tmp_path}/options/{name}.toml" for name in ("muon", "best_model")]
-    best = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1")
+    options = [f"-c{tmp_path}/recipes/{name}.toml" for name in ("muon", "best_model")]
+    best = run_example(
+        "01_tiny.toml", tmp_path, *options, "--max-steps=4", "--set=eval_steps=2", "--set=warmup_steps=1"
+    )
     assert best.returncode == 0, best.stdout + best.stderr
     lines = metrics_of(tmp_path / "outputs/best_model")
     evaluations = [line for line in lines if line.get("event") == "evaluation"]
     assert [(line["step"], len(line["samples"])) for line in evaluations] == [(2, 2), (4, 2)]
     assert evaluations[-1]["loss"] < evaluations[0]["loss"]
     check_folder(tmp_path / "outputs/best_model/final")
-    options = [f"-c{tmp_path}/options/{name}.toml" for name in ("small_states", "average")]
-    small = run_example("tiny.toml", tmp_path, *options, "--max-steps=4", "--set=warmup_steps=1")
+    options = [f"-c{tmp_path}/recipes/{name}.toml" for name in ("small_states", "average")]
+    small = run_example("01_tiny.toml", tmp_path, *options, "--max-steps=4", "--set=warmup_steps=1")
     assert small.returncode == 0, small.stdout + small.stderr
     lines = metrics_of(tmp_path / "outputs/average")
     steps = [line for line in lines if "event" not in line]
@@ -89,7 +91,7 @@ def test_what_the_guides_are_about_trains(tmp_path: Path) -> None:
     assert [line["name"] for line in lines if line.get("event") == "evaluation"] == ["loomings", "loomings_average"]
     assert json.loads((tmp_path / "outputs/average/final/export.json").read_text())["ema"]
     words = ("data.val_size=4", "predict_with_generate=true", "max_predict_samples=2", "max_new_tokens=16")
-    preferred = run_example("dpo.toml", tmp_path, "--max-steps=3", *(f"--set={word}" for word in words))
+    preferred = run_example("03_dpo.toml", tmp_path, "--max-steps=3", *(f"--set={word}" for word in words))
     assert preferred.returncode == 0, preferred.stdout + preferred.stderr
     lines = metrics_of(tmp_path / "outputs/dpo")
     steps = [line for line in lines if "event" not in line]
@@ -112,7 +114,13 @@ AT_HAND = (
 
 @pytest.mark.parametrize(
     ("name", "changes"),
-    [("tiny.toml", ()), ("dpo.toml", ()), ("reward.toml", ()), ("quickstart.toml", AT_HAND), ("sft.toml", AT_HAND)],
+    [
+        ("01_tiny.toml", ()),
+        ("03_dpo.toml", ()),
+        ("04_reward.toml", ()),
+        ("quickstart.toml", AT_HAND),
+        ("02_sft.toml", AT_HAND),
+    ],
 )
 def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, ...], tmp_path: Path) -> None:
     done = run_example(name, tmp_path, "--json", *(f"--set={change}" for change in changes), command="check")
@@ -122,7 +130,7 @@ def test_an_example_is_checked_without_a_warning(name: str, changes: tuple[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["quickstart.toml", "sft.toml"])
+@pytest.mark.parametrize("name", ["quickstart.toml", "02_sft.toml"])
 def test_smollm2_trains(name: str, tmp_path: Path) -> None:
     if not (ROOT / "examples/quickstart/smollm2-135m/config.json").is_file():
         pytest.skip("python examples/fetch_smollm2.py makes the model folder")

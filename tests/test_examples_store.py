@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def test_the_embedding_example_runs() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     result = warm.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "examples/embed_store.py"],
+        [sys.executable, "-W", "error::RuntimeWarning", "examples/python/embed_store.py"],
         cwd=ROOT,
         env=environment,
         timeout=120,

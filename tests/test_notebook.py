@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "examples/first_steps.ipynb"
+NOTEBOOK = ROOT / "examples/python/first_steps.ipynb"
 
 
 def test_the_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

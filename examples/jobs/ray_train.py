@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run one config with several processes under Ray Train, on one host.
 
-    python examples/jobs/ray_train.py examples/tiny.toml --workers 2
+    python examples/jobs/ray_train.py examples/01_tiny.toml --workers 2
     python examples/jobs/ray_train.py run.toml --workers 8 --gpus
 
 Each worker starts one rank of the run. If a worker fails, Ray starts all workers again, and the run resumes from its

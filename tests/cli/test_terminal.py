@@ -137,7 +137,9 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.mark.parametrize("command", ["run", "plan", "check"])
 def test_a_line_is_there_before_anything_heavy_is_imported(command: str, cli_package: str) -> None:
-    words = python_words(cli_package, [command, "examples/tiny.toml"], AT_TORCH.replace("DO", "import os; os._exit(7)"))
+    words = python_words(
+        cli_package, [command, "examples/01_tiny.toml"], AT_TORCH.replace("DO", "import os; os._exit(7)")
+    )
     with Terminal(words, is_cold=True) as terminal:
         assert terminal.wait() == 7
     before = terminal.text.partition("[HEAVY]")[0]
@@ -155,7 +157,7 @@ def test_a_wrong_config_is_answered_without_torch(cli_package: str, tmp_path: Pa
 
 def test_ctrl_c_while_it_starts_leaves_nothing(cli_package: str) -> None:
     code = AT_TORCH.replace("DO", "import time; time.sleep(60)")
-    with Terminal(python_words(cli_package, ["plan", "examples/tiny.toml"], code), is_cold=True) as terminal:
+    with Terminal(python_words(cli_package, ["plan", "examples/01_tiny.toml"], code), is_cold=True) as terminal:
         terminal.wait_for(r"\[HEAVY\]")
         terminal.wait_for("importing torch  2 s")  # the line moves by itself
         terminal.type("\x03")

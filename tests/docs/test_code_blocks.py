@@ -216,7 +216,7 @@ def prepare(folder: Path, output_dir: str) -> SavedRun:
     (folder / "examples/quickstart/smollm2-135m").mkdir(parents=True)
     for path in (ROOT / "examples").glob("*.toml"):
         shutil.copy(path, folder / "examples")
-    for name in ("popular", "models"):
+    for name in ("recipes", "models"):
         shutil.copytree(ROOT / "examples" / name, folder / "examples" / name)
     for path in (ROOT / "examples/quickstart").iterdir():
         if path.name != "smollm2-135m":

@@ -1,4 +1,4 @@
-"""The programs of examples/embed: losses as of the plain programs, in memory that is too small for these."""
+"""The programs of examples/python: losses as of the plain programs, in memory that is too small for these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tiers in examples/tiers, each one file outside of the packages, pass the suites as anybody's would."""
+"""The tiers in examples/extend, each one file outside of the packages, pass the suites as anybody's would."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tiered
 from oracles.example_files import Objects, load_example, module
 from tiered.testing import LinkSuite, StoreSuite, TierSuite
 
-compressed = load_example("tiers/compressed_ram_tier.py")
+compressed = load_example("extend/compressed_ram_tier.py")
 
 
 class Compressed:

@@ -1,4 +1,4 @@
-"""examples/embed/fsdp2.py on two gloo ranks: losses as of the plain program, also when it is stopped and resumed."""
+"""examples/python/fsdp2.py on two gloo ranks: losses as of the plain program, also when it is stopped and resumed."""
 
 from __future__ import annotations
 

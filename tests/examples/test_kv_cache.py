@@ -1,4 +1,4 @@
-"""The KV cache of examples/kv_cache.py stays in its RAM, changes no bit, and is short."""
+"""The KV cache of examples/python/kv_cache.py stays in its RAM, changes no bit, and is short."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tokenize
 from oracles.example_files import EXAMPLES
 from processes import warm
 
-FILE = EXAMPLES / "kv_cache.py"
+FILE = EXAMPLES / "python/kv_cache.py"
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

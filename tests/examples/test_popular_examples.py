@@ -17,8 +17,10 @@ from megatrain.training.resolve import resolve
 from tiered.units import GiB
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "examples" / "popular"
+FOLDER = ROOT / "examples" / "recipes"
 MACHINES = {"card_24gb": "rtx4090-128gb", "card_80gb": "h100-512gb", "cpu_server": "cpu-server-512gb"}
+#: Laid over 01_tiny.toml: tests/test_examples.py runs them.
+OVERLAYS = ("average", "best_model", "muon", "small_states")
 #: Example -> folder of its config.json in examples/models.
 MODELS = {
     "smollm3_3b": "SmolLM3-3B",
@@ -48,7 +50,7 @@ def planned_line(plan: Plan, machine: str) -> str:
 
 
 def test_there_is_an_example_for_each_model_and_machine() -> None:
-    assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES}
+    assert {path.stem for path in FOLDER.glob("*.toml")} == {*MODELS, *MACHINES, *OVERLAYS}
 
 
 #: Planned in CI; the others take minutes each.

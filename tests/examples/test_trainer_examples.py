@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from processes import warm
 from tiered import MiB
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "embed"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 MOST_LINES = 5
 STATE_BYTES = 16 * 820_352  # weights, gradients, m and v of the model in fp32

@@ -27,7 +27,7 @@ def load_example(name: str) -> ModuleType:
     return module
 
 
-module = load_example("tiers/object_store_tier.py")
+module = load_example("extend/object_store_tier.py")
 
 
 class Objects:

@@ -26,7 +26,7 @@ def test_the_same_bits_everywhere_and_mistakes_in_words(
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: signs\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\nsignum = signum:Signum\n")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    monkeypatch.syspath_prepend(str(EXAMPLES / "optimizers"))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "extend"))
     text = config_text(tmp_path, tiny_model, nvme=0, optimizer=TABLE)
     in_ram = run_config(text, tmp_path / "ram", num_steps=3)
     placement = 'optimizer = ["nvme"]\nweights = ["nvme"]'

@@ -1,4 +1,4 @@
-"""Runs the programs of examples/embed, as they are and as the plain programs that they were before.
+"""Runs the programs of examples/python, as they are and as the plain programs that they were before.
 
 python embed_examples.py NAME FOLDER plain in_ram unbroken stopped     # one JSON object per run
 python embed_examples.py NAME FOLDER resumed
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tiered import TieredStore
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "embed"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 MARK = "# megatrain"
 _WAS = re.compile(r"^( *)# was: ", flags=re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""Runs examples/embed/fsdp2.py as one of several ranks: ``python fsdp2_example.py plain|tiered OPTION ...``.
+"""Runs examples/python/fsdp2.py as one of several ranks: ``python fsdp2_example.py plain|tiered OPTION ...``.
 
 Where the ranks meet is in the environment, as under torchrun. The last line of what is printed is about the store.
 """

@@ -95,7 +95,7 @@ def is_valid(folder: Path, text: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["dpo.toml", "quickstart.toml", "sft.toml", "tiny.toml"])
+@pytest.mark.parametrize("name", ["03_dpo.toml", "quickstart.toml", "02_sft.toml", "01_tiny.toml"])
 def test_examples_and_their_resolved_form_keep_to_it(name: str) -> None:
     path = EXAMPLES / name
     assert complaints(json_schema(), tomllib.loads(path.read_text(encoding="utf-8"))) == []

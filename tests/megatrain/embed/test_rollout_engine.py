@@ -140,7 +140,7 @@ def test_gpu_memory_is_free_while_a_colocated_engine_writes() -> None:
 
 @pytest.mark.slow
 def test_the_example_runs(tmp_path: Path) -> None:
-    example = Path(__file__).parents[3] / "examples" / "embed" / "trl_grpo_vllm.py"
+    example = Path(__file__).parents[3] / "examples" / "python" / "trl_grpo_vllm.py"
     with RolloutServer(make()).running() as engine:
         arguments = [str(example), "--output", str(tmp_path), "--server", engine.url, "--steps", "2"]
         with mock.patch.object(sys, "argv", arguments):

@@ -19,7 +19,7 @@ from megatrain.optim.testing import OptimizerSuite
 from megatrain.optim.threads import KernelThreads
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
-sys.path.insert(0, str(EXAMPLES / "optimizers"))
+sys.path.insert(0, str(EXAMPLES / "extend"))
 
 from signum import Signum  # noqa: E402  -- lies outside of the package, as a user's own
 

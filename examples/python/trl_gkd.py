@@ -1,0 +1,76 @@
+"""TRL's GKDTrainer, distillation on what the student writes: both models out of 8 MiB of RAM and a folder of the drive.
+
+Without the marked lines it is an ordinary program that keeps 16 MB in memory. The student writes answers, and learns
+the teacher's probabilities of each of their tokens (``lmbda``: how often; else it reads the answers of the data).
+``--resume`` continues from the trainer's last checkpoint. Needs ``pip install trl``:
+``python examples/python/trl_gkd.py --output /tmp/trl_gkd``.
+
+The teacher is frozen: 2 bytes per parameter in bf16, a layer of it at a time in memory. One that does not fit into RAM
+goes from its folder straight into the store, by ``load_pretrained(folder, store, name="teacher", trainable=False)`` of
+megatrain in the place of the line that makes it and the line that offloads it.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
+from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+import megatrain as mt  # megatrain
+
+GKDTrainer = mt.hf.offloaded(GKDTrainer)  # megatrain
+QUICKSTART = Path(__file__).resolve().parent.parent / "quickstart"
+TEMPLATE = "{% for message in messages %}{{ message.content + '\n' }}{% endfor %}"
+
+
+def chats() -> Dataset:
+    """Return conversations about whales."""
+    lines = (QUICKSTART / "whales.jsonl").read_text(encoding="utf-8").splitlines()
+    return Dataset.from_list([{"messages": json.loads(line)["messages"][:2]} for line in lines])
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder of checkpoints")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    options = parser.parse_args()
+
+    config = AutoConfig.from_pretrained(QUICKSTART / "model")
+    set_seed(0)
+    student = AutoModelForCausalLM.from_config(config)
+    teacher = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    store = mt.open_store(ram="8MiB", nvme=options.output / "store", nvme_size="256MiB")  # megatrain
+    mt.offload(student, store)  # megatrain
+    mt.offload(teacher, store, name="teacher")  # megatrain
+    arguments = GKDConfig(
+        output_dir=str(options.output),
+        max_steps=options.steps,
+        per_device_train_batch_size=4,
+        lmbda=0.5,
+        beta=0.5,
+        max_new_tokens=8,
+        gradient_checkpointing=False,
+        learning_rate=1e-3,
+        max_grad_norm=1.0,
+        max_length=64,
+        bf16=False,
+        save_steps=4,
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(QUICKSTART / "model")
+    tokenizer.chat_template = TEMPLATE
+    trainer = GKDTrainer(
+        model=student, teacher_model=teacher, args=arguments, train_dataset=chats(), processing_class=tokenizer
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.save_model(str(options.output / "final"))
+
+
+if __name__ == "__main__":
+    main()
