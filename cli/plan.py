@@ -181,7 +181,7 @@ def _print(
             values["problem"] = problem
         click.echo(json.dumps(values))
         return
-    lines = () if length is None else (*_run_lines(length, step_s), *_evaluation_lines(evaluation, plan))
+    lines = () if length is None else (*_run_lines(plan, length, step_s), *_evaluation_lines(evaluation, plan))
     print_plan(plan, simulated=simulated, run_lines=lines, problem=problem)
 
 
@@ -194,23 +194,23 @@ def _simulated(plan: Plan) -> SimulatedStep | None:
     return replayed
 
 
-def _run_lines(length: RunLength, step_s: float | None) -> list[str]:
-    """Return what the whole run comes to."""
+def _run_lines(plan: Plan, length: RunLength, step_s: float | None) -> list[str]:
+    """Return the totals of the whole run, except the written bytes that the lines of a step show already."""
     from tiered.units import format_decimal_size, format_duration, format_size
 
     if length.num_steps is None:
         if step_s is None:
-            return ["run             as many steps as the data has: --count-steps reads it"]
+            return ["run             one step per batch of the data: --count-steps counts them"]
         thousand = format_duration(1000 * step_s)
-        return [f"run             as many steps as the data has: --count-steps reads it; 1,000 take {thousand}"]
+        return [f"run             one step per batch of the data: --count-steps counts them; 1,000 take {thousand}"]
     line = f"run             {length.num_steps:,} steps, {length.num_tokens:,} tokens"
     if length.seconds is not None:
         line += f", {format_duration(length.seconds)} without evaluations and saves"
     lines = [line]
-    if length.written_bytes:
-        nbytes = length.written_bytes
-        share = "" if length.share_of_limit is None else f", {length.share_of_limit:.2%} of max_written"
-        lines.append(f"                NVMe writes {format_decimal_size(nbytes)}{share}")
+    share = "" if length.share_of_limit is None else f", {length.share_of_limit:.2%} of max_written"
+    is_shown = plan.estimate is not None and plan.estimate.run_written_bytes is not None
+    if length.written_bytes and (share or not is_shown):
+        lines.append(f"                NVMe writes {format_decimal_size(length.written_bytes)}{share}")
     if length.num_saves:
         saves = f"{length.num_saves} checkpoint{'s' if length.num_saves > 1 else ''}"
         lines.append(f"                {saves}, {format_size(length.saved_bytes)} written to output_dir")

@@ -51,20 +51,20 @@ def table_rows(plan: Plan) -> Sequence[tuple[str, Mapping[str, int], str]]:
         (
             "working set",
             plan.placement.working_bytes,
-            "the least room for blocks on their way: what one part of a step needs at once",
+            "minimum for streamed blocks: the largest need of one part of a step",
         )
     )
     precision = "exact" if plan.trace.exact else "estimated"
     if any(plan.placement.generation_bytes.values()):
         count = max(budget.generations for budget in plan.budgets_by_tier.values())
-        note = f"{count} at most beside the live blocks there; the rest is written to output_dir"
+        note = f"at most {count} in addition to the live blocks; other parts are in output_dir"
         rows.append(("checkpoints", plan.placement.generation_bytes, note))
     workspace = dict(plan.placement.workspace_bytes)
     if plan.program.recompute.kept_graphs:
         tier = plan.program.compute_tier
         workspace[tier] -= plan.kept_bytes
         kept, layers = num_layers_kept(plan.graph, plan.trace, plan.program)
-        note = f"{kept} of {layers} layers keep their results for the backward, which need not compute them again"
+        note = f"{kept} of {layers} layers keep their graphs, which the backward need not recompute"
         rows.append(("kept graphs", {name: plan.kept_bytes * (name == tier) for name in plan.tiers}, note))
     rows.append(("workspace", workspace, f"activations inside one unit, logits; {precision}"))
     return rows
@@ -74,13 +74,18 @@ def messages(plan: Plan) -> Sequence[str]:
     """Return what to know of a plan besides its table: moves, places of updates, guesses."""
     estimates = [f"the workspace is estimated: {guess}" for guess in plan.guesses]
     if plan.trace.uncounted:
-        estimates.append(f"the FLOPs of a step are not known: {'; '.join(plan.trace.uncounted)}")
+        estimates.append(f"the FLOPs of a step are unknown: {'; '.join(plan.trace.uncounted)}")
     if plan.trace.dense_masks:
         causes = ", ".join(plan.trace.dense_masks)
-        estimates.append(f"attention takes masks of [S, S], so memory grows with data.max_length squared ({causes})")
+        estimates.append(
+            f"attention needs masks of [S, S], so memory grows with the square of data.max_length ({causes})"
+        )
     machine = plan.run.tiers.machine
     if machine is not None:
-        of_cpu, of_gpu = "that of this CPU's kernels: another's may differ", "counted without its GPU, which may differ"
+        of_cpu, of_gpu = (
+            "that of this CPU's kernels; another CPU's may differ",
+            "counted without its GPU, which may differ",
+        )
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
@@ -119,8 +124,8 @@ def _computed_again(plan: Plan) -> Sequence[str]:
 
     again = frozenset(number for number, visit in enumerate(trace.visits) if visit.is_run_again)
     least = with_flops(Recompute(again, kept_parts=recompute.kept_parts))
-    text = f"the backward computes {layers - kept} of {layers} layers again"
-    text += ", but for what is saved of them" if recompute.saving else ""
+    text = f"the backward recomputes {layers - kept} of {layers} layers"
+    text += ", except their saved results" if recompute.saving else ""
     text += f": {1 - least / with_flops(recompute):.0%} of the operations of a step"
     more = visits_with_results(trace) - recompute.kept_graphs - recompute.saved_results
     if more and plan.run.model.table.compiler is None:
@@ -133,7 +138,8 @@ def _computed_again(plan: Plan) -> Sequence[str]:
         taken = ((trace.visits[number].results, recompute.savable(number, trace.visits[number])) for number in more)
         each = [slot_bytes(wanted.nbytes) - slot_bytes(present.nbytes) for wanted, present in taken]
         size = format_size(plan.run.num_together * sum(each))
-        text += f'; training.recompute = "selective" would leave {1 - least / with_flops(saved):.0%}, for {size} more'
+        share = f"{1 - least / with_flops(saved):.0%}"
+        text += f'; training.recompute = "selective" would reduce this to {share} with {size} more memory'
     return [text]
 
 
@@ -145,8 +151,8 @@ def _experts(plan: Plan) -> tuple[str, ...]:
     tokens = plan.shape.tokens_per_step
     reached = sum(1 - visit.chance_of_no_token**tokens for visit in parts)
     return (
-        f"experts come in {len(parts):,} parts, of which {tokens:,} tokens are expected to reach {reached:,.0f}; the "
-        "weights of the others do not move, so the bytes of this plan are the most that move",
+        f"experts are split into {len(parts):,} parts; {tokens:,} tokens are expected to reach {reached:,.0f} of them. "
+        "The weights of the others do not move, so the bytes of this plan are an upper bound",
     )
 
 
@@ -158,34 +164,34 @@ def _moves(plan: Plan) -> tuple[str, ...]:
     if plan.run.checkpoint.table.num_copies and plan.checkpoint_bytes_on_drives:
         size = format_size(plan.checkpoint_bytes_on_drives)
         count = plan.run.checkpoint.table.num_copies
-        updates += (f"output_dir comes to hold {count} whole copies of checkpoints, {size} each: save_copy",)
+        updates += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
     if placement.direct:
-        updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram",)
+        updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram",)
     for tier, nbytes in placement.missing_bytes.items():
         updates += (
-            f"{tier}: buffers of copies make way for those of other sizes within steps; {format_size(nbytes)} more "
-            "would hold all of them",
+            f"{tier}: buffers of copies are replaced by other sizes within a step; {format_size(nbytes)} more "
+            "would avoid this",
         )
     if not any(plan.traffic.values()):
         return (f"every block is resident in {compute}: nothing is streamed", *updates)
     held = sum(placement.home_bytes[compute].values()) + placement.workspace_bytes.get(compute, 0)
     updates += _experts(plan)
     return (
-        f"{format_size(capacity - held)} of {compute} are prefetch room, beside what is resident: half of the ticks "
-        f"need at most {format_size(placement.median_working_bytes[compute])} of it, the rest is fetched ahead",
+        f"{format_size(capacity - held)} of {compute} are prefetch room. Half of the ticks need at most "
+        f"{format_size(placement.median_working_bytes[compute])} of it; the rest prefetches",
         *updates,
     )
 
 
 def _updates(plan: Plan) -> str:
     if plan.traced.host_updates:
-        return f"updates are made in ram: {plan.traced.host_updates}"
+        return f"updates run in ram: {plan.traced.host_updates}"
     streamed = plan.program.updates.streamed
     there = [tick for tick in plan.device_updates if tick.visit not in streamed]
     share = 100 * plan.num_updated_by(there) // max(1, plan.num_updated_by(plan.updates))
     which = f"{len(there)} of {len(plan.updates)} groups of blocks, {share} % of the trained parameters,"
-    text = f"{which} live in gpu and are updated there"
-    return text + (f"; {len(streamed)} others are fetched for their updates, part by part" if streamed else "")
+    text = f"{which} have their home in gpu and are updated there"
+    return text + (f"; {len(streamed)} others are fetched part by part for their updates" if streamed else "")
 
 
 def _notes(plan: Plan) -> dict[Kind, str]:
@@ -202,14 +208,14 @@ def _notes(plan: Plan) -> dict[Kind, str]:
     if plan.program.occupants:
         shared = {key for _, key in plan.program.occupants}
         num_gradients = len({gradient.key for gradient in plan.program.occupants.values()})
-        notes["gradients"] += f"; {num_gradients} layers' take turns in {len(shared)} of them"
+        notes["gradients"] += f"; {num_gradients} layers share {len(shared)} of them"
     for what, visits in (
         ("attention", plan.program.recompute.saved_attention),
         ("products and attention", plan.program.recompute.saved_results),
     ):
         if saved := num_layers_of(plan.graph, plan.trace, visits):
             verb = "is" if what == "attention" else "are"
-            notes["activations"] += f"; {what} of {saved} layers {verb} not computed again"
+            notes["activations"] += f"; {what} of {saved} layers {verb} not recomputed"
     return notes
 
 
@@ -243,7 +249,7 @@ def _occasion(occasion: Occasion) -> str:
         ],
         "export": [
             f"writes {written}",
-            "reads it back to check it" if read == written else f"reads {read}, to check it too",
+            "reads it back to check it" if read == written else f"reads {read}, also to check it",
         ],
     }[occasion.name]
     text = ", ".join(part for part in parts if part)

@@ -24,7 +24,7 @@ def test_a_plan_says_what_is_resident_and_what_is_streamed(run: SavedRun) -> Non
     result = run.call("plan", run.write_config(placement=ON_NVME, more=NVME))
     lines = result.stdout.splitlines()
     assert any(re.match(r"optimizer .*float32; streamed", line) for line in lines), lines
-    assert any("are prefetch room, beside what is resident" in line for line in lines), lines
+    assert any("are prefetch room. Half of the ticks" in line for line in lines), lines
     (process,) = (line for line in lines if line.startswith("process"))
     assert re.search(r"about .*iB of RAM: .*iB in the tier \+ .*iB of Python and libraries", process)
     values = json.loads(run.call("plan", run.write_config(), "--json").stdout)

@@ -169,7 +169,7 @@ def test_updates_are_shared_where_rates_say_that_it_is_faster(
     assert bool(plan.program.updates.streamed) == shares
     if shares:
         assert all(tick.visit in plan.program.updates.streamed for tick in plan.device_updates)
-        assert any("fetched for their updates" in text for text in messages(plan))
+        assert any("part by part for their updates" in text for text in messages(plan))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planner, "profile_of", lambda tiers: LoadedProfile(None))
         assert not planner.plan_run(run).program.updates.streamed

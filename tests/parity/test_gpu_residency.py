@@ -133,7 +133,7 @@ def test_every_optimizer(
             "adafactor": "Adafactor has no kernel for a GPU",
             "muon": "of Muon's, the GPU makes the matrix products alone",
         }
-        assert there == 0 and f"updates are made in ram: {why[optim]}" in messages(result.plan)
+        assert there == 0 and f"updates run in ram: {why[optim]}" in messages(result.plan)
         assert (result.moved_beside.get("ram->gpu", 0) > 0) == (optim == "muon")
         assert not result.plan.placement.home_bytes["gpu"]["optimizer"]
     else:

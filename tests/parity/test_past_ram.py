@@ -143,7 +143,7 @@ def test_the_plan_says_so_and_its_replay_moves_the_same(tiny_model: Path, tmp_pa
     plan = plan_of(tmp_path, tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME, tiers=ON)
     assert 0 < plan.traffic["gpu->nvme"] < plan.traffic["nvme->gpu"], "weights are read alone"
     assert not plan.traffic["ram->gpu"] and not plan.traffic["gpu->ram"]
-    assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory do not pass ram" in messages(plan)
+    assert "nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram" in messages(plan)
     replayed = simulate_step(plan, 384, SimulatedRates(2e9, 1e12, 1e9))
     assert replayed.moved_bytes == plan.traffic
     usual = plan_of(tmp_path / "usual", tiny_model, gpu="9MiB", ram="7MiB", placement=ALL_NVME)

@@ -51,4 +51,4 @@ def test_a_plan_tells_of_masks(rows: int, packing: str, keys: str, tmp_path: Pat
     has_mask = bool(keys) and (packing == "true" or rows > 1 or "eager" in keys)
     assert plan.micro_batch_size == rows
     assert (max(visit.memory.stays_nbytes for visit in plan.trace.visits) > 4096 * 4096) == has_mask
-    assert any("max_length squared" in message for message in messages(plan)) == has_mask
+    assert any("square of data.max_length" in message for message in messages(plan)) == has_mask

@@ -110,9 +110,7 @@ def test_the_table_says_so(tmp_path: Path) -> None:
     rows = {
         kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, training='recompute = "none:3"'))
     }
-    assert (
-        rows["kept graphs"][1] == "3 of 4 layers keep their results for the backward, which need not compute them again"
-    )
+    assert rows["kept graphs"][1] == "3 of 4 layers keep their graphs, which the backward need not recompute"
     without = {
         kind: (sizes, note) for kind, sizes, note in table_rows(make_plan(tmp_path, training='recompute = "full"'))
     }
@@ -162,7 +160,7 @@ def test_results_of_products_and_attention_by_hand(tmp_path: Path) -> None:
     more = selective.totals["ram"] - full.totals["ram"]
     assert more == 12 * selective.budgets_by_tier["ram"].slot_bytes(expected)
     rows_of_table = {kind: note for kind, _, note in table_rows(selective)}
-    assert "products and attention of 4 layers are not computed again" in rows_of_table["activations"]
+    assert "products and attention of 4 layers are not recomputed" in rows_of_table["activations"]
 
 
 def test_the_kind_that_saves_more_for_its_bytes_comes_first(tmp_path: Path) -> None:
@@ -263,10 +261,10 @@ def test_the_plan_says_what_is_computed_again_and_what_saving_it_takes(tmp_path:
     """Beside PyTorch's count of a model that keeps its graphs, and beside the plan that saves everything."""
     full, selective = make_plan(tmp_path, training='recompute = "full"'), make_plan(tmp_path, training=SELECTIVE)
     none = make_plan(tmp_path, training='recompute = "none"')
-    (line,) = (text for text in messages(full) if "again" in text)
+    (line,) = (text for text in messages(full) if "recomputes" in text)
     size = format_size(selective.totals["ram"] - full.totals["ram"])
-    assert line.endswith(f'; training.recompute = "selective" would leave 0%, for {size} more')
-    found = re.match(r"the backward computes 4 of 4 layers again: (\d+)% of the operations of a step;", line)
+    assert line.endswith(f'; training.recompute = "selective" would reduce this to 0% with {size} more memory')
+    found = re.match(r"the backward recomputes 4 of 4 layers: (\d+)% of the operations of a step;", line)
     assert found is not None
     model = AutoModelForCausalLM.from_config(full.graph.config)
     ids = torch.randint(0, 64, (2, 64))
@@ -278,4 +276,4 @@ def test_the_plan_says_what_is_computed_again_and_what_saving_it_takes(tmp_path:
     expected = (forward - last) / (counter.get_total_flops() + forward - last)
     assert float(found[1]) / 100 == pytest.approx(expected, abs=0.02)
     assert any("0% of the operations" in text for text in messages(selective))
-    assert not any("again" in text for text in messages(none))
+    assert not any("recomputes" in text for text in messages(none))
