@@ -77,7 +77,7 @@ def command(
     _check_writable(path.absolute().parent)
 
     from megatrain.config.starter import starter_toml
-    from megatrain.data.formats import CHATS
+    from megatrain.data.formats import TEMPLATED
     from megatrain.extras.translate.templates import own_template
     from megatrain.machine.facts import machine_facts
     from megatrain.models.folder import model_facts
@@ -115,7 +115,7 @@ def command(
     elif rows is not None and rows.format:
         columns = ", ".join(f"{ours} = their {theirs}" for ours, theirs in rows.columns.items())
         click.echo(f"data   rows are read as {rows.format}" + (f": {columns}" if columns else ""))
-        if needs_template and rows.format in CHATS:
+        if needs_template and rows.format in TEMPLATED:
             click.secho("model  it has no chat template, which such rows need: set model.chat_template", fg="yellow")
     if has_lora and find_spec("peft") is None:
         click.secho("needs  pip install 'megatrain-tier[lora]'", fg="yellow")

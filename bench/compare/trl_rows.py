@@ -17,10 +17,11 @@ from bench.common import ROOT, Report
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.config.schema import RunConfig
+from megatrain.data import sources
+from megatrain.data.chat_rows import CHATS
 from megatrain.data.dataset import TokenDataset
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
-from megatrain.data.sources import read_rows
 from megatrain.training.trainer import Trainer
 
 ROWS_PER_STEP = 2
@@ -83,10 +84,8 @@ def write_rows(config: RunConfig, folder: Path, count: int) -> tuple[Path, Path]
     """Write the first rows of the data twice, as prompt and completion: as messages, and rendered to text."""
     table, source = config.model, config.data.train[0]
     tokenizer = load_tokenizer(table.model_name_or_path, chat_template=table.chat_template)
-    columns = {str(ours): theirs for ours, theirs in source.columns.items()}
-    rows = read_rows(
-        source.path, format=source.format, columns=columns, max_samples=count, name=source.subset, split=source.split
-    )
+    source = source.model_copy(update={"max_samples": count})
+    rows = sources.rows_of(source, sources.source_files(source.path, source.subset, source.split), CHATS)
     chat, text = folder / "chat.jsonl", folder / "text.jsonl"
     with chat.open("w", encoding="utf-8") as chat_file, text.open("w", encoding="utf-8") as text_file:
         for row in rows:

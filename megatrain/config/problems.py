@@ -35,6 +35,7 @@ from megatrain.config.keys import (
 )
 from megatrain.config.retired import RETIRED_CHOICES
 from megatrain.config.schema import RunConfig
+from megatrain.data.formats import READERS
 from megatrain.data.table import weights_at
 from megatrain.tasks.table import TASK_FACTS, PreferenceConfig, RewardConfig
 from tiered.ext import folder_clashes
@@ -422,8 +423,8 @@ def _find_unreadable(config: RunConfig) -> Iterator[Problem]:
     if config.model.images != "off":
         text = f'model.images = "{config.model.images}": only text is scored and continued by this release'
         yield Problem("model.images", text, "Leave the key out")
-    if why := TASK_FACTS[config.task].says_no_words:
-        text = f'task = "{config.task}" {why}: such a model says no words'
+    if not TASK_FACTS[config.task].has_lm_head:
+        text = f'task = "{config.task}" judges texts: such a model says no words'
         yield Problem("task", text, "Open it with transformers, which has its class")
     if config.data.packing == "concat":
         text = 'data.packing = "concat" joins documents, and scores are those of single ones'
@@ -564,7 +565,7 @@ def _check_heads(config: RunConfig) -> Iterator[Problem]:
     if config.task != "reward" and config.reward != RewardConfig():  # a resolved file has all tables
         text = f'[reward] says how rewards are trained, but task = "{config.task}"'
         yield Problem("reward", text, 'Write task = "reward", or leave the table out')
-    if not TASK_FACTS[config.task].says_no_words:
+    if TASK_FACTS[config.task].has_lm_head:
         return
     said = f'task = "{config.task}"'
     if config.data.packing:
@@ -596,18 +597,18 @@ def _shown(value: object) -> str:
 def _check_data(config: RunConfig) -> Iterator[Problem]:
     sources = [(f"data.train.{index}", source) for index, source in enumerate(config.data.train)]
     sources += [(f"data.eval.{index}", source) for index, source in enumerate(config.data.eval)]
-    formats = TASK_FACTS[config.task].formats
+    reader = config.row_kind.reader
     for key, source in sources:
-        is_preference = source.format == "preference"
-        if source.format != "auto" and (is_preference or "preference" in formats) and source.format not in formats:
-            takes = "preferences" if "preference" in formats else "single rows"
-            yield Problem(
-                f"{key}.format",
-                f'{key}.format = "{source.format}" holds {"preferences" if is_preference else "none"}, and '
-                f'task = "{config.task}" trains on {takes}',
-                'Write task = "dpo"' if is_preference else 'Write "preference", or leave the key out',
-            )
-    if formats:
+        is_plain = source.format in READERS
+        if source.format == "auto" or (is_plain if reader is None else source.format == reader.name):
+            continue
+        yield Problem(
+            f"{key}.format",
+            f'{key}.format = "{source.format}" holds {"none" if is_plain else "preferences"}, and '
+            f'task = "{config.task}" trains on {"single rows" if reader is None else "preferences"}',
+            'Write task = "dpo"' if reader is None else f'Write "{reader.name}", or leave the key out',
+        )
+    if reader is not None:
         return
     if config.task != "pretrain":
         if config.data.packing == "concat":

@@ -16,6 +16,7 @@ from pydantic import model_validator
 
 from megatrain.base.table import HF, ConfigPath, Table, key
 from megatrain.checkpoint.table import CheckpointConfig
+from megatrain.data.row_kind import RowKind, row_kind
 from megatrain.data.table import DataConfig, ScoreConfig
 from megatrain.engine.table import PrecisionConfig, TrainingConfig
 from megatrain.machine.table import TiersConfig
@@ -116,9 +117,19 @@ class RunConfig(Table):
         return rows * self.rows_per_example
 
     @property
+    def task_table(self) -> Table | None:
+        """The task's own table; None if it has none."""
+        return getattr(self, TASK_FACTS[self.task].table, None)
+
+    @property
+    def row_kind(self) -> RowKind:
+        """Kind of the rows that the task trains on."""
+        return row_kind(TASK_FACTS[self.task].rows(self.task_table))
+
+    @property
     def rows_per_example(self) -> int:
-        """Rows of a micro-batch that belong together: two of an example of preferences."""
-        return TASK_FACTS[self.task].rows_per_example
+        """Rows of a micro-batch that belong together."""
+        return self.row_kind.num_documents
 
     @property
     def micro_batch_size(self) -> int | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.base.toml import format_value
 from megatrain.config.keys import SCHEMA_FILE_NAME
+from megatrain.data.formats import READERS
+from megatrain.data.preference_format import PREFERENCE
 from megatrain.tasks.table import TASK_FACTS
 from tiered.units import GiB, format_size
 
@@ -17,16 +19,6 @@ _LORA = [("r", 16, "rank: 8 to 64 are usual"), ("lora_alpha", 32, "adapters are 
 _LONGEST = {True: 4096, False: 512}  # data.max_length with and without a GPU
 _ROWS_PER_STEP = {True: 16, False: 8}
 _COLUMN = 40
-#: What rows are -> how they are trained.
-_ROWS = {
-    "messages": "rows of `messages`: chats, written with the chat template of the model",
-    "sharegpt": "rows of `conversations`: chats, written with the chat template of the model",
-    "alpaca": "rows of `instruction` and `output`: written with the chat template of the model",
-    "prompt_completion": "rows of `prompt` and `completion`",
-    "text": "plain text",
-    "tokenized": "rows of `input_ids`: used as they are",
-    "preference": "rows of preferences: answers to one prompt that are compared, or one that is judged",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +151,7 @@ def _rows(data: DataFacts) -> Iterator[str]:
         yield _line("format", data.format, f"the rows have {fields}")
         yield _line("columns", dict(data.columns), "our field = their column")
     elif data.format:
-        yield f"# {_ROWS[data.format]}"
+        yield f"# {(READERS | {PREFERENCE.name: PREFERENCE})[data.format].what}"
 
 
 def _ascii(text: str) -> str:

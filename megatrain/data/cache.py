@@ -8,7 +8,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megatrain.data.encoding import TokenWriter
-from megatrain.data.files import suffix_of
+from megatrain.data.encoding import ARRAYS, TokenWriter
+from megatrain.data.files import suffix_of, unreadable
 from megatrain.data.rows_report import DataError, DataReport
 from tiered.ext import lock
 from tiered.units import MiB, format_size
@@ -32,8 +32,16 @@ if TYPE_CHECKING:
     from megatrain.data.table import DatasetConfig
 
 _VERSION = 6
-_TOKENS, _TRAINED, _STARTS, _BEGINS = "tokens.int32", "trained.bool", "starts.int64", "begins_row.bool"
-_IMAGES, _IMAGE_STARTS, _ROLES = "images.bytes", "image_starts.int64", "roles.uint8"
+#: Files of ``ARRAYS`` in an entry.
+_FILES = {
+    "tokens": "tokens.int32",
+    "trained": "trained.bool",
+    "starts": "starts.int64",
+    "begins_row": "begins_row.bool",
+    "images": "images.bytes",
+    "image_starts": "image_starts.int64",
+    "roles": "roles.uint8",
+}
 _MANIFEST = "manifest.json"
 _PARTIAL, _REMOVED, _LOCK = ".partial", ".removed", ".lock"
 _CHECKSUMS = "checksums"
@@ -41,42 +49,20 @@ _READ_BYTES = 4 * MiB
 _SETTLED_S = 2.0  # a file changed more recently may change again within one tick of its clock
 
 Encode = Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]
-Arrays = tuple[
-    npt.NDArray[np.int32],
-    npt.NDArray[np.bool_],
-    npt.NDArray[np.int64],
-    npt.NDArray[np.bool_],
-    npt.NDArray[np.uint8],
-    npt.NDArray[np.int64],
-    npt.NDArray[np.uint8],
-]
 
 
 @dataclass(frozen=True, slots=True)
 class CacheEntry:
-    """One tokenized dataset. The arrays are mapped from files: what is not read costs no RAM.
+    """One tokenized dataset.
 
     Attributes:
-        tokens: as ``TokenDataset`` has them.
-        trained: as ``TokenDataset`` has them.
-        starts: as ``TokenDataset`` has them.
-        begins_row: as ``TokenDataset`` has them.
-        images: as ``TokenDataset`` has them.
-        image_starts: as ``TokenDataset`` has them.
-        roles: as ``TokenDataset`` has them.
-        report: What ``DataReport.to_json`` returned.
+        arrays: Values of ``ARRAYS`` by name, mapped from files: what is not read costs no RAM.
         source_starts: the first document of each source, and the end.
         content: checksum of the arrays.
     """
 
-    tokens: npt.NDArray[np.int32]
-    trained: npt.NDArray[np.bool_]
-    starts: npt.NDArray[np.int64]
-    begins_row: npt.NDArray[np.bool_]
-    images: npt.NDArray[np.uint8]
-    image_starts: npt.NDArray[np.int64]
-    roles: npt.NDArray[np.uint8]
-    report: dict[str, Any]
+    arrays: Mapping[str, Any]
+    report: DataReport
     source_starts: tuple[int, ...]
     content: str
     largest_id: int
@@ -172,7 +158,7 @@ class TokenCache:
         try:
             state = file.stat()
         except OSError as error:
-            raise _unreadable(file, error) from None
+            raise unreadable(file, error) from None
         stamp = [state.st_size, state.st_mtime_ns, state.st_ino, state.st_dev]
         name = xxhash.xxh3_64(os.fsencode(file.absolute())).hexdigest()
         memory = self._folder / _CHECKSUMS / f"{name}.json"
@@ -207,8 +193,7 @@ class TokenCache:
         partial.mkdir()
         try:
             with contextlib.ExitStack() as stack:
-                names = (_TOKENS, _TRAINED, _STARTS, _BEGINS, _IMAGES, _IMAGE_STARTS, _ROLES)
-                files = tuple(stack.enter_context((partial / name).open("wb")) for name in names)
+                files = [stack.enter_context((partial / _FILES[name]).open("wb")) for name in ARRAYS]
                 writer = TokenWriter(files, lambda nbytes: self._make_room(nbytes, key))
                 report, source_starts = encode(writer)
                 for file in files:
@@ -237,10 +222,9 @@ class TokenCache:
             manifest = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != _VERSION:
                 return None
-            arrays = _map(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"])
             entry = CacheEntry(
-                *arrays,
-                manifest["report"],
+                _map(folder, manifest["num_tokens"], manifest["num_documents"], manifest["num_image_bytes"]),
+                DataReport.from_json(manifest["report"]),
                 tuple(manifest["source_starts"]),
                 manifest["content"],
                 manifest["largest_id"],
@@ -293,38 +277,33 @@ def read_checksum(file: Path) -> str:
             while piece := stream.read(_READ_BYTES):
                 digest.update(piece)
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
     return digest.hexdigest()
 
 
-def _unreadable(file: Path, error: OSError) -> DataError:
-    return DataError(str(file), f"the file cannot be read: {error.strerror or error}")
-
-
-def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> Arrays:
+def _map(folder: Path, num_tokens: int, num_documents: int, num_image_bytes: int) -> dict[str, npt.NDArray[Any]]:
     """Map the arrays of an entry.
 
     Raises:
         ValueError: a file has another size.
     """
-
-    def mapped(name: str, dtype: Any, count: int) -> Any:
-        path = folder / name
+    counts = {
+        "tokens": num_tokens,
+        "trained": num_tokens,
+        "starts": num_documents + 1,
+        "begins_row": num_documents,
+        "images": num_image_bytes,
+        "image_starts": num_documents + 1,
+        "roles": num_documents,
+    }
+    found: dict[str, npt.NDArray[Any]] = {}
+    for name, dtype in ARRAYS.items():
+        path, count = folder / _FILES[name], counts[name]
         if path.stat().st_size != count * np.dtype(dtype).itemsize:
             raise ValueError(f"{path} has {path.stat().st_size} bytes")
-        if not count:
-            return np.empty(0, dtype=dtype)  # no file of no bytes can be mapped
-        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))
-
-    return (
-        mapped(_TOKENS, np.int32, num_tokens),
-        mapped(_TRAINED, np.bool_, num_tokens),
-        mapped(_STARTS, np.int64, num_documents + 1),
-        mapped(_BEGINS, np.bool_, num_documents),
-        mapped(_IMAGES, np.uint8, num_image_bytes),
-        mapped(_IMAGE_STARTS, np.int64, num_documents + 1),
-        mapped(_ROLES, np.uint8, num_documents),
-    )
+        # No file of no bytes can be mapped.
+        found[name] = np.memmap(path, dtype=dtype, mode="r", shape=(count,)) if count else np.empty(0, dtype=dtype)
+    return found
 
 
 def _write_whole(path: Path, values: Any) -> None:
@@ -372,12 +351,12 @@ def cache_key(
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
         "tokenizer": _tokenizer_parts(tokenizer),
         "sources": described,
-        "only_text": options.only_text,
+        "only_text": options.kind.only_text,
         "joins_texts": options.joins_texts,
         "options": [train_on, options.max_length, options.overlong, options.bad_rows],
     }
-    if options.preferences:
-        parts["preferences"] = options.preferences
+    if options.kind.recorded:
+        parts["preferences"] = options.kind.recorded
     if image_processor:
         folders = [[str(file.absolute().parent) for file in paths] for paths in files]
         parts["images"] = [image_processor, folders, version("pillow")]

@@ -57,10 +57,6 @@ class Encoded:
     left_out: tuple[str, ...] = ()
     special_tokens: tuple[str, ...] = ()
 
-    @property
-    def num_trained(self) -> int:
-        return sum(self.trained)
-
 
 @dataclass(frozen=True, slots=True)
 class _Texts:
@@ -73,8 +69,6 @@ class _Texts:
         row: the conversation as it was rendered.
         rendered: the conversation before placeholders of images were inserted.
         inserted: places of these placeholders.
-        left_out: fields of the row that the chat template does not show.
-        special_tokens: special tokens that the text of the row itself holds.
     """
 
     text: str = ""
@@ -141,18 +135,6 @@ class RowEncoder:
             if whole[count : count + len(bare)] == bare:
                 return tuple(whole[:count]), tuple(whole[count + len(bare) :])
         return (), ()
-
-    def encode(self, row: PlainRow) -> Encoded:
-        """Return the tokens of a row.
-
-        Raises:
-            RowError: the chat template refuses it, or its mask cannot be proven.
-            DataError: it is a conversation and the tokenizer has no chat template.
-        """
-        (result,) = self.encode_many([row])
-        if isinstance(result, RowError):
-            raise result
-        return result
 
     def encode_many(self, rows: Sequence[PlainRow | RowError]) -> Iterator[Encoded | RowError]:
         """Yield the tokens of each row, or why it cannot be trained. The texts are tokenized together, on all cores.

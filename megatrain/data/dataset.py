@@ -6,23 +6,22 @@ import io
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.cache import CacheEntry, TokenCache, cache_folder, cache_key, read_checksum
 from megatrain.data.chat import RowEncoder
-from megatrain.data.encoding import PLAIN, WHAT_IT_IS, Encoder, EncodingOptions, Overlong, TokenWriter
+from megatrain.data.chat_rows import CHATS
+from megatrain.data.encoding import ARRAYS, Encoder, EncodingOptions, TokenWriter
 from megatrain.data.files import suffix_of
-from megatrain.data.formats import Row
 from megatrain.data.images import ImageProcessor, ImageRef, refs_from_bytes
-from megatrain.data.margins import HAS_MARGIN
+from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, DataReport
 from megatrain.data.sources import rows_of, source_files
 from tiered import checksum
@@ -44,19 +43,16 @@ class DataSpec:
 
     Attributes:
         table: ``[data]``, whose ``train`` are the sources of these rows, in order.
-        only_text: rows are plain text.
         seed: decides the order of the data, and what ``val_size`` keeps.
         images_folder: folder of the processor that prepares images; None: rows have none.
         scores: folder of what a teacher says of the rows; None: there is none.
-        preferences: as in ``EncodingOptions``.
     """
 
     table: DataConfig
-    only_text: bool
+    kind: RowKind
     seed: int
     images_folder: str | None = None
     scores: Path | None = None
-    preferences: Literal["", "pairs", "texts", "answers"] = ""
 
     def with_keys(self, **keys: Any) -> DataSpec:
         """Return the same with other values of keys of its table."""
@@ -77,14 +73,7 @@ class DataSpec:
     def encoding(self) -> EncodingOptions:
         """How rows become documents, apart from what is trained."""
         table, joins = self.table, self.table.packing == "concat"
-        return EncodingOptions(
-            table.max_length,
-            table.overlong,
-            table.bad_rows,
-            self.only_text,
-            joins,
-            self.preferences,
-        )
+        return EncodingOptions(table.max_length, table.overlong, table.bad_rows, self.kind, joins)
 
     @property
     def source_names(self) -> list[str]:
@@ -108,8 +97,7 @@ class TokenDataset:
         in_use: numbers of the documents that are there to be used, ascending. None: all.
         images: the images of all documents, as ``refs_to_bytes`` writes them.
         image_starts: where those of each document begin, and the end. Empty: no document has any.
-        roles: for each document, what it is in an example of preferences, and whether a margin follows its tokens
-            (``data/margins.py``). Empty: nothing.
+        roles: for each document, what its kind of rows calls it in its example. Empty: 0.
         source_checksums: Returns the checksum of each source's files; reads those that no cache remembers. Empty if
             the rows come from no file.
     """
@@ -126,8 +114,8 @@ class TokenDataset:
     in_use: npt.NDArray[np.int64] | None = None
     images: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
     image_starts: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-
     roles: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, dtype=np.uint8))
+    kind: RowKind = CHATS
     source_checksums: Callable[[], tuple[str, ...]] = tuple
 
     def __post_init__(self) -> None:
@@ -142,25 +130,16 @@ class TokenDataset:
         part = slice(int(self.starts[document]), int(self.starts[document + 1]))
         return checksum(self.tokens[part].tobytes() + self.trained[part].tobytes())
 
-    @property
-    def is_preferences(self) -> bool:
-        """Whether each two documents, from the first on, are an example of preferences."""
-        return len(self.roles) > 0 and int(self.roles[0]) & WHAT_IT_IS != PLAIN
-
     def fingerprint(self) -> str:
         """Return a checksum of all that a run sees of the data. Reads no token where the cache knows it."""
-        text = self._content
+        text = self.content_of_all
         if any(weight != 1.0 for weight in self.weights):
             text += f"-{checksum(repr((self.source_starts, self.weights)).encode())}"
         return text if self.in_use is None else f"{text}-{checksum(self.in_use.view(np.uint8))}"
 
-    @property
+    @cached_property
     def content_of_all(self) -> str:
         """Checksum of all documents, whether they are in use or not."""
-        return self._content
-
-    @cached_property
-    def _content(self) -> str:
         return self.content or content_checksum(self.tokens, self.trained, self.starts)
 
     @property
@@ -170,25 +149,12 @@ class TokenDataset:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """Return the tokens of each document."""
-        found = np.diff(self.starts)
-        if len(self.roles):
-            found = found - (self.roles & HAS_MARGIN != 0)
+        found: npt.NDArray[np.int64] = np.diff(self.starts) - self.kind.num_values
         return found
 
     def num_tokens_of(self, document: int) -> int:
         """Return the tokens of a document."""
-        count, role = int(self.starts[document + 1] - self.starts[document]), self._role(document)
-        return count - bool(role & HAS_MARGIN)
-
-    def labels_of(self, document: int) -> npt.NDArray[np.int64] | None:
-        """Return the labels behind a document's tokens, -100 where there is none; None: its tokens are what it has."""
-        if not self._role(document) & HAS_MARGIN:
-            return None
-        part = slice(int(self.starts[document]) + self.num_tokens_of(document), int(self.starts[document + 1]))
-        return np.where(self.trained[part], self.tokens[part].astype(np.int64), IGNORED_LABEL)
-
-    def _role(self, document: int) -> int:
-        return int(self.roles[document]) if len(self.roles) else PLAIN
+        return int(self.starts[document + 1] - self.starts[document]) - self.kind.num_values
 
     def images_of(self, document: int) -> list[ImageRef]:
         """Return the images of a document, in order."""
@@ -201,16 +167,7 @@ class TokenDataset:
 
         Without it the process would seem to grow by all the data that it has trained on.
         """
-        arrays = (
-            self.tokens,
-            self.trained,
-            self.starts,
-            self.begins_row,
-            self.images,
-            self.image_starts,
-            self.roles,
-        )
-        owners: list[object] = [array.base for array in arrays]
+        owners: list[object] = [getattr(self, name).base for name in ARRAYS]
         for mapped in owners:
             if isinstance(mapped, mmap.mmap):
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -218,12 +175,12 @@ class TokenDataset:
     def epoch_documents(self, data_seed: int) -> npt.NDArray[np.int64]:
         """Return the documents of an epoch, some of them several times where a source has a weight, in order.
 
-        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them. Of preferences
-        the first document of each example is returned.
+        Of a weight's fraction the same documents are taken in every epoch; ``data_seed`` chooses them. Of examples with
+        several documents the first one is returned.
         """
         used = np.arange(len(self), dtype=np.int64) if self.in_use is None else self.in_use
-        if self.is_preferences:
-            used = used[self.begins_row[used]]  # an example by its first document
+        if self.kind.num_documents > 1:
+            used = used[self.begins_row[used]]
         if all(weight == 1.0 for weight in self.weights):
             return used
         parts = []
@@ -255,7 +212,7 @@ def load_dataset(
         on_message: called with progress of a long tokenization, and with why the cache is not used.
 
     Raises:
-        DataError: as ``read_rows`` and ``RowEncoder.encode_many``; or no token at all would be trained; or
+        DataError: as ``rows_of`` and ``RowEncoder.encode_many``; or no token at all would be trained; or
             ``data.cache_dir`` cannot be written.
         RowError: a row cannot be trained and ``data.bad_rows`` is "error".
     """
@@ -268,13 +225,13 @@ def load_dataset(
     folder = cache_folder(data.table.cache_dir, on_message)
     cache = None
     if folder is None:
-        dataset = _in_memory(encode)
+        dataset = _in_memory(encode, data.kind)
     else:
         cache = TokenCache(folder, max_nbytes=data.table.max_cache_size, on_message=on_message)
         processor = data.image_processor(tokenizer)
         described = "" if processor is None else processor.describe()
         key = cache_key(data.table.train, files, tokenizer, data.table.train_on, data.encoding, cache, described)
-        dataset = _opened(cache.get(key, encode))
+        dataset = _dataset(cache.get(key, encode), data.kind)
     dataset = replace(dataset, weights=weights, source_checksums=partial(source_checksums, files, cache))
     if data.table.val_size is not None:
         dataset = hold_out(dataset, data.table.val_size, data.seed)
@@ -306,101 +263,39 @@ def _encode_sources(
     encoder = Encoder(rows, writer, data.encoding, _progress(on_message))
     source_starts = [0]
     for source, paths in zip(data.table.train, files, strict=True):
-        encoder.add_rows(rows_of(source, paths))
+        encoder.add_rows(rows_of(source, paths, data.kind))
         encoder.end_source()
         source_starts.append(writer.num_documents)
-    return _finish(encoder, writer), tuple(source_starts)
+    return encoder.finish(), tuple(source_starts)
 
 
-def encode_rows(
-    rows: Iterable[Row],
-    encoder: RowEncoder,
-    *,
-    max_length: int,
-    overlong: Overlong = "truncate",
-    joins_texts: bool = False,
-    preferences: Literal["", "pairs", "answers"] = "",
-) -> TokenDataset:
-    """Tokenize rows into RAM. Text longer than ``max_length`` is cut into pieces, conversations as ``overlong`` says.
-
-    Args:
-        joins_texts: as in ``EncodingOptions``.
-        preferences: as in ``EncodingOptions``.
-
-    Raises:
-        DataError: a row is too long and ``overlong`` is "error"; or no token at all would be trained.
-    """
-
-    def encode(writer: TokenWriter) -> tuple[DataReport, tuple[int, ...]]:
-        options = EncodingOptions(max_length, overlong, joins_texts=joins_texts, preferences=preferences)
-        each = Encoder(encoder, writer, options)
-        each.add_rows(rows)
-        each.end_source()
-        return _finish(each, writer), ()
-
-    return _in_memory(encode)
-
-
-def _finish(encoder: Encoder, writer: TokenWriter) -> DataReport:
-    writer.flush()
-    report = encoder.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
-    if not report.num_trained_tokens:
-        first = encoder.counts.first_error
-        raise DataError(
-            "data.train",
-            f"no token would be trained: {report}",
-            "Check data.train_on and data.max_length" if first is None else f"The first row says: {first}",
-        )
-    return report
-
-
-def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]]) -> TokenDataset:
+def _in_memory(encode: Callable[[TokenWriter], tuple[DataReport, tuple[int, ...]]], kind: RowKind) -> TokenDataset:
     made = InMemory()
-    return made.dataset(*encode(made.writer))
+    return made.dataset(*encode(made.writer), kind=kind)
 
 
 class InMemory:
-    """Documents that are held in RAM.
-
-    Attributes:
-        writer: takes them.
-    """
+    """Documents that are held in RAM, and their writer."""
 
     def __init__(self) -> None:
-        self._files = tuple(io.BytesIO() for _ in range(7))
-        self.writer = TokenWriter(self._files)
+        self._files = {name: io.BytesIO() for name in ARRAYS}
+        self.writer = TokenWriter(tuple(self._files.values()))
 
-    def dataset(self, report: DataReport, source_starts: tuple[int, ...] = ()) -> TokenDataset:
+    def dataset(self, report: DataReport, source_starts: tuple[int, ...] = (), kind: RowKind = CHATS) -> TokenDataset:
         """Return what was written, and flushed."""
-        tokens, trained, starts, begins_row, images, image_starts, roles = self._files
-        return TokenDataset(
-            np.frombuffer(tokens.getbuffer(), dtype=np.int32),
-            np.frombuffer(trained.getbuffer(), dtype=np.bool_),
-            np.frombuffer(starts.getbuffer(), dtype=np.int64),
-            report,
-            source_starts,
-            content=self.writer.content,
-            known_largest_id=self.writer.largest_id,
-            begins_row=np.frombuffer(begins_row.getbuffer(), dtype=np.bool_),
-            images=np.frombuffer(images.getbuffer(), dtype=np.uint8),
-            image_starts=np.frombuffer(image_starts.getbuffer(), dtype=np.int64),
-            roles=np.frombuffer(roles.getbuffer(), dtype=np.uint8),
-        )
+        arrays = {name: np.frombuffer(file.getbuffer(), dtype=ARRAYS[name]) for name, file in self._files.items()}
+        writer = self.writer
+        return _dataset(CacheEntry(arrays, report, source_starts, writer.content, writer.largest_id), kind)
 
 
-def _opened(entry: CacheEntry) -> TokenDataset:
+def _dataset(entry: CacheEntry, kind: RowKind) -> TokenDataset:
     return TokenDataset(
-        entry.tokens,
-        entry.trained,
-        entry.starts,
-        DataReport.from_json(entry.report),
-        entry.source_starts,
+        **entry.arrays,
+        report=entry.report,
+        source_starts=entry.source_starts,
         content=entry.content,
         known_largest_id=entry.largest_id,
-        begins_row=entry.begins_row,
-        images=entry.images,
-        image_starts=entry.image_starts,
-        roles=entry.roles,
+        kind=kind,
     )
 
 
@@ -436,8 +331,6 @@ def check_ids(dataset: TokenDataset, num_embeddings: int, *, where: str) -> None
             "Use the model's own tokenizer",
         )
 
-
-__all__ = ["NAME", "describe", "held_out_part", "hold_out"]
 
 #: What metrics call these rows.
 NAME = "val"

@@ -183,7 +183,7 @@ def _decoded(file: Path) -> Iterator[str]:
             try:
                 raw = stream.read(_PIECE_CHARACTERS)
             except (OSError, EOFError) as error:
-                raise _unreadable(file, error) from None
+                raise unreadable(file, error) from None
             start = num_read - len(decoder.getstate()[0])
             try:
                 yield line_ends.decode(decoder.decode(raw, final=not raw), final=not raw)
@@ -203,10 +203,11 @@ def _opened(file: Path) -> IO[bytes]:
     try:
         return gzip.open(file, "rb") if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
     except OSError as error:
-        raise _unreadable(file, error) from None
+        raise unreadable(file, error) from None
 
 
-def _unreadable(file: Path, error: Exception) -> DataError:
+def unreadable(file: Path, error: Exception) -> DataError:
+    """Return the error of a file that cannot be read."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return DataError(str(file), f"the file cannot be read: {reason}", "Check its permissions, or fetch it again")
 
@@ -218,20 +219,32 @@ def _not_utf8(file: Path, error: UnicodeDecodeError, start: int = 0) -> DataErro
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     with _opened(file) as stream:
         try:
-            for number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
-                where = f"{file} line {number}"
-                if len(raw) > MAX_ROW_BYTES:
-                    raise too_large(where)
-                try:
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                except UnicodeDecodeError as error:
-                    raise DataError(
-                        where, f"not UTF-8 text (byte {error.start} of the line)", "Convert it to UTF-8"
-                    ) from None
-                if line.strip():
-                    yield where, _parse_line(line, where)
+            yield from json_lines(stream, str(file))
         except (OSError, EOFError) as error:
-            raise _unreadable(file, error) from None
+            raise unreadable(file, error) from None
+
+
+def json_lines(stream: IO[bytes], name: str, start: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield (where, value) of the rows of a stream, one per line, from row ``start`` on. Empty lines are no rows.
+
+    Raises:
+        DataError: A line is damaged, or too long.
+        OSError: The stream cannot be read.
+    """
+    row = 0
+    for number, raw in enumerate(iter(partial(stream.readline, MAX_ROW_BYTES + 1), b""), start=1):
+        where = f"{name} line {number}"
+        if len(raw) > MAX_ROW_BYTES:
+            raise too_large(where)
+        try:
+            line = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            said = f"not UTF-8 text (byte {error.start} of the line)"
+            raise DataError(where, said, "Convert it to UTF-8") from None
+        if line.strip():
+            row += 1
+            if row > start:
+                yield where, _parse_line(line, where)
 
 
 def _parse_line(line: str, where: str) -> Any:
@@ -271,7 +284,7 @@ def _json_list(file: Path, json_key: str | None) -> Iterator[tuple[str, Any]]:
         except UnicodeDecodeError as error:
             raise _not_utf8(file, error) from None
         except (OSError, EOFError) as error:
-            raise _unreadable(file, error) from None
+            raise unreadable(file, error) from None
     if not text.strip():
         return
     try:
@@ -345,7 +358,7 @@ def _csv_rows(file: Path, usual: str) -> Iterator[tuple[str, dict[str, Any]]]:
             line = 1 if reader is None else reader.line_num
             raise DataError(f"{file} line {line}", f"broken CSV: {error}", "Fix the line") from None
         except (OSError, EOFError) as error:
-            raise _unreadable(file, error) from None
+            raise unreadable(file, error) from None
 
 
 _SEPARATOR_NAMES = {",": "commas", ";": "semicolons", "\t": "tabs"}
@@ -364,25 +377,13 @@ def _separator(header: str, usual: str) -> str:
 
 
 def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(str(file), f"{suffix} files need pyarrow", f"Install the data extra: {EXTRA}") from None
+    pyarrow = import_pyarrow(str(file), f"{suffix} files")
     number = 0
     try:
-        if suffix == ".parquet":
-            for value in _parquet_values(file):
-                number += 1
-                yield f"{file} row {number}", value
-            return
-        with pyarrow.memory_map(str(file)) as mapped:
-            for batch in _record_batches(mapped):
-                for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
-                    for value in unpacked_rows(batch.slice(start, _MIN_ROWS_OF_BATCH), file, number + 1):
-                        number += 1
-                        yield f"{file} row {number}", value
+        values = parquet_values(file, str(file)) if suffix == ".parquet" else _values_of_batches(file)
+        for value in values:
+            number += 1
+            yield f"{file} row {number}", value
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
@@ -392,20 +393,31 @@ def _arrow_rows(file: Path, suffix: str) -> Iterator[tuple[str, dict[str, Any]]]
         ) from None
 
 
-def _parquet_values(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the values of all rows; what is unpacked at a time is bounded by bytes, however few the file has."""
+def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the values of the rows from number ``start`` on.
+
+    The bytes that are unpacked at a time have a bound, however few bytes the file has.
+
+    Args:
+        file: Path, or an open file.
+        name: Name for errors.
+    """
     import psutil
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(file, memory_map=True) as parquet:
+    is_path = isinstance(file, Path)
+    with pyarrow.parquet.ParquetFile(file, memory_map=is_path) as parquet:
         leaves = [parquet.schema.column(index) for index in range(len(parquet.schema))]
     # Texts as numbers of a dictionary: a text that is there once in the file, and a thousand times in its rows or in a
     # list of one row, is a thousand texts otherwise.
     texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type in _TEXTS]
     number = 1
-    with pyarrow.parquet.ParquetFile(file, memory_map=True, read_dictionary=texts) as parquet:
+    with pyarrow.parquet.ParquetFile(file, memory_map=is_path, read_dictionary=texts) as parquet:
         for index in range(parquet.num_row_groups):
             group = parquet.metadata.row_group(index)
+            if number + group.num_rows <= start + 1:
+                number += group.num_rows
+                continue
             columns = [group.column(column) for column in range(group.num_columns)]
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
@@ -413,7 +425,7 @@ def _parquet_values(file: Path) -> Iterator[dict[str, Any]]:
             # Of values in lists nothing tells how many are in which row before they are unpacked.
             if sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
-                    f"{file} row {number}",
+                    f"{name} row {number}",
                     f"the group of {group.num_rows:,} rows that it begins has {max(nested):,} values in lists, too "
                     "many to be unpacked in this machine's RAM",
                     "Write the file with smaller groups (row_group_size)",
@@ -423,17 +435,18 @@ def _parquet_values(file: Path) -> Iterator[dict[str, Any]]:
             )
             size = max(1, min(_MIN_ROWS_OF_BATCH, MAX_ROW_BYTES * group.num_rows // max(1, nbytes)))
             for batch in parquet.iter_batches(batch_size=size, row_groups=[index]):
-                yield from unpacked_rows(batch, file, number)
+                skipped = min(max(0, start + 1 - number), batch.num_rows)
+                yield from unpacked_rows(batch.slice(skipped), name, number + skipped)
                 number += batch.num_rows
 
 
-def unpacked_rows(batch: Any, file: Path | str, number: int) -> Iterator[dict[str, Any]]:
+def unpacked_rows(batch: Any, name: str, number: int) -> Iterator[dict[str, Any]]:
     """Yield the rows of a batch, ``number`` and on: made at once, or one by one where all may be too many bytes."""
     step = max(1, batch.num_rows) if _unpacked_bytes(batch) <= MAX_ROW_BYTES else 1
     for start in range(0, batch.num_rows, step):
         rows = batch.slice(start, step)
         if step == 1 and _unpacked_bytes(rows) > MAX_ROW_BYTES:
-            raise too_large(f"{file} row {number + start}")
+            raise too_large(f"{name} row {number + start}")
         nested = [field.name for field in rows.schema if _has_keys(field.type)]
         for row in rows.to_pylist():
             yield row | {name: _without_null_keys(row[name]) for name in nested}
@@ -483,16 +496,30 @@ def too_large(where: str) -> DataError:
     return DataError(where, f"one row has more than {format_size(MAX_ROW_BYTES)}", "Split it, or remove the row")
 
 
-def _record_batches(mapped: Any) -> Iterator[Any]:
-    """Yield the batches of an Arrow file (Feather 2), or of a stream, as datasets writes it."""
+def _values_of_batches(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the values of the rows of an Arrow file (Feather 2), or of a stream, as datasets writes it."""
     import pyarrow
-    import pyarrow.ipc
 
+    number = 1
+    with pyarrow.memory_map(str(file)) as mapped:
+        try:
+            reader = pyarrow.ipc.open_file(mapped)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            mapped.seek(0)
+            batches = iter(pyarrow.ipc.open_stream(mapped))
+        for batch in batches:
+            for start in range(0, batch.num_rows, _MIN_ROWS_OF_BATCH):
+                yield from unpacked_rows(batch.slice(start, _MIN_ROWS_OF_BATCH), str(file), number + start)
+            number += batch.num_rows
+
+
+def import_pyarrow(where: str, what: str) -> Any:
+    """Return pyarrow with its readers; raises DataError if it is not installed."""
     try:
-        reader = pyarrow.ipc.open_file(mapped)
-    except pyarrow.ArrowInvalid:
-        mapped.seek(0)
-        yield from pyarrow.ipc.open_stream(mapped)
-        return
-    for index in range(reader.num_record_batches):
-        yield reader.get_batch(index)
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise DataError(where, f"{what} need pyarrow", f"Install the data extra: {EXTRA}") from None
+    return pyarrow

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
-from megatrain.data.encoding import CHOSEN
-from megatrain.data.margins import of_number
+from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.packing import pack_documents
+from megatrain.data.row_kind import DocumentFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +31,6 @@ class LoaderPosition:
     """Where a loader stands: before step ``step`` of epoch ``epoch``, both from 0. All there is to save.
 
     Attributes:
-        epoch: From 0.
-        step: From 0.
         cursor: Where streams stand, as JSON; None: there are none.
     """
 
@@ -50,7 +47,7 @@ class StepBatch:
         micro_batches: each with int64 ``input_ids`` and ``labels`` [rows, tokens], and either ``position_ids`` (packed:
             they restart with each document, which is how Hugging Face keeps documents apart) or ``attention_mask`` (one
             document per row, padded on the right). Rows with images have what their processor makes of these as well;
-            those of preferences what ``megatrain.tasks.preference`` says.
+            and their kind of rows adds what its losses read.
         num_real_tokens: tokens that are not padding, in the whole step.
         num_trained_tokens: labels that are not -100, in the whole step. At least 1.
         epoch: epoch of the step, from 0.
@@ -77,7 +74,7 @@ class BatchLoader:
     are spread.
 
     Args:
-        micro_batch_size: rows of a micro-batch; of preferences even, two for an example.
+        micro_batch_size: rows of a micro-batch; whole examples.
         max_length: tokens in a packed row; the longest row otherwise.
         packing: whether rows hold several documents.
         data_seed: decides packing and order.
@@ -86,7 +83,7 @@ class BatchLoader:
         teacher: what it says of the documents comes with each micro-batch (``TEACHER_KEYS``); None: there is none.
 
     Attributes:
-        reference: With preferences, the log-probability of each document's answer by the reference model. None: zeros.
+        reference: Log-probability of each document's answer by the reference model. None: zeros.
     """
 
     def __init__(
@@ -105,9 +102,9 @@ class BatchLoader:
     ) -> None:
         assert min(micro_batch_size, num_micro_batches) > 0, (micro_batch_size, num_micro_batches)
         self._dataset = dataset
-        assert not dataset.is_preferences or (micro_batch_size % 2 == 0 and not packing), micro_batch_size
-        self._rows_per_example = 2 if dataset.is_preferences else 1
-        self._micro_batch_size = micro_batch_size // self._rows_per_example
+        together = self._rows_per_example = dataset.kind.num_documents
+        assert together == 1 or (micro_batch_size % together == 0 and not packing), micro_batch_size
+        self._micro_batch_size = micro_batch_size // together
         self.reference: npt.NDArray[np.float32] | None = None
         self._num_micro_batches = num_micro_batches
         self._max_length = max_length
@@ -221,12 +218,10 @@ class BatchLoader:
         return self._order[1]
 
     def _document(self, index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return ids and labels of a document; labels of its own begin one place later than its tokens."""
+        """Return ids and labels of a document."""
         start = int(self._dataset.starts[index])
         part = slice(start, start + self._length(index))
         tokens = self._dataset.tokens[part].astype(np.int64)
-        if (labels := self._dataset.labels_of(index)) is not None:
-            return tokens, np.concatenate([[IGNORED_LABEL], labels])
         return tokens, np.where(self._dataset.trained[part], tokens, IGNORED_LABEL)
 
     def _packed(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
@@ -250,33 +245,18 @@ class BatchLoader:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     def _made(self, rows: Sequence[Sequence[int]]) -> dict[str, torch.Tensor]:
-        """Return rows of one document each; of preferences first all first documents, then all second ones."""
-        import torch
+        """Return rows of one document each: first all first documents of examples, then all second ones."""
+        documents = [[first + number for first in row] for number in range(self._rows_per_example) for row in rows]
+        facts = [self._facts(row[0]) if row else None for row in documents]
+        return self._dataset.kind.collate(self._padded(documents), facts)
 
-        if self._rows_per_example == 1:
-            return self._padded(rows)
-        firsts = [list(row) for row in rows]
-        both = [*firsts, *([document + 1 for document in row] for row in firsts)]
-        batch = self._padded(both)
-        reference = np.zeros(len(both), dtype=np.float32)
-        if self.reference is not None:
-            for number, row in enumerate(both):
-                reference[number] = self.reference[row[0]] if row else 0.0
-        if (margins := self._margins(firsts, batch["labels"])) is not None:
-            return batch | {MARGIN: margins}
-        desirable = np.array([bool(row) and self._dataset.roles[row[0]] == CHOSEN for row in firsts], dtype=np.bool_)
-        return batch | {REFERENCE: torch.from_numpy(reference), DESIRABLE: torch.from_numpy(desirable)}
-
-    def _margins(self, firsts: Sequence[Sequence[int]], labels: torch.Tensor) -> torch.Tensor | None:
-        """Return the margins of pairs whose texts are judged, in whose place the labels get zeros; None: of others."""
-        import torch
-
-        if self._dataset.labels_of(int(self._members[0])) is None:
-            return None
-        is_there = labels != IGNORED_LABEL
-        margins = [of_number(int(each[1])) if row else 0.0 for row, each in zip(firsts, labels, strict=False)]
-        labels[is_there] = 0
-        return torch.tensor(margins, dtype=torch.float32)
+    def _facts(self, document: int) -> DocumentFacts:
+        dataset = self._dataset
+        return DocumentFacts(
+            int(dataset.roles[document]) if len(dataset.roles) else 0,
+            int(dataset.tokens[int(dataset.starts[document + 1]) - 1]) if dataset.kind.num_values else 0,
+            0.0 if self.reference is None else float(self.reference[document]),
+        )
 
     @property
     def rows_in_order(self) -> int:
@@ -296,17 +276,13 @@ class BatchLoader:
         documents = [self._document(row[0]) if row else None for row in rows]
         shape = (len(rows), max((len(document[0]) for document in documents if document is not None), default=1))
         input_ids = np.full(shape, self._pad_token_id, dtype=np.int64)
-        widths = (len(document[1]) for document in documents if document is not None)
-        own = self._dataset.labels_of(int(self._members[0])) if len(self._members) else None
-        width = shape[1] if own is None else max(widths, default=2)
-        labels = np.full((len(rows), width), IGNORED_LABEL, dtype=np.int64)
+        labels = np.full(shape, IGNORED_LABEL, dtype=np.int64)
         attention_mask = np.zeros(shape, dtype=np.int64)
         attention_mask[:, 0] = 1  # an empty row attends to one token: a fully masked row has no softmax
         for number, document in enumerate(documents):
             if document is not None:
                 part = slice(0, len(document[0]))
-                input_ids[number, part] = document[0]
-                labels[number, : len(document[1])] = document[1]
+                input_ids[number, part], labels[number, part] = document
                 attention_mask[number, part] = 1
         arrays = {"input_ids": input_ids, "labels": labels, "attention_mask": attention_mask}
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}

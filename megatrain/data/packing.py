@@ -16,50 +16,36 @@ WINDOW = 4096  # documents that are packed together; more pack tighter, fewer mi
 
 
 def pack_documents(
-    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int
+    documents: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], capacity: int, *, window: int = WINDOW
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Pack documents as :func:`pack` does, with 16 bytes of RAM for each.
+    """Distribute documents over rows, best fit decreasing within windows of neighbours. Takes 16 bytes of RAM for each.
 
     Args:
         documents: their numbers, in the order in which they are packed.
-        lengths: tokens of each of them.
+        lengths: tokens of each of them, 1 to ``capacity``.
         capacity: tokens in a row.
+        window: documents per window; documents of different windows share no row.
 
     Returns:
-        The documents of all rows, one row after the other; and where each row begins, and the end.
+        The documents of all rows, one row after the other; and where each row begins, and the end. The same input gives
+        the same rows.
     """
     members = np.empty(len(documents), dtype=np.int64)
     starts = array("q", [0])
-    for start in range(0, len(documents), WINDOW):
-        part = slice(start, start + WINDOW)
-        for row in pack(lengths[part].tolist(), capacity):
+    for start in range(0, len(documents), window):
+        part = slice(start, start + window)
+        for row in _pack_window(lengths[part].tolist(), capacity):
             end = starts[-1] + len(row)
             members[starts[-1] : end] = documents[part][row]
             starts.append(end)
     return members, np.array(starts, dtype=np.int64)
 
 
-def pack(lengths: Sequence[int], capacity: int, *, window: int = WINDOW) -> list[list[int]]:
-    """Distribute documents over rows, best fit decreasing within windows of neighbours.
-
-    Args:
-        lengths: tokens of each document, 1 to ``capacity``.
-        capacity: tokens in a row.
-        window: documents per window; documents of different windows share no row.
-
-    Returns:
-        For each row the indices of its documents. The same input gives the same rows.
-    """
-    rows: list[list[int]] = []
-    for start in range(0, len(lengths), window):
-        rows.extend(_pack_window(range(start, min(start + window, len(lengths))), lengths, capacity))
-    return rows
-
-
-def _pack_window(documents: range, lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def _pack_window(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Return for each row the indices of its documents."""
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted: the first that is large enough fits best
-    for document in sorted(documents, key=lambda index: (-lengths[index], index)):
+    for document in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
         length = lengths[document]
         assert 0 < length <= capacity, (document, length, capacity)
         best = bisect_left(room, (length, -1))

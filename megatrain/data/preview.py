@@ -12,13 +12,13 @@ import numpy.typing as npt
 
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.dataset import DataSpec, OnMessage, TokenDataset, describe, held_out_part, load_dataset
-from megatrain.data.encoding import LONE_ANSWER, CutDocument, TextCutter
-from megatrain.data.formats import Conversation, Document, PlainRow, Preference, PromptCompletion, Row
+from megatrain.data.formats import DataRow, Document, PlainRow
 from megatrain.data.loader import order_of_epoch
 from megatrain.data.packing import pack_documents
 from megatrain.data.rows_report import DataError, DataReport, EmptyFileError, RowError
 from megatrain.data.sources import rows_of, source_files
 from megatrain.data.stream import refuse_streams, rows_in_order
+from megatrain.data.text_rows import CutDocument, TextCutter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,7 +42,7 @@ class RowPreview:
     Attributes:
         number: Counts rows from 1, over all sources.
         where: file and row.
-        kind: "conversation", "prompt and completion", "text" or "tokens"; of preferences which answer it is.
+        kind: What its kind of rows calls it: "conversation", "prompt and completion", "text", "tokens", "chosen" ...
         segments: its text, in order; empty where the row is dropped.
         num_tokens: tokens of the part that is shown.
         num_trained: Those of them with a loss.
@@ -100,42 +100,39 @@ def preview_rows(
     return previews
 
 
-def _rows(data: DataSpec) -> Iterator[Row | RowError]:
+def _rows(data: DataSpec) -> Iterator[DataRow | RowError]:
     """Yield the rows of all sources, those that cannot be trained included."""
     for source in data.table.train:
         if data.table.streaming:
-            yield from rows_in_order(source)
+            yield from rows_in_order(source, data.kind)
             continue
-        rows = rows_of(source, source_files(source.path, source.subset, source.split))
-        for row in rows:
+        for row in rows_of(source, source_files(source.path, source.subset, source.split), data.kind):
             if not isinstance(row, EmptyFileError) and (not isinstance(row, Document) or row.is_start):
                 yield row  # of a long text its start
 
 
 def _previews(
-    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: Row | RowError
+    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: DataRow | RowError
 ) -> Iterator[RowPreview]:
-    """Yield a row as the model sees it; of a comparison both answers, the chosen one first."""
-    if not isinstance(item, Preference):
-        yield _preview(data, tokenizer, encoder, number, item)
-    elif item.rejected is None:
-        if data.preferences != "answers":
-            raise DataError(item.where, *LONE_ANSWER)
-        answer = _preview(data, tokenizer, encoder, number, item.answer)
-        yield replace(answer, kind="a good answer" if item.is_good else "a bad answer")
-    else:
-        names = ("chosen", "rejected") if data.preferences != "answers" else ("a good answer", "a bad answer")
-        for name, each in zip(names, (item.answer, item.rejected), strict=True):
-            yield replace(_preview(data, tokenizer, encoder, number, each), kind=name)
+    """Yield the texts of a row as the model sees them."""
+    if isinstance(item, RowError):
+        yield _preview(data, tokenizer, encoder, number, item, "row")
+        return
+    for text, title in zip(data.kind.texts_of(item), data.kind.titles_of(item), strict=True):
+        yield _preview(data, tokenizer, encoder, number, text, title)
 
 
 def _preview(
-    data: DataSpec, tokenizer: PreTrainedTokenizerFast, encoder: RowEncoder, number: int, item: PlainRow | RowError
+    data: DataSpec,
+    tokenizer: PreTrainedTokenizerFast,
+    encoder: RowEncoder,
+    number: int,
+    item: PlainRow | RowError,
+    title: str,
 ) -> RowPreview:
     (coded,) = encoder.encode_many([item])
-    kind = "row" if isinstance(item, RowError) else _kind(item)
     if isinstance(coded, RowError):
-        return RowPreview(number, coded.where, kind, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
+        return RowPreview(number, coded.where, title, (), 0, 0, 0, dropped=str(coded).removeprefix(f"{coded.where}: "))
     tokens, trained = coded.tokens[: data.table.max_length], coded.trained[: data.table.max_length]
     num_pieces = 1
     if coded.is_text:
@@ -146,7 +143,7 @@ def _preview(
     return RowPreview(
         number,
         "" if isinstance(item, RowError) else item.where,
-        kind,
+        title,
         _segments(tokenizer, tokens, trained),
         len(tokens),
         sum(trained),
@@ -177,14 +174,6 @@ def _why_dropped(data: DataSpec, coded: Encoded, trained: list[bool]) -> str:
     is_cut = not coded.is_text and any(coded.trained)
     within = f"no token of its first {data.table.max_length} (data.max_length) would be trained"
     return within if is_cut else "no token of it would be trained"
-
-
-def _kind(row: PlainRow) -> str:
-    if isinstance(row, Conversation):
-        return "conversation"
-    if isinstance(row, PromptCompletion):
-        return "prompt and completion"
-    return "text" if isinstance(row, Document) else "tokens"
 
 
 def _segments(tokenizer: PreTrainedTokenizerFast, tokens: list[int], trained: list[bool]) -> tuple[TextRun, ...]:
@@ -274,8 +263,8 @@ def dataset_stats(
     refuse_streams(data, "figures of all rows")
     dataset = load_dataset(data, tokenizer, on_message)
     documents = dataset.epoch_documents(data.seed)
-    if dataset.is_preferences:
-        documents = np.stack([documents, documents + 1], axis=1).reshape(-1)
+    together = dataset.kind.num_documents
+    documents = np.add.outer(documents, np.arange(together)).reshape(-1)
     all_lengths = dataset.lengths()
     lengths = all_lengths if dataset.in_use is None else all_lengths[dataset.in_use]
     used = all_lengths[documents]
@@ -283,7 +272,6 @@ def dataset_stats(
     max_length = data.table.max_length
     num_packed = len(pack_documents(documents, used, max_length)[1]) - 1
     packed = 1.0 - int(used.sum()) / (num_packed * max_length)
-    together = 2 if dataset.is_preferences else 1
     longest = used.reshape(-1, together).max(axis=1)[order_of_epoch(data.seed, 0, len(used) // together)]
     examples = rows_per_step // together, max(1, micro_batch_rows // together)
     padded = 1.0 - int(used.sum()) / (together * _padded_tokens(longest, *examples))
@@ -334,14 +322,11 @@ def _padded_tokens(lengths: npt.NDArray[np.int64], rows_per_step: int, micro_bat
 
 
 def _histogram(lengths: npt.NDArray[np.int64], max_length: int) -> tuple[LengthBin, ...]:
-    bounds = [1]
-    while bounds[-1] * 2 <= max_length:
-        bounds.append(bounds[-1] * 2)
-    bounds.append(max_length + 1)
-    counts, _ = np.histogram(lengths, bins=sorted(set(bounds)))
-    edges = sorted(set(bounds))
+    doubling = itertools.takewhile(lambda bound: bound <= max_length, (1 << power for power in itertools.count()))
+    edges = [*doubling, max_length + 1]
+    counts, _ = np.histogram(lengths, bins=edges)
     return tuple(
         LengthBin(low, high - 1, int(count))
-        for low, high, count in zip(edges[:-1], edges[1:], counts, strict=True)
+        for (low, high), count in zip(itertools.pairwise(edges), counts, strict=True)
         if count
     )

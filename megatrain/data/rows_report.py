@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any, Literal
 
 
@@ -59,10 +59,10 @@ class Dropped:
     @property
     def skipped(self) -> str:
         """What to say of empty files."""
-        return f"{_some(self.count, 'empty file')} skipped (first: {self.example})"
+        return f"{some(self.count, 'empty file')} skipped (first: {self.example})"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SourceCounts:
     """What became of the rows of one source.
 
@@ -119,10 +119,10 @@ class SourceCounts:
             if count
         ]
         text = (
-            f"{self.num_rows_lost:,} of {_some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
+            f"{self.num_rows_lost:,} of {some(self.num_rows, 'row')} ({rows:.1%}) and {tokens:.1%} of the tokens are "
         )
         rows_lost = f"{text}dropped or cut: {', '.join(parts)}" if self.num_rows_lost else ""
-        of_all = f"{self.num_turns_lost:,} of {_some(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
+        of_all = f"{self.num_turns_lost:,} of {some(self.num_turns, 'turn')} ({self.share_of_turns_lost:.1%})"
         turns_lost = f"{of_all} of the assistant are not trained" if self.num_turns_lost else ""
         return "; ".join(filter(None, (rows_lost, turns_lost)))
 
@@ -168,7 +168,7 @@ class DataReport:
         calls = [each for each in self.left_out if each.reason.split()[-1] in ("tool_calls", "tools")]
         for count, group in itertools.groupby(calls, key=lambda each: each.count):
             same = list(group)
-            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {_some(self.num_rows, 'row')}"
+            names, rows = " / ".join(each.reason for each in same), f"{count:,} of {some(self.num_rows, 'row')}"
             yield (
                 "warning",
                 f"the chat template has no place for {names} ({rows}; first: {same[0].example}): set "
@@ -178,17 +178,17 @@ class DataReport:
             if each not in calls:
                 yield (
                     "note",
-                    f"the chat template leaves out `{each.reason}` of {_some(each.count, 'row')} (first: "
+                    f"the chat template leaves out `{each.reason}` of {some(each.count, 'row')} (first: "
                     f"{each.example})",
                 )
         if self.unread:
-            names = ", ".join(f"`{each.reason}` ({_some(each.count, 'row')})" for each in self.unread[:8])
+            names = ", ".join(f"`{each.reason}` ({some(each.count, 'row')})" for each in self.unread[:8])
             more = f" and {len(self.unread) - 8} others" if len(self.unread) > 8 else ""
             yield "note", f"columns that are not read: {names}{more}"
         for each in self.special_tokens:
             yield (
                 "note",
-                f"the text of {_some(each.count, 'row')} holds {each.reason}, which the tokenizer reads as its special "
+                f"the text of {some(each.count, 'row')} holds {each.reason}, which the tokenizer reads as its special "
                 f"token, as in transformers (first: {each.example})",
             )
 
@@ -199,7 +199,7 @@ class DataReport:
 
     def __str__(self) -> str:
         share = 100.0 * self.num_trained_tokens / max(1, self.num_tokens)
-        text = f"{_some(self.num_rows, 'row')}, {_some(self.num_documents, 'document')}, {self.num_tokens:,} tokens"
+        text = f"{some(self.num_rows, 'row')}, {some(self.num_documents, 'document')}, {self.num_tokens:,} tokens"
         text += f" ({share:.1f}% trained)"
         for count, what in (
             (self.num_truncated, "truncated"),
@@ -211,9 +211,9 @@ class DataReport:
         if self.empty_files is not None:
             text += f", {self.empty_files.skipped}"
         for each in self.dropped:
-            text += f"\n  {_some(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
+            text += f"\n  {some(each.count, 'row')} dropped: {each.reason} (first: {each.example})"
         for each in self.untrained_turns:
-            text += f"\n  {_some(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
+            text += f"\n  {some(each.count, 'turn')} not trained: {each.reason} (first: {each.example})"
         for severity, remark in self.remarks():
             text += f"\n  {'warning: ' if severity == 'warning' else ''}{remark}"
         return text
@@ -268,29 +268,21 @@ def check_losses(report: DataReport, names: Sequence[str], max_dropped: float) -
     return warnings
 
 
-@dataclass
 class RowCounts:
-    """Counts that grow while rows are encoded."""
+    """Counts that grow while rows are encoded.
 
-    num_rows: int = 0
-    num_truncated: int = 0
-    num_too_long: int = 0
-    num_untrained: int = 0
-    first_untrained: str = ""
-    first_error: RowError | None = None
-    num_rows_lost: int = 0
-    num_tokens: int = 0
-    num_tokens_lost: int = 0
-    sources: list[SourceCounts] = field(default_factory=list)
-    _sources_before: SourceCounts = SourceCounts()
-    _empty_files: Dropped | None = None
-    _dropped: dict[str, list[Any]] = field(default_factory=dict)
-    _turns: dict[str, list[Any]] = field(default_factory=dict)
-    num_turns: int = 0
-    num_turns_lost: int = 0
-    _left_out: dict[str, list[Any]] = field(default_factory=dict)
-    _special_tokens: dict[str, list[Any]] = field(default_factory=dict)
-    _unread: dict[str, list[Any]] = field(default_factory=dict)
+    Attributes:
+        total: Counts of all sources so far.
+        sources: Counts of each source that has ended.
+    """
+
+    def __init__(self) -> None:
+        self.total, self._before = SourceCounts(), SourceCounts()
+        self.sources: list[SourceCounts] = []
+        self.first_untrained = ""
+        self.first_error: RowError | None = None
+        self._empty_files: Dropped | None = None
+        self._reasons: dict[str, dict[str, Dropped]] = {name: {} for name in _LISTS}
 
     def drop(self, error: RowError) -> None:
         """Count a row that cannot be trained, or a file without rows."""
@@ -298,76 +290,56 @@ class RowCounts:
             before = self._empty_files or Dropped("the file is empty", 0, error.where)
             self._empty_files = replace(before, count=before.count + 1)
             return
-        self.num_rows += 1
-        self.num_rows_lost += 1
+        self.total.num_rows += 1
+        self.total.num_rows_lost += 1
+        self.total.num_bad += 1
         self.first_error = self.first_error or error
-        self._dropped.setdefault(error.reason, [0, error.where])[0] += 1
+        self.note("dropped", [error.reason], error.where)
 
     def leave_untrained(self, where: str) -> None:
         """Count a row of which no token would be trained."""
-        self.num_untrained += 1
+        self.total.num_untrained += 1
         self.first_untrained = self.first_untrained or where
 
     def add_turns(self, num_turns: int, untrained: Sequence[str], where: str) -> None:
         """Count the turns of a row that is kept, with the reasons of those that are not trained."""
-        self.num_turns += num_turns
-        self.num_turns_lost += len(untrained)
-        for reason in untrained:
-            self._turns.setdefault(reason, [0, where])[0] += 1
+        self.total.num_turns += num_turns
+        self.total.num_turns_lost += len(untrained)
+        self.note("untrained_turns", untrained, where)
 
-    def add_unread(self, columns: Iterable[str], where: str) -> None:
-        """Count the columns of a row that are not read."""
-        for name in columns:
-            self._unread.setdefault(name, [0, where])[0] += 1
-
-    def add_remarks(self, left_out: Iterable[str], special_tokens: Iterable[str], where: str) -> None:
-        """Count fields that the chat template does not show, and special tokens in the text of a row."""
-        for counts, names in ((self._left_out, left_out), (self._special_tokens, special_tokens)):
-            for name in names:
-                counts.setdefault(name, [0, where])[0] += 1
+    def note(self, name: str, reasons: Iterable[str], where: str) -> None:
+        """Count reasons, or names, in one of the lists of a report."""
+        counts = self._reasons[name]
+        for reason in reasons:
+            before = counts.get(reason) or Dropped(reason, 0, where)
+            counts[reason] = replace(before, count=before.count + 1)
 
     def end_source(self) -> None:
         """Say that the rows from here on are of the next source."""
-        now = SourceCounts(
-            self.num_rows,
-            self.num_truncated,
-            self.num_too_long,
-            self.num_untrained,
-            sum(count for count, _ in self._dropped.values()),
-            self.num_rows_lost,
-            self.num_tokens,
-            self.num_tokens_lost,
-            self.num_turns,
-            self.num_turns_lost,
-        )
-        self.sources.append(now - self._sources_before)
-        self._sources_before = now
+        self.sources.append(self.total - self._before)
+        self._before = replace(self.total)
 
     def report(self, num_documents: int, num_tokens: int, num_trained_tokens: int) -> DataReport:
         """Return the counts as they stand."""
-
-        def listed(counts: dict[str, list[Any]]) -> tuple[Dropped, ...]:
-            found = [Dropped(reason, count, example) for reason, (count, example) in counts.items()]
-            return tuple(sorted(found, key=lambda each: -each.count))
-
+        total = self.total
+        lists = {
+            name: tuple(sorted(counts.values(), key=lambda each: -each.count)) for name, counts in self._reasons.items()
+        }
         return DataReport(
-            self.num_rows,
+            total.num_rows,
             num_documents,
-            self.num_truncated,
-            self.num_too_long,
-            self.num_untrained,
+            total.num_truncated,
+            total.num_too_long,
+            total.num_untrained,
             num_tokens,
             num_trained_tokens,
-            listed(self._dropped),
-            listed(self._turns),
-            self.first_untrained,
-            tuple(self.sources),
-            self._empty_files,
-            listed(self._left_out),
-            listed(self._special_tokens),
-            listed(self._unread),
+            first_untrained=self.first_untrained,
+            sources=tuple(self.sources),
+            empty_files=self._empty_files,
+            **lists,
         )
 
 
-def _some(count: int, what: str) -> str:
+def some(count: int, what: str) -> str:
+    """Return a count with its noun."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"

@@ -26,6 +26,7 @@ import torch
 from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.data.rows_report import DataError
 from tiered import checksum
+from tiered.ext import replace_file
 
 if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
@@ -94,7 +95,7 @@ class ScoreKind:
     formats: tuple[str, ...]
 
 
-#: What a reader asks first, in words.
+#: Names of facts in messages; all others are keys of [score].
 _WORDS = {
     "model": "the model",
     "weights": "the model's weights",
@@ -108,10 +109,6 @@ _WORDS = {
     "packing": "data.packing",
     "data_seed": "data_seed",
     "num_rows": "the rows of [[data.train]]",
-    "top_k": "score.top_k",
-    "temperature": "score.temperature",
-    "embeddings": "score.embeddings",
-    "formats": "score.formats",
 }
 
 
@@ -193,7 +190,7 @@ class ScoreFolder:
         if (folder / _KIND_NAME).exists():
             found = read_kind(folder)
             different = [
-                _WORDS[field.name]
+                _WORDS.get(field.name, f"score.{field.name}")
                 for field in dataclasses.fields(kind)
                 if getattr(found, field.name) != getattr(kind, field.name)
             ]
@@ -210,10 +207,7 @@ class ScoreFolder:
         shutil.rmtree(folder / _WRITING_NAME, ignore_errors=True)
         if not (folder / _KIND_NAME).exists():
             values = {"version": _VERSION, **dataclasses.asdict(kind)}
-            (folder / _WRITING_NAME).mkdir()
-            partial = folder / _WRITING_NAME / _KIND_NAME
-            partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-            _put(partial, folder / _KIND_NAME)
+            replace_file(folder / _KIND_NAME, json.dumps(values, indent=2) + "\n", durable=True)
         for form in kind.formats:
             (folder / form).mkdir(exist_ok=True)
         if "zarr" in kind.formats:

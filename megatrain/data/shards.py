@@ -5,15 +5,13 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
-import json
 import re
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import IO, Any
 
-from megatrain.data.files import EXTRA, LINE_PER_ROW, MAX_ROW_BYTES, refuse_mds, too_large, unpacked_rows
+from megatrain.data.files import import_pyarrow, json_lines, parquet_values, refuse_mds
 from megatrain.data.rows_report import DataError
 from tiered.units import MiB
 
@@ -24,7 +22,6 @@ _LINES, _PARQUET = (".jsonl", ".ndjson"), (".parquet",)
 _PACKED = (".gz", ".zst", ".zstd")
 _READ_AS = ".jsonl (also with .gz, .zst or .zstd behind it) and .parquet"
 _BLOCK_BYTES = 8 * MiB
-_ROWS_OF_BATCH = 256
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 _GLOB = re.compile(r"[*?\[]")
 
@@ -38,9 +35,7 @@ class Shard:
     """One file of rows.
 
     Attributes:
-        path: for its file system.
         name: without what all shards of the source begin with.
-        nbytes: size as it lies there.
     """
 
     path: str
@@ -124,32 +119,13 @@ class Shards:
             self._files.open(shard.path, "rb", block_size=_BLOCK_BYTES) as file,
             _decompressed(shard.path, file) as text,
         ):
-            row = 0
-            for number, raw in enumerate(iter(partial(text.readline, MAX_ROW_BYTES + 1), b""), start=1):
-                where = f"{shard.path} line {number}"
-                if len(raw) > MAX_ROW_BYTES:
-                    raise too_large(where)
-                if not raw.strip():
-                    continue
-                row += 1
-                if row > start:
-                    yield where, _parsed(raw, where)
+            yield from json_lines(text, shard.path, start)
 
     def _parquet_rows(self, shard: Shard, start: int) -> Generator[tuple[str, Any]]:
-        pyarrow = _pyarrow(shard.path)
+        import_pyarrow(shard.path, "such files")
         with self._files.open(shard.path, "rb", block_size=_BLOCK_BYTES) as file:
-            parquet, first = pyarrow.parquet.ParquetFile(file), 0
-            for group in range(parquet.num_row_groups):
-                count = parquet.metadata.row_group(group).num_rows
-                if first + count > start:
-                    at = first
-                    for batch in parquet.iter_batches(_ROWS_OF_BATCH, row_groups=[group]):
-                        skip = min(max(0, start - at), batch.num_rows)
-                        number = itertools.count(at + skip + 1)
-                        for value in unpacked_rows(batch.slice(skip), shard.path, at + skip + 1):
-                            yield f"{shard.path} row {next(number)}", value
-                        at += batch.num_rows
-                first += count
+            for number, value in enumerate(parquet_values(file, shard.path, start), start=start + 1):
+                yield f"{shard.path} row {number}", value
 
     def _unreadable(self, path: str, error: Exception) -> ShardError:
         text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
@@ -174,43 +150,11 @@ def _common_folder(names: Sequence[str]) -> str:
     return "/".join(part for part, _ in same)
 
 
-def _parsed(raw: bytes, where: str) -> Any:
-    try:
-        return json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        advice = LINE_PER_ROW if raw.strip() == b"{" else "Fix or remove the line"
-        raise DataError(where, f"this is no JSON: {error}", advice) from None
-
-
-def _pyarrow(path: str) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise DataError(path, "such files need pyarrow", f"Install the data extra: {EXTRA}") from None
-    return pyarrow
-
-
-class _Raw(io.RawIOBase):
-    """A stream of pyarrow as one of Python, of which lines can be read."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        data = self._stream.read(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-
 def _decompressed(path: str, file: Any) -> IO[bytes]:
     if _ends(path, (".gz",)):
         return gzip.GzipFile(fileobj=file)  # type: ignore[return-value]
     if not _ends(path, _PACKED):
         return file if hasattr(file, "readline") else io.BufferedReader(file, _BLOCK_BYTES)
-    pyarrow = _pyarrow(path)
+    pyarrow = import_pyarrow(path, "such files")
     stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-    return io.BufferedReader(_Raw(stream), _BLOCK_BYTES)
+    return io.BufferedReader(stream, _BLOCK_BYTES)

@@ -5,37 +5,26 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatrain.data.files import EXTRA, find_files, read_file, read_text, suffix_of
 from megatrain.data.formats import (
+    DataRow,
     Document,
-    Format,
-    Preference,
-    Row,
+    RowReader,
     absent_column,
-    format_of,
     preferences,
+    read_row,
     row_columns,
-    to_row,
     with_columns,
 )
+from megatrain.data.preference_format import PREFERENCE, Preference
+from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, EmptyFileError, RowError
-from megatrain.data.table import DatasetConfig
-
-
-def rows_of(source: DatasetConfig, files: Sequence[Path]) -> Iterator[Row | RowError]:
-    """Yield the rows of a table's files, as :func:`rows_of_files`."""
-    return rows_of_files(
-        files,
-        format=source.format,
-        columns={str(ours): theirs for ours, theirs in source.columns.items()},
-        max_samples=source.max_samples,
-        json_key=source.json_key,
-    )
+from megatrain.data.table import DatasetConfig, RowFormat
 
 
 def source_files(path: str, name: str | None = None, split: str | None = None) -> list[Path]:
@@ -51,64 +40,22 @@ def source_files(path: str, name: str | None = None, split: str | None = None) -
     return find_files(path, split)
 
 
-def read_rows(
-    path: str,
-    *,
-    format: Format = "auto",
-    columns: Mapping[str, str] | None = None,
-    max_samples: int | None = None,
-    name: str | None = None,
-    split: str | None = None,
-    json_key: str | None = None,
-    on_bad_row: Callable[[RowError], None] | None = None,
-) -> Iterator[Row]:
-    """Yield the rows of a source in a fixed order, one at a time.
+def rows_of(source: DatasetConfig, files: Sequence[Path], kind: RowKind) -> Iterator[DataRow | RowError]:
+    """Yield the rows of a table's files in a fixed order, one at a time, and the errors of rows that cannot be trained.
 
-    Args:
-        path: file, glob or folder, or the name of a hub dataset.
-        format: what a row holds; "auto" looks at its fields, row by row.
-        columns: our field name -> theirs.
-        max_samples: stop after this many rows.
-        name: configuration of a hub dataset.
-        split: which split of a folder or hub dataset.
-        json_key: as of ``Source``.
-        on_bad_row: called for each row that cannot be trained, which is left out but counted as a sample; and for each
-            empty file.
+    Errors of empty files come at the end.
 
     Raises:
-        DataError: a missing or damaged file, no row at all, or a row without the fields of its format.
-        RowError: a row that cannot be trained, and no ``on_bad_row``.
-    """
-    files = source_files(path, name, split)
-    for row in rows_of_files(files, format=format, columns=columns, max_samples=max_samples, json_key=json_key):
-        if not isinstance(row, RowError):
-            yield row
-        elif on_bad_row is not None:
-            on_bad_row(row)
-        else:
-            raise row
-
-
-def rows_of_files(
-    files: Sequence[Path],
-    *,
-    format: Format = "auto",
-    columns: Mapping[str, str] | None = None,
-    max_samples: int | None = None,
-    json_key: str | None = None,
-) -> Iterator[Row | RowError]:
-    """Yield the rows of files, as :func:`read_rows`, and in their place the errors of those that cannot be trained.
-
-    Of empty files there are errors at the end; if all are empty, or no row has a field that ``columns`` names, a
-    ``DataError`` ends the rows.
+        DataError: a missing or damaged file, a row without the fields of its format, no row in any file, or no row with
+            a field that ``columns`` names.
     """
     count = 0
     empty: list[Path] = []
-    seen = _SeenFields(dict(columns or {}))
+    seen = _SeenFields(source.their_columns)
     for file in files:
         is_empty = True
-        for row in _rows_of_file(file, format, seen, json_key):
-            if max_samples is not None and count >= max_samples:
+        for row in _rows_of_file(file, kind.reader or source.format, seen, source.json_key):
+            if source.max_samples is not None and count >= source.max_samples:
                 return
             is_empty = False
             count += not isinstance(row, Document) or row.is_end
@@ -147,11 +94,12 @@ class _SeenFields:
             raise DataError(str(files[0]), *absent)
 
 
-def _rows_of_file(file: Path, format: Format, seen: _SeenFields, json_key: str | None) -> Iterator[Row | RowError]:
+def _rows_of_file(
+    file: Path, format: RowFormat | RowReader, seen: _SeenFields, json_key: str | None
+) -> Iterator[DataRow | RowError]:
     if suffix_of(file) == ".txt":
-        if format == "preference":
-            advice = "Name a file of rows with prompt, chosen and rejected, e.g. .jsonl"
-            raise DataError(str(file), "a .txt file has no preferences", advice)
+        if isinstance(format, RowReader):
+            raise DataError(str(file), f"a .txt file has no {format.name}s", "Name a file of rows, e.g. .jsonl")
         if format not in ("auto", "text"):
             raise DataError(str(file), f'a .txt file has no format "{format}"', 'Leave format out, or write "text"')
         is_start = True
@@ -162,10 +110,17 @@ def _rows_of_file(file: Path, format: Format, seen: _SeenFields, json_key: str |
         return
     for where, value in read_file(file, json_key):
         seen.add(value)
-        try:
-            yield to_row(value, where, format, seen.columns, file.parent)
-        except RowError as error:
-            yield error
+        yield row_or_error(value, where, format, seen.columns, file.parent)
+
+
+def row_or_error(
+    value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
+) -> DataRow | RowError:
+    """Return a row as :func:`read_row`, or why it cannot be trained."""
+    try:
+        return read_row(value, where, format, columns, folder)[1]
+    except RowError as error:
+        return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +143,7 @@ class Look:
 
 
 #: What fields are often called -> (our format, our field -> theirs); the first that are all there are meant.
-_OFTEN: tuple[tuple[Format, Mapping[str, str]], ...] = (
+_OFTEN: tuple[tuple[RowFormat, Mapping[str, str]], ...] = (
     ("messages", {"messages": "conversation"}),
     ("messages", {"messages": "dialog"}),
     ("messages", {"messages": "chat"}),
@@ -250,7 +205,7 @@ def _called(value: Any) -> dict[str, Any]:
 def _look_at_row(value: Any, where: str, *, is_preference: bool) -> Look:
     fields = list(value) if isinstance(value, Mapping) else []
     try:
-        row = to_row(value, where, "preference" if is_preference else "auto", {})
+        name, row = read_row(value, where, PREFERENCE if is_preference else "auto", {})
     except RowError as error:
         return Look("preference" if is_preference else "", {}, fields, str(error))
     except DataError as error:
@@ -260,14 +215,14 @@ def _look_at_row(value: Any, where: str, *, is_preference: bool) -> Look:
                 if all(theirs in called for theirs in columns.values()):
                     names = {ours: called[theirs] for ours, theirs in columns.items() if ours != called[theirs]}
                     try:
-                        to_row(
+                        read_row(
                             {called[theirs]: value[called[theirs]] for theirs in columns.values()}, where, format, names
                         )
                     except (DataError, RowError):
                         continue
                     return Look(format, names, fields)
         return Look("", {}, fields, str(error))
-    return Look(format_of(row, value), {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
+    return Look(name, {}, fields, is_judged=isinstance(row, Preference) and row.rejected is None)
 
 
 _NAME = re.compile(r"\w[\w.-]*/[\w.-]+")

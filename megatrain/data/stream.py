@@ -14,6 +14,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, astuple, dataclass, replace
 from operator import add
 from typing import TYPE_CHECKING, Any
@@ -33,13 +34,14 @@ from megatrain.data.dataset import (
     load_dataset,
     source_checksums,
 )
-from megatrain.data.encoding import Encoder, num_characters
-from megatrain.data.formats import Row, to_row
+from megatrain.data.encoding import Encoder
+from megatrain.data.formats import DataRow
 from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
 from megatrain.data.packing import pack_documents
+from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, DataReport, RowError, SourceCounts, check_losses
 from megatrain.data.shards import ShardError, Shards
-from megatrain.data.sources import is_hub_name, source_files
+from megatrain.data.sources import is_hub_name, row_or_error, source_files
 from megatrain.data.table import weights_at
 from tiered import checksum
 
@@ -103,13 +105,9 @@ class Cursor:
     used: int
     sources: tuple[SourceCursor, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as values of JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Cursor:
-        """Return what ``to_json`` wrote."""
+        """Return the cursor whose ``asdict`` a checkpoint has."""
         return cls(**{**values, "sources": tuple(SourceCursor(**each) for each in values["sources"])})
 
 
@@ -146,7 +144,6 @@ class StreamDataset(TokenDataset):
     """Sources that are read while the run goes on. As a data set it has no documents.
 
     Attributes:
-        tokenizer: Makes tokens of it.
         on_message: Called with messages for the user.
     """
 
@@ -198,6 +195,7 @@ def open_stream(data: DataSpec, tokenizer: PreTrainedTokenizerFast, on_message: 
         np.zeros(1, dtype=np.int64),
         report,
         known_largest_id=0,
+        kind=data.kind,
         source_checksums=lambda: tuple(map(_checksum_of_shards, streams)),
         data=data,
         tokenizer=copy.deepcopy(tokenizer),  # used by a thread of its own
@@ -254,20 +252,12 @@ def refuse_streams(data: DataSpec, what: str) -> None:
         )
 
 
-def rows_in_order(source: DatasetConfig) -> Iterator[Row | RowError]:
+def rows_in_order(source: DatasetConfig, kind: RowKind) -> Iterator[DataRow | RowError]:
     """Yield the rows of a source shard by shard, as they are sorted. Reads no further than it is asked."""
     shards = Shards(source.path)
-    columns = {str(ours): theirs for ours, theirs in source.columns.items()}
     for index in range(len(shards)):
         for where, value in shards.rows(index, 0):
-            yield _row(value, where, source, columns)
-
-
-def _row(value: Any, where: str, source: DatasetConfig, columns: Mapping[str, str]) -> Row | RowError:
-    try:
-        return to_row(value, where, source.format, columns)
-    except RowError as error:
-        return error
+            yield row_or_error(value, where, kind.reader or source.format, source.their_columns)
 
 
 class StreamLoader(BatchLoader):
@@ -304,7 +294,7 @@ class StreamLoader(BatchLoader):
             start = Cursor.from_json(position.cursor)
         self._cursor = start
         self._window: _Window | None = None
-        self._makes: _Making | None = None
+        self._makes: Future[_Window] | None = None
         self._counts = [SourceCounts() for _ in self._streams.streams]
 
     def __next__(self) -> StepBatch:
@@ -323,7 +313,7 @@ class StreamLoader(BatchLoader):
             self.micro_batch(rows[first :: self._num_micro_batches]) for first in range(self._num_micro_batches)
         ]
         step = self._position.step + 1
-        self._position = LoaderPosition(self._position.epoch, step, self._cursor.to_json())
+        self._position = LoaderPosition(self._position.epoch, step, asdict(self._cursor))
         return StepBatch(
             micro_batches,
             num_real_tokens=int(self._dataset.starts[-1]),
@@ -342,13 +332,13 @@ class StreamLoader(BatchLoader):
     def _current(self) -> _Window:
         """Return the window that the cursor stands in."""
         if self._window is None:
-            making = self._makes or _Making(self._make, replace(self._cursor, used=0))
+            making = self._makes or _start(self._make, replace(self._cursor, used=0))
             self._window, self._makes = making.result(), None
             self._report(self._window)
             rows_left = len(self._window.rows) - self._cursor.used
             rows_needed = (self._max_steps - self._position.step) * self._micro_batch_size * self._num_micro_batches
             if rows_needed > rows_left:
-                self._makes = _Making(self._make, self._after(self._window))
+                self._makes = _start(self._make, self._after(self._window))
         return self._window
 
     def _begin_next(self, window: _Window) -> None:
@@ -478,7 +468,7 @@ class _WindowDraft:
         Each row is of the source with the most credit. All get their share of a row before, and who draws pays one: so
         at any time each has drawn what its weights come to, to within one row.
         """
-        drawn: list[list[Row | RowError]] = [[] for _ in self._readers]
+        drawn: list[list[DataRow | RowError]] = [[] for _ in self._readers]
         for _ in range(count):
             for number, share in enumerate(self._shares):
                 self._credits[number] += share
@@ -492,7 +482,7 @@ class _WindowDraft:
                 self._first_ends[number] = self._num_rows
             drawn[number].append(row)
             self._num_rows += 1
-            self._num_characters += num_characters(row)
+            self._num_characters += 0 if isinstance(row, RowError) else row.num_characters
             if self._num_characters >= WINDOW_CHARACTERS:
                 break
         for encoder, rows in zip(self._encoders, drawn, strict=True):
@@ -512,12 +502,7 @@ class _WindowDraft:
         Raises:
             DataError: there are none.
         """
-        parts = []
-        for encoder, made in zip(self._encoders, self._made, strict=True):
-            made.writer.flush()
-            writer = made.writer
-            report = encoder.counts.report(writer.num_documents, writer.num_tokens, writer.num_trained_tokens)
-            parts.append(made.dataset(report))
+        parts = [made.dataset(encoder.report()) for encoder, made in zip(self._encoders, self._made, strict=True)]
         first_error = next((each.counts.first_error for each in self._encoders if each.counts.first_error), None)
         if not any(map(len, parts)):
             raise DataError(
@@ -558,11 +543,11 @@ class _RowStream:
     ) -> None:
         self.at = at
         self._source, self._shards, self._seed, self._on_message = source, shards, seed, on_message
-        self._columns = {str(ours): theirs for ours, theirs in source.columns.items()}
+        self._columns = source.their_columns
         self._open: Generator[tuple[str, Any]] | None = None
         self._has_rows = at.row > 0
 
-    def next_row(self) -> Row | RowError:
+    def next_row(self) -> DataRow | RowError:
         """Return the next row, or what is wrong with it.
 
         Raises:
@@ -579,7 +564,7 @@ class _RowStream:
         self._has_rows = True
         self.at = replace(self.at, row=self.at.row + 1)
         where, value = found
-        return _row(value, where, self._source, self._columns)
+        return row_or_error(value, where, self._source.format, self._columns)
 
     def _next(self) -> tuple[str, Any] | None:
         """Return what the next row of this shard holds, None at its end; an error of a server is tried again."""
@@ -605,48 +590,33 @@ class _RowStream:
         self._open = None
 
 
-class _Making:
-    """A window that a thread makes.
+def _start(make: Callable[[Cursor], _Window], cursor: Cursor) -> Future[_Window]:
+    """Make a window on a thread.
 
-    The interpreter waits for it at its end: a thread that is in the tokenizer then must not be cut off. It soon ends.
+    The interpreter waits for the thread at its end, which comes soon: a thread in the tokenizer must not be cut off.
     """
+    window: Future[_Window] = Future()
 
-    def __init__(self, make: Callable[[Cursor], _Window], cursor: Cursor) -> None:
-        self.cursor = cursor
-        self._window: _Window | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(make,), name="data-window")
-        self._thread.start()
-
-    def _run(self, make: Callable[[Cursor], _Window]) -> None:
+    def run() -> None:
         try:
-            self._window = make(self.cursor)
+            window.set_result(make(cursor))
         except BaseException as error:
-            self._error = error
+            window.set_exception(error)
 
-    def result(self) -> _Window:
-        """Wait for it. Raises what making it raised."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._window is not None
-        return self._window
+    threading.Thread(target=run, name="data-window").start()
+    return window
 
 
 def _joined(
     parts: Sequence[tuple[TokenDataset, npt.NDArray[np.int64]]],
 ) -> tuple[TokenDataset, list[list[int]]]:
     """Return some documents of data sets as one, and which of its documents are those of each part."""
-    lengths: list[int] = []
-    tokens: list[npt.NDArray[np.int32]] = [np.empty(0, dtype=np.int32)]
-    trained: list[npt.NDArray[np.bool_]] = [np.empty(0, dtype=np.bool_)]
     rows: list[list[int]] = []
+    found: list[tuple[TokenDataset, slice]] = []
     for dataset, documents in parts:
-        rows.append(list(range(len(lengths), len(lengths) + len(documents))))
-        for document in documents:
-            part = slice(int(dataset.starts[document]), int(dataset.starts[document + 1]))
-            lengths.append(part.stop - part.start)
-            tokens.append(dataset.tokens[part])
-            trained.append(dataset.trained[part])
-    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
-    return TokenDataset(np.concatenate(tokens), np.concatenate(trained), starts, parts[0][0].report), rows
+        rows.append(list(range(len(found), len(found) + len(documents))))
+        found += [(dataset, slice(*dataset.starts[number : number + 2].tolist())) for number in documents.tolist()]
+    starts = np.cumsum([0, *(part.stop - part.start for _, part in found)], dtype=np.int64)
+    tokens = np.concatenate([np.empty(0, dtype=np.int32), *(dataset.tokens[part] for dataset, part in found)])
+    trained = np.concatenate([np.empty(0, dtype=np.bool_), *(dataset.trained[part] for dataset, part in found)])
+    return TokenDataset(tokens, trained, starts, parts[0][0].report), rows

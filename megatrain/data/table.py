@@ -92,6 +92,11 @@ class DatasetConfig(Table, json_schema_extra=all_alter("by contents")):
         {},
     )
 
+    @property
+    def their_columns(self) -> dict[str, str]:
+        """Our field -> their column."""
+        return {str(ours): theirs for ours, theirs in self.columns.items()}
+
 
 def weights_at(sources: Sequence[DatasetConfig], step: int) -> tuple[list[float], int | None]:
     """Return the weight of each source at a step, and the next step with other weights; None: there is none."""

@@ -11,10 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from megatrain.base.batch_keys import TEACHER_KEYS
+from megatrain.base.errors import ConfigError, Problem
+from megatrain.data.scores import ScoresError, read_kind
 from megatrain.engine.cross_entropy import PLAIN, RunningSoftmax
 from megatrain.engine.loss import Loss, MicroBatchLoss, RowsLoss
+from megatrain.engine.table import TrainingConfig
+from megatrain.tasks.table import DistillConfig
+from megatrain.tasks.text import TextTask
 
-__all__ = ["Distillation", "RunningDistillation", "TeacherRows"]
+__all__ = ["DistillTask", "Distillation", "RunningDistillation", "TeacherRows"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +105,40 @@ class TaughtRows(MicroBatchLoss):
     def of_rows(self, labels: Tensor, first: int, *, vocab_size: int, num_items: int, in_parts: bool) -> RowsLoss:
         teacher = self.teacher.between(first, first + len(labels))
         return RunningDistillation(labels, teacher, vocab_size, num_items, self.loss)
+
+
+class DistillTask(TextTask):
+    """Texts whose labels come with the scores of a teacher."""
+
+    @staticmethod
+    def loss_of(training: TrainingConfig, table: DistillConfig) -> Loss:
+        """Return the loss against the scores, of which only their kind is read.
+
+        Raises:
+            ConfigError: The scores do not exist, or are not what the config says.
+        """
+        if table.scores is None:
+            return TextTask.loss_of(training, table)
+        try:
+            found = read_kind(table.scores)
+        except ScoresError as error:
+            advice = "Make them with megatrain-tier score TEACHER.toml"
+            raise ConfigError("[distill]", [Problem("distill.scores", str(error), advice)]) from error
+        problems = []
+        if table.top_k is not None and table.top_k > found.top_k:
+            text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
+            advice = f"Write at most {found.top_k}, or score with a larger top_k"
+            problems.append(Problem("distill.top_k", text, advice))
+        if not found.top_k:
+            text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
+            problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
+        if table.temperature != found.temperature:
+            text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
+            text += f" {found.temperature:g}"
+            problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
+        if problems:
+            raise ConfigError("[distill]", problems)
+        return Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k)
 
 
 class RunningDistillation:

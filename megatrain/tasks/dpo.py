@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from megatrain.data.encoding import CHOSEN
 from megatrain.engine.labels import shifted_labels
 from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from megatrain.tasks.reference import RECORD, Reference
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner
     from megatrain.engine.loss import Loss
+    from megatrain.engine.table import TrainingConfig
+    from megatrain.tasks.table import PreferenceConfig
 
 __all__ = ["PreferenceTask"]
 
@@ -26,9 +28,26 @@ _Answers = Sequence[tuple[Mapping[str, "Tensor"], Sequence[float]]]
 class PreferenceTask:
     """Answers that were judged, each compared with what the model that the run starts from says of it; a ``Task``."""
 
-    def __init__(self, loss: Loss | None) -> None:
+    def __init__(self, loss: Loss) -> None:
         assert isinstance(loss, PreferenceLoss), loss
         self._loss = loss
+
+    @staticmethod
+    def loss_of(training: TrainingConfig | None, table: PreferenceConfig) -> PreferenceLoss:
+        """Return the loss over preferences."""
+        return PreferenceLoss(**{field.name: getattr(table, field.name) for field in fields(PreferenceLoss)})
+
+    @staticmethod
+    def notes(table: PreferenceConfig, dataset: TokenDataset) -> Sequence[Note]:
+        """Return the number of examples, and what is seldom meant."""
+        loss = PreferenceTask.loss_of(None, table)
+        found = [Note("ok", f"{dataset.kind.summary(dataset.roles)} for {loss.loss_type}")]
+        if not loss.is_paired and len(set(dataset.roles[::2].tolist())) < 2:
+            found.append(Note("warning", "all answers are judged alike: the loss learns from the difference"))
+        if loss.needs_reference:
+            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
+            found.append(Note("note", text))
+        return found
 
     def tally(self) -> JudgedExamples:
         """Return the loss of all examples as those of one micro-batch."""
@@ -49,19 +68,6 @@ class PreferenceTask:
         )
         reference.give(before.loaders)
         return {RECORD: reference.record}
-
-    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
-        """Return how many examples there are, and what is seldom meant."""
-        count, good = len(dataset) // 2, int((dataset.roles[::2] == CHOSEN).sum())
-        pairs = "1 pair" if count == 1 else f"{count:,} pairs"
-        what = pairs if self._loss.is_paired else f"{good:,} good and {count - good:,} bad answers"
-        found = [Note("ok", f"{what} for {self._loss.loss_type}")]
-        if not self._loss.is_paired and not 0 < good < count:
-            found.append(Note("warning", "all answers are judged alike: the loss learns from the difference"))
-        if self._loss.needs_reference:
-            text = f"before its first step `run` scores all {len(dataset):,} answers once with the model as it is"
-            found.append(Note("note", text))
-        return found
 
 
 class JudgedExamples:

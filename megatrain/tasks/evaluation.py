@@ -25,7 +25,7 @@ from megatrain.plan.placement import Traffic
 from megatrain.plan.tiers import room_lent
 from megatrain.ranks.collectives import Alone
 from megatrain.tasks.continuation import Continuation, StoppedError
-from megatrain.tasks.known import task_of
+from megatrain.tasks.known import task_class
 from megatrain.tasks.passes import Passes
 from megatrain.tasks.prompts import GenerationSettings
 
@@ -280,7 +280,7 @@ class Evaluator:
         self._spec, self.samplers = spec, samplers
         self._plans = plans_of_evaluations(spec, plan) if plans is None else plans
         self._plan, self._store, self._sets, self._observer = plan, store, sets, observer
-        self._task = task_of(plan.run.task, plan.run.objective.loss)
+        self._task = task_class(plan.run.task)(plan.run.objective.loss)
         self._timeline, self._activity = timeline, activity
         self._steps_per_epoch, self._max_steps = steps_per_epoch, max_steps
         self._should_stop = should_stop

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from megatrain.base.batch_keys import IGNORED_LABEL, MARGIN
-from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+from megatrain.tasks.task import Gather, MicroBatches, Note, SetFigures, Tally
+from megatrain.tasks.text import TextTask
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -21,28 +22,20 @@ if TYPE_CHECKING:
 __all__ = ["RewardTask"]
 
 
-class RewardTask:
-    """Held-out pairs are judged by how often, and by how much, the chosen text has the larger reward; a ``Task``.
+class RewardTask(TextTask):
+    """Held-out pairs are judged by how often, and by how much, the chosen text has the larger reward.
 
-    Args:
-        loss: What the steps minimise, which nothing here depends on.
+    The model has its own loss (`megatrain/converters/heads.py`), and rows are all that steps read.
     """
 
-    def __init__(self, loss: object = None) -> None:
-        pass
+    @staticmethod
+    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+        """Return the number of pairs."""
+        return [Note("ok", dataset.kind.summary(dataset.roles))]
 
-    def tally(self) -> JudgedPairs:
+    def tally(self) -> Tally:
         """Return what judges the pairs of a set."""
         return JudgedPairs()
-
-    def prepare(self, before: Before) -> Mapping[str, Any]:
-        """Return nothing: rows are all that steps read."""
-        return {}
-
-    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
-        """Return how many pairs there are."""
-        count = len(dataset) // 2
-        return [Note("ok", "1 pair" if count == 1 else f"{count:,} pairs")]
 
 
 class JudgedPairs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,49 +23,57 @@ class TaskFacts:
         example_data: A path of such rows.
         learning_rate: Of all parameters of a trained model.
         lora_learning_rate: Where adapters alone are trained.
-        formats: Of rows that this task alone takes, and no others; none: those that are trained word by word.
-        rows_per_example: Rows of a micro-batch that belong together.
-        made_by: The file of this package that has it, and its class there.
-        says_no_words: Why its model is no language model at the end; "": it is one.
+        made_by: File of this package that has the task, and its class there.
+        rows: Returns the kind of its rows, given its own table: the file of `megatrain/data`, and the object there.
+        table: Name of its own table in a config. "" if it has none.
+        is_packed: Whether rows of a micro-batch may hold several documents.
+        has_lm_head: Whether its model is a language model at the end.
     """
 
     what: str
     example_data: str
     learning_rate: float
     lora_learning_rate: float
-    formats: tuple[str, ...] = ()
-    rows_per_example: int = 1
     made_by: str = "text.TextTask"
-    says_no_words: str = ""
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether rows may hold several documents."""
-        return not self.formats
+    rows: Callable[[Any], str] = lambda table: "chat_rows.CHATS"
+    table: str = ""
+    is_packed: bool = True
+    has_lm_head: bool = True
 
 
 TASK_FACTS: Mapping[str, TaskFacts] = {
     "sft": TaskFacts("chats and prompts, loss on the answers", "data/chat.jsonl", 1e-5, 1e-4),
-    "pretrain": TaskFacts("plain text, loss on every token", "data/*.txt", 1e-4, 2e-4),
-    "distill": TaskFacts("chats and prompts, loss against the scores of a teacher", "data/chat.jsonl", 1e-5, 1e-4),
+    "pretrain": TaskFacts(
+        "plain text, loss on every token", "data/*.txt", 1e-4, 2e-4, rows=lambda table: "text_rows.TEXTS"
+    ),
+    "distill": TaskFacts(
+        "chats and prompts, loss against the scores of a teacher",
+        "data/chat.jsonl",
+        1e-5,
+        1e-4,
+        "distillation.DistillTask",
+        table="distill",
+    ),
     "dpo": TaskFacts(
         "preferences, which of two answers is better",
         "data/preferences.jsonl",
         1e-6,
         1e-5,
-        ("preference",),
-        2,
-        made_by="dpo.PreferenceTask",
+        "dpo.PreferenceTask",
+        lambda table: "pair_rows.PAIRS" if table.is_paired else "tagged_rows.ANSWERS",
+        "preference",
+        is_packed=False,
     ),
     "reward": TaskFacts(
         "preferences, a reward that is larger for the better of two answers",
         "data/preferences.jsonl",
         1e-5,
         1e-4,
-        ("preference",),
-        2,
-        made_by="reward.RewardTask",
-        says_no_words="judges texts",
+        "reward.RewardTask",
+        lambda table: "pair_rows.TEXT_PAIRS",
+        "reward",
+        is_packed=False,
+        has_lm_head=False,
     ),
 }
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
     from megatrain.data.loader import BatchLoader
     from megatrain.engine.forward import LayerRunner
+    from megatrain.engine.loss import Loss
+    from megatrain.engine.table import TrainingConfig
     from megatrain.plan.plan import Plan
     from megatrain.ranks.group import RankGroup
     from tiered import TieredStore
@@ -94,7 +96,28 @@ class Note:
 
 
 class Task(Protocol):
-    """What a run trains for."""
+    """What a run trains for.
+
+    Args:
+        loss: Loss of the steps, as ``loss_of`` returned it.
+    """
+
+    def __init__(self, loss: Loss) -> None: ...
+
+    @staticmethod
+    def loss_of(training: TrainingConfig, table: Any) -> Loss:
+        """Return the loss that the steps of a run minimize.
+
+        Args:
+            table: The task's own table. None if it has none.
+
+        Raises:
+            ConfigError: Files that the loss depends on do not exist, or are not what the config says.
+        """
+
+    @staticmethod
+    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+        """Return facts about the rows to train on that a user should know before the run."""
 
     def tally(self) -> Tally:
         """Return what judges the rows of one set."""
@@ -105,6 +128,3 @@ class Task(Protocol):
         Returns:
             What checkpoints keep of it, by key of ``RunState.model``; a run that goes on is handed that as ``kept``.
         """
-
-    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
-        """Return what is worth knowing of the rows to train on, before anything is trained."""

@@ -1,4 +1,4 @@
-"""Texts and their labels: ``task = "pretrain"``, ``"sft"``, and ``"distill"``, which has a teacher's scores besides."""
+"""Texts and their labels: ``task = "pretrain"`` and ``"sft"``."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures
+from megatrain.engine.cross_entropy import CrossEntropy
+from megatrain.tasks.task import Before, Gather, MicroBatches, Note, SetFigures, Tally
 
 if TYPE_CHECKING:
     from megatrain.data.dataset import TokenDataset
     from megatrain.engine.forward import LayerRunner, SummedLoss
+    from megatrain.engine.loss import Loss
+    from megatrain.engine.table import TrainingConfig
 
 __all__ = ["TextTask"]
 
@@ -25,17 +28,23 @@ class TextTask:
     def __init__(self, loss: object = None) -> None:
         pass
 
-    def tally(self) -> MeanLoss:
+    @staticmethod
+    def loss_of(training: TrainingConfig, table: Any) -> Loss:
+        """Return cross entropy."""
+        return CrossEntropy(training.label_smoothing_factor, training.z_loss)
+
+    @staticmethod
+    def notes(table: Any, dataset: TokenDataset) -> Sequence[Note]:
+        """Return nothing: the report of the rows says it all."""
+        return ()
+
+    def tally(self) -> Tally:
         """Return a mean over tokens."""
         return MeanLoss()
 
     def prepare(self, before: Before) -> Mapping[str, Any]:
         """Return nothing: rows are all that steps read."""
         return {}
-
-    def notes(self, dataset: TokenDataset) -> Sequence[Note]:
-        """Return nothing: the report of the rows says it all."""
-        return ()
 
 
 class MeanLoss:

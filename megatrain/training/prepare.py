@@ -55,7 +55,7 @@ from megatrain.plan.traced import check_positions
 from megatrain.run.loggers import check_loggers
 from megatrain.tasks.advice import model_warnings, schedule_warnings
 from megatrain.tasks.evaluation import load_evaluation_sets, make_samplers, plans_of_evaluations
-from megatrain.tasks.known import task_of
+from megatrain.tasks.known import task_class
 from megatrain.training.open_run import StartWeights, open_weights
 from megatrain.training.resolve import (
     resolve,
@@ -65,7 +65,6 @@ from megatrain.training.resolve import (
     resolve_evaluation,
     resolve_logging,
     resolve_model,
-    resolve_preference,
     resolve_tiers,
 )
 from megatrain.training.rows import check_token_ids, make_loader, tokenizer_of
@@ -558,7 +557,7 @@ class _WholeCheck:
             name: Prefix of each text.
         """
         report, is_strict = dataset.report, self._own["bad_rows"] == "error"
-        for note in task_of(self._config.task, resolve_preference(self._config)).notes(dataset):
+        for note in task_class(self._config.task).notes(self._config.task_table, dataset):
             yield CheckResult(subject, note.severity, f"{name}{note.text}")
         if report.empty_files is not None and is_strict:
             yield CheckResult(subject, "problem", f"{name}{report.empty_files.skipped}. {_ENDS_THE_RUN}", "data")

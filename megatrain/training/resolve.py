@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.base.errors import ConfigError, Problem
+from megatrain.base.errors import ConfigError
 from megatrain.checkpoint.best import BestSpec
 from megatrain.checkpoint.table import CheckpointSpec
 from megatrain.config.problems import find_unscorable
@@ -20,8 +20,6 @@ from megatrain.converters.spec import ModelSpec
 from megatrain.data.dataset import NAME
 from megatrain.data.encoding import load_tokenizer, pad_token_id
 from megatrain.data.rows_report import DataError
-from megatrain.data.scores import ScoresError, read_kind
-from megatrain.engine.cross_entropy import CrossEntropy
 from megatrain.engine.objective import Objective
 from megatrain.engine.program import KINDS, Kind
 from megatrain.engine.table import RecomputeChoice
@@ -33,9 +31,8 @@ from megatrain.plan.budgets import tier_names
 from megatrain.plan.placement import FOLDER, PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
-from megatrain.tasks.distillation import Distillation
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
-from megatrain.tasks.preference import PreferenceLoss
+from megatrain.tasks.known import task_class
 from megatrain.tasks.table import TASK_FACTS
 from megatrain.training.resolve_rows import resolve_data, resolve_folders
 
@@ -56,7 +53,6 @@ __all__ = [
     "resolve_evaluation",
     "resolve_logging",
     "resolve_model",
-    "resolve_preference",
     "resolve_tiers",
 ]
 
@@ -73,6 +69,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     device = machine.resolve_device(config.device, planned)
     tiers = resolve_tiers(config, planned)
     training = config.training
+    loss = task_class(config.task).loss_of(training, config.task_table)
     return RunSpec(
         name=config.run_name,
         task=config.task,
@@ -85,7 +82,7 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
         model=resolve_model(config),
         data=resolve_data(config),
         batch=resolve_batch(config, device.type),
-        objective=_objective(config),
+        objective=Objective(loss, training.neftune_noise_alpha),
         optimizer=config.optimizer,
         num_epochs=training.num_train_epochs,
         max_steps=training.max_steps if training.max_steps > 0 else None,
@@ -99,41 +96,6 @@ def resolve(config: RunConfig, planned: PlannedMachine | None = None) -> RunSpec
     )
 
 
-def _objective(config: RunConfig) -> Objective:
-    """Return what is minimised; of a teacher's scores only what they hold is read.
-
-    Raises:
-        ConfigError: they are not there, or others than the config says.
-    """
-    training, table = config.training, config.distill
-    noise = training.neftune_noise_alpha
-    preference = resolve_preference(config)
-    if preference is not None:
-        return Objective(preference, noise)
-    if config.task != "distill" or table.scores is None:
-        return Objective(CrossEntropy(training.label_smoothing_factor, training.z_loss), noise)
-    try:
-        found = read_kind(table.scores)
-    except ScoresError as error:
-        raise ConfigError(
-            "[distill]", [Problem("distill.scores", str(error), "Make them with megatrain-tier score TEACHER.toml")]
-        ) from error
-    problems = []
-    if table.top_k is not None and table.top_k > found.top_k:
-        text = f"distill.top_k = {table.top_k}, but the scores in {table.scores} have {found.top_k} words a token"
-        problems.append(Problem("distill.top_k", text, f"Write at most {found.top_k}, or score with a larger top_k"))
-    if not found.top_k:
-        text = f"the scores in {table.scores} have no likeliest words (score.top_k = 0)"
-        problems.append(Problem("distill.scores", text, "Score with a larger top_k"))
-    if table.temperature != found.temperature:
-        text = f"distill.temperature = {table.temperature:g}, but the scores in {table.scores} were made at"
-        text += f" {found.temperature:g}"
-        problems.append(Problem("distill.temperature", text, f"Write {found.temperature:g}, or score again"))
-    if problems:
-        raise ConfigError("[distill]", problems)
-    return Objective(Distillation(table.temperature, table.alpha, table.rest, table.top_k or found.top_k), noise)
-
-
 def check_scorable(config: RunConfig) -> None:
     """Find out whether a config can be scored.
 
@@ -144,25 +106,9 @@ def check_scorable(config: RunConfig) -> None:
         raise ConfigError("the config", problems)
 
 
-def resolve_preference(config: RunConfig) -> PreferenceLoss | None:
-    """Return the loss over preferences; None: the run has none."""
-    if config.task != "dpo":
-        return None
-    table = config.preference
-    return PreferenceLoss(
-        loss_type=table.loss_type,
-        beta=table.beta,
-        label_smoothing=table.label_smoothing,
-        simpo_gamma=table.simpo_gamma,
-        rpo_alpha=table.rpo_alpha,
-        desirable_weight=table.desirable_weight,
-        undesirable_weight=table.undesirable_weight,
-    )
-
-
 def _head(config: RunConfig, tokenizer_folder: str) -> HeadSpec | None:
     """Return the reward head that replaces the language model's head; None for a language model."""
-    if not TASK_FACTS[config.task].says_no_words:
+    if TASK_FACTS[config.task].has_lm_head:
         return None
     return HeadSpec(config.reward.center_rewards_coefficient, _fill_token(tokenizer_folder))
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from megatrain.data.dataset import DataSpec
 from megatrain.models.hub import locate
-from megatrain.tasks.table import TASK_FACTS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,25 +37,20 @@ def resolve_data(config: RunConfig, sources: Sequence[DatasetConfig] | None = No
     Args:
         sources: instead of ``[[data.train]]``, with nothing kept from training.
     """
-    keys = dict[str, Any]()
-    facts = TASK_FACTS[config.task]
+    keys, kind = dict[str, Any](), config.row_kind
     if sources is not None:
         is_streamed = config.data.streaming and all(source in config.data.train for source in sources)
         keys |= {"train": tuple(sources), "val_size": None, "streaming": is_streamed}
-    if facts.formats:
+    if kind.reader is not None:
         own = config.data.train if sources is None else sources
         keys |= {
-            "train": tuple(source.model_copy(update={"format": facts.formats[0]}) for source in own),
+            "train": tuple(source.model_copy(update={"format": kind.reader.name}) for source in own),
             "train_on": "completion",
         }
-    preferences: Literal["", "pairs", "texts", "answers"] = "texts" if config.task == "reward" else ""
-    if config.task == "dpo":
-        preferences = "pairs" if config.preference.is_paired else "answers"
     return DataSpec(
         table=config.data.model_copy(update=keys),
-        only_text=config.task == "pretrain",
+        kind=kind,
         seed=config.data_seed,
         images_folder=None if config.model.images == "off" else resolve_folders(config)[0],
         scores=config.distill.scores if config.task == "distill" and sources is None else None,
-        preferences=preferences,
     )

@@ -38,7 +38,7 @@ from megatrain.run.signals import RunSignals
 from megatrain.run.status import StatusWriter
 from megatrain.tasks.advice import warmup_notice
 from megatrain.tasks.evaluation import Evaluator
-from megatrain.tasks.known import task_of
+from megatrain.tasks.known import task_class
 from megatrain.tasks.task import Before
 from megatrain.training.agreement import Agreement, check_alike
 from megatrain.training.final import FinalExport
@@ -401,7 +401,7 @@ class Trainer:
             self.observer.on_message,
             self.group,
         )
-        return task_of(self.run.task, self.run.objective.loss).prepare(before)
+        return task_class(self.run.task)(self.run.objective.loss).prepare(before)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from megatrain.base.facts import Drive, MachineFacts, ModelFacts
 from megatrain.config import load_config
 from megatrain.config.keys import SCHEMA_FILE_NAME
 from megatrain.config.starter import starter_toml
-from megatrain.data.sources import read_rows
 from megatrain.extras.translate import translate
 from megatrain.machine import facts
 from megatrain.machine.machine import FileSystem
 from megatrain.models.folder import model_facts
+from oracles.rows_in_memory import read_rows
 from processes.saved_run import QUICKSTART, command_group, make_run
 from tiered import GiB
 

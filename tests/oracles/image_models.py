@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer, TokenizersBackend
 
+from megatrain.data.chat_rows import CHATS
 from megatrain.data.dataset import DataSpec
 from megatrain.data.table import DataConfig, DatasetConfig
 from oracles.families import image_text_class, tiny_image_text_config
@@ -305,4 +306,4 @@ def image_data(rows: Path, model: Path, max_length: int, /, **changes: Any) -> D
         cache_dir="none",
     )
     folder = changes.pop("images_folder", str(model))
-    return DataSpec(table, only_text=False, seed=1, images_folder=folder).with_keys(**changes)
+    return DataSpec(table, CHATS, seed=1, images_folder=folder).with_keys(**changes)

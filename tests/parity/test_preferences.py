@@ -14,10 +14,12 @@ from torch.nn import functional
 from megatrain.converters import experts
 from megatrain.converters.spec import build_graph
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import encode_rows
 from megatrain.data.encoding import load_tokenizer
-from megatrain.data.formats import to_row
 from megatrain.data.loader import BatchLoader
+from megatrain.data.pair_rows import PAIRS as PAIR_ROWS
+from megatrain.data.preference_format import PREFERENCE
+from megatrain.data.row_kind import RowKind
+from megatrain.data.tagged_rows import ANSWERS
 from megatrain.engine.host_io import read_numbers
 from megatrain.engine.labels import shifted_labels
 from megatrain.engine.loss import mean_figures
@@ -26,6 +28,7 @@ from megatrain.tasks.preference import CollectedExamples, PreferenceLoss
 from oracles.families import tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess, cut_like, joined
+from oracles.rows_in_memory import encode_rows, to_row
 from oracles.runners import StepRunner, layer_runner
 from oracles.tiered_run import EXAMPLES
 
@@ -54,10 +57,10 @@ def config_of(family: str = "llama", **changes: Any) -> Any:
     return tiny_config(family, vocab_size=1024, **changes)
 
 
-def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, preferences: str) -> BatchLoader:
+def loader_of(rows: list[dict[str, Any]], num_micro_batches: int, kind: RowKind) -> BatchLoader:
     encoder = RowEncoder(load_tokenizer(str(TOKENIZER)), train_on="completion")
-    read = [to_row(row, f"row {n}", "preference", {}) for n, row in enumerate(rows)]
-    dataset = encode_rows(read, encoder, max_length=48, preferences=preferences)
+    read = [to_row(row, f"row {n}", PREFERENCE, {}) for n, row in enumerate(rows)]
+    dataset = encode_rows(read, encoder, max_length=48, kind=kind)
     return BatchLoader(
         dataset,
         micro_batch_size=2 * len(rows) // num_micro_batches,
@@ -96,7 +99,7 @@ class Setup:
             for weight in self.reference.parameters():
                 weight.add_(0.02 * torch.randn(weight.shape, generator=generator))
         rows = rows or (PAIRS if loss.is_paired else JUDGED)
-        self.loader = loader_of(rows, num_micro_batches, "pairs" if loss.is_paired else "answers")
+        self.loader = loader_of(rows, num_micro_batches, PAIR_ROWS if loss.is_paired else ANSWERS)
         runner, _ = make_runner(self.config, self.reference, None)
         batch = self.loader.in_order(0)
         found = runner.log_probs([batch])[0]

@@ -11,10 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 from megatrain.config import load_config
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset, encode_rows
+from megatrain.data.dataset import TokenDataset
 from megatrain.data.formats import Document, Tokenized
 from megatrain.data.loader import BatchLoader
 from oracles.previews import preview_of
+from oracles.rows_in_memory import encode_rows
 
 LENGTH = 16
 TEXT = "Call me Ishmael. Some years ago, never mind how long precisely, having little money in my purse. " * 4

@@ -13,6 +13,7 @@ from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Document, PromptCompletion
 from megatrain.data.rows_report import RowError
+from oracles.rows_in_memory import encode_row
 from tests.megatrain.data.conftest import TOKENIZER
 
 
@@ -51,7 +52,7 @@ BORDERS = [
 
 @pytest.mark.parametrize(("prompt", "completion", "trained"), BORDERS)
 def test_text_is_verbatim_with_a_dummy_space(words: Any, prompt: str, completion: str, trained: str | None) -> None:
-    coded = RowEncoder(words).encode(PromptCompletion(prompt, completion, "x"))
+    coded = encode_row(RowEncoder(words), PromptCompletion(prompt, completion, "x"))
     whole = words(prompt + completion, return_offsets_mapping=True)
     assert coded.tokens == [*whole["input_ids"], words.eos_token_id]
     assert words.backend_tokenizer.decode(coded.tokens[1:-1]) == prompt + completion
@@ -70,9 +71,9 @@ def test_text_is_verbatim_with_bytes(prompt: str, completion: str, trims: bool) 
     backend = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
     backend.post_processor = ByteLevel(add_prefix_space=False, trim_offsets=trims)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
-    coded = RowEncoder(tokenizer, train_on="all").encode(PromptCompletion(prompt, completion, "x"))
+    coded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion(prompt, completion, "x"))
     assert tokenizer.decode(coded.tokens) == f"{prompt}{completion}<|endoftext|>"
-    coded = RowEncoder(tokenizer).encode(PromptCompletion(prompt, completion, "x"))
+    coded = encode_row(RowEncoder(tokenizer), PromptCompletion(prompt, completion, "x"))
     # By hand, from bytes: this tokenizer writes every byte, so sizes of decoded tokens are places in the text.
     sizes = [len(bytes_of(tokenizer, token)) for token in coded.tokens[:-1]]
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
@@ -95,13 +96,13 @@ def test_white_space_at_the_end_of_a_token_before_the_completion_is_trained() ->
     backend.decoder = decoders.ByteLevel()
     backend.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    coded = RowEncoder(tokenizer).encode(PromptCompletion("a:", "\nb", "x"))
+    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("a:", "\nb", "x"))
     assert tokenizer.convert_ids_to_tokens(coded.tokens) == ["a", ":\u010a", "b", "<end>"]
     assert coded.trained == [False, True, True, True]
 
 
 def test_prompt_may_end_with_the_end_token(words: Any) -> None:
-    coded = RowEncoder(words).encode(PromptCompletion("hi</s>", "there", "x"))
+    coded = encode_row(RowEncoder(words), PromptCompletion("hi</s>", "there", "x"))
     assert coded.tokens == [*words("hi</s>there")["input_ids"], words.eos_token_id]
     assert coded.tokens.count(words.eos_token_id) == 2
     assert trained_text(words, coded) == " there</s>"
@@ -109,11 +110,11 @@ def test_prompt_may_end_with_the_end_token(words: Any) -> None:
 
 
 def test_special_tokens_in_a_row_are_trained_and_named(words: Any) -> None:
-    coded = RowEncoder(words).encode(PromptCompletion("q ", "The tag <s> is html, <s> too", "x"))
+    coded = encode_row(RowEncoder(words), PromptCompletion("q ", "The tag <s> is html, <s> too", "x"))
     assert coded.tokens[:-1] == words("q The tag <s> is html, <s> too")["input_ids"]
     assert coded.special_tokens == ("<s>",)
-    assert RowEncoder(words).encode(PromptCompletion("q ", "no tag", "x")).special_tokens == ()
-    assert RowEncoder(words).encode(Document("a</s>b", "x")).special_tokens == ("</s>",)
+    assert encode_row(RowEncoder(words), PromptCompletion("q ", "no tag", "x")).special_tokens == ()
+    assert encode_row(RowEncoder(words), Document("a</s>b", "x")).special_tokens == ("</s>",)
 
 
 def test_text_that_the_tokenizer_changes_is_refused(tmp_path: Path) -> None:
@@ -124,5 +125,5 @@ def test_text_that_the_tokenizer_changes_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(rules))
     encoder = RowEncoder(load_tokenizer(str(tmp_path)))
     with pytest.raises(RowError, match="decode to ' a fish', but the row has ' a whale'"):
-        encoder.encode(PromptCompletion("It is", " a whale", "x"))
-    assert encoder.encode(PromptCompletion("A whale", " is it", "x")).num_trained == 3
+        encode_row(encoder, PromptCompletion("It is", " a whale", "x"))
+    assert sum(encode_row(encoder, PromptCompletion("A whale", " is it", "x")).trained) == 3

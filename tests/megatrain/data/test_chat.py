@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.formats import Conversation, Document, PromptCompletion, Tokenized
 from megatrain.data.rows_report import DataError, RowError
+from oracles.rows_in_memory import encode_row
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}<|im_start|>system\nBe kind<|im_end|>\n{% endif %}"
@@ -101,7 +102,7 @@ def trained_runs(tokenizer: Any, coded: Encoded) -> list[str]:
 )
 def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on: Any, expected: list[str]) -> None:
     tokenizer.chat_template = template
-    coded = RowEncoder(tokenizer, train_on=train_on).encode(conversation(*CHAT))
+    coded = encode_row(RowEncoder(tokenizer, train_on=train_on), conversation(*CHAT))
     assert trained_runs(tokenizer, coded) == [text + end for text in expected]
     whole = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in CHAT], tokenize=False)
     assert tokenizer.decode(coded.tokens) == whole
@@ -109,7 +110,7 @@ def test_exactly_the_assistant(tokenizer: Any, template: str, end: str, train_on
 
 def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(tokenizer: Any) -> None:
     tokenizer.chat_template = PLAIN
-    coded = RowEncoder(tokenizer).encode(conversation(*CHAT))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
     first, last = trained_runs(tokenizer, coded)
     assert first.strip() == "Call me Ishmael."
     assert last.strip() == "So be it<|endoftext|>"  # nothing in this template says that the last turn is over
@@ -117,14 +118,14 @@ def test_plain_template_trains_no_header_and_no_white_space_it_does_not_own(toke
 
 def test_each_turn_has_its_own_end(tokenizer: Any) -> None:
     tokenizer.chat_template = OTHER_LAST_END
-    coded = RowEncoder(tokenizer).encode(conversation(*CHAT))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT))
     assert trained_runs(tokenizer, coded) == ["Call me Ishmael.<|im_end|>", "So be it<|return|>"]
 
 
 def test_thought_of_the_last_turn_is_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = DROPS_OLD_THOUGHTS
     row = conversation(("user", "Why?"), ("assistant", "<think>\nhmm\n</think>\n\nBecause"))
-    coded = RowEncoder(tokenizer).encode(row)
+    coded = encode_row(RowEncoder(tokenizer), row)
     assert trained_runs(tokenizer, coded) == ["<think>\nhmm\n</think>\n\nBecause<|im_end|>"]
 
 
@@ -132,11 +133,11 @@ def test_a_rewritten_turn_is_not_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = DROPS_OLD_THOUGHTS
     row = conversation(("user", "a"), ("assistant", "<think>\nhmm\n</think>\n\nB"), ("user", "c"), ("assistant", "d"))
     for train_on in ("assistant", "completion"):
-        coded = RowEncoder(tokenizer, train_on=train_on).encode(row)
+        coded = encode_row(RowEncoder(tokenizer, train_on=train_on), row)
         assert trained_runs(tokenizer, coded) == ["<think>\n\n</think>\n\nd<|im_end|>"]
-    assert RowEncoder(tokenizer).encode(row).untrained_turns == ("the chat template rewrites it",)
+    assert encode_row(RowEncoder(tokenizer), row).untrained_turns == ("the chat template rewrites it",)
     with pytest.raises(RowError, match="rows line 1: message 2 cannot be told from the rest: the chat template rewri"):
-        RowEncoder(tokenizer).encode(replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
+        encode_row(RowEncoder(tokenizer), replace(row, messages=(*row.messages[:2], *row.messages[2:3])))
 
 
 CALL = {"type": "function", "function": {"name": "depth", "arguments": {"of": "sea"}}}
@@ -154,7 +155,7 @@ def test_a_call_that_is_not_shown_whole_is_not_trained(tokenizer: Any, shown: st
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "So be it"},
     )
-    coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
+    coded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
     assert trained_runs(tokenizer, coded) == ["depth sea<|im_end|>"] * is_trained + ["So be it<|im_end|>"]
     assert coded.untrained_turns == (() if is_trained else ("the chat template leaves out a part of its `tool_calls`",))
 
@@ -168,7 +169,7 @@ def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(toke
         {"role": "user", "content": "Thanks"},
         {"role": "assistant", "content": "So be it"},
     )
-    coded = RowEncoder(tokenizer).encode(Conversation(messages, "rows line 1"))
+    coded = encode_row(RowEncoder(tokenizer), Conversation(messages, "rows line 1"))
     assert "depth sea 11 km<|im_end|>" in tokenizer.decode(coded.tokens)
     assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
     assert coded.untrained_turns == ("the chat template rewrites it",)
@@ -177,9 +178,9 @@ def test_what_a_tool_answered_inside_the_turn_that_called_it_is_not_trained(toke
 def test_white_space_around_content(tokenizer: Any) -> None:
     row = conversation(("user", "a"), ("assistant", "  b \n"))
     tokenizer.chat_template = LLAMA3
-    assert trained_runs(tokenizer, RowEncoder(tokenizer).encode(row)) == ["b<|eot_id|>"]
+    assert trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), row)) == ["b<|eot_id|>"]
     tokenizer.chat_template = CHATML
-    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(row))
+    (run,) = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), row))
     assert run.replace("<|im_end|>", "").strip() == "b"
     assert run.endswith("<|im_end|>")
 
@@ -187,7 +188,7 @@ def test_white_space_around_content(tokenizer: Any) -> None:
 def test_the_same_text_twice_is_told_apart(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = conversation(("user", "yes"), ("assistant", "yes"), ("user", "assistant\nyes"), ("assistant", "yes"))
-    coded = RowEncoder(tokenizer, train_on="completion").encode(row)
+    coded = encode_row(RowEncoder(tokenizer, train_on="completion"), row)
     assert trained_runs(tokenizer, coded) == ["yes<|im_end|>"]
     assert coded.trained.index(True) == len(coded.tokens) - 3
 
@@ -195,25 +196,25 @@ def test_the_same_text_twice_is_told_apart(tokenizer: Any) -> None:
 def test_empty_turns_and_no_assistant_train_nothing(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     encoder = RowEncoder(tokenizer)
-    assert encoder.encode(conversation(("user", "a"), ("assistant", " "))).num_trained == 0
-    assert encoder.encode(conversation(("user", "a"))).num_trained == 0
+    assert sum(encode_row(encoder, conversation(("user", "a"), ("assistant", " "))).trained) == 0
+    assert sum(encode_row(encoder, conversation(("user", "a"))).trained) == 0
 
 
 def test_trained_from_masks_earlier_turns(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    coded = RowEncoder(tokenizer).encode(conversation(*CHAT, trained_from=4))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*CHAT, trained_from=4))
     assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
 
 
 def test_only_the_last_turn(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = conversation(*CHAT, trained_from=2)
-    assert trained_runs(tokenizer, RowEncoder(tokenizer, train_on="completion").encode(row)) == [
+    assert trained_runs(tokenizer, encode_row(RowEncoder(tokenizer, train_on="completion"), row)) == [
         "Call me Ishmael.<|im_end|>",
         "So be it<|im_end|>",
     ]
     for each in (row, conversation(*CHAT)):
-        coded = RowEncoder(tokenizer, train_on="last_assistant").encode(each)
+        coded = encode_row(RowEncoder(tokenizer, train_on="last_assistant"), each)
         assert trained_runs(tokenizer, coded) == ["So be it<|im_end|>"]
 
 
@@ -229,22 +230,22 @@ def test_a_row_may_say_which_turns_are_trained(
     tokenizer: Any, train_on: Any, flags: tuple[bool | None, ...], expected: list[str]
 ) -> None:
     tokenizer.chat_template = CHATML
-    coded = RowEncoder(tokenizer, train_on=train_on).encode(replace(conversation(*CHAT), flags=flags))
+    coded = encode_row(RowEncoder(tokenizer, train_on=train_on), replace(conversation(*CHAT), flags=flags))
     assert trained_runs(tokenizer, coded) == expected
 
 
 def test_all_but_the_turns_that_a_row_excludes(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
     row = replace(conversation(*CHAT), flags=(None, None, False, None, None))
-    before, after = trained_runs(tokenizer, RowEncoder(tokenizer, train_on="all").encode(row))
+    before, after = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer, train_on="all"), row))
     assert before.endswith("<|im_start|>assistant\n")
     assert after.startswith("\n<|im_start|>user\nWhy?")
 
 
 def test_tokens_of_somebody_else(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(Tokenized((5, 6, 7), (True, False, True), "x"))
+    coded = encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), (True, False, True), "x"))
     assert (coded.tokens, coded.trained, coded.is_text) == ([5, 6, 7], [False, False, True], False)
-    assert RowEncoder(tokenizer).encode(Tokenized((5, 6, 7), None, "x")).is_text
+    assert encode_row(RowEncoder(tokenizer), Tokenized((5, 6, 7), None, "x")).is_text
 
 
 def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
@@ -258,12 +259,12 @@ def test_rows_together_are_encoded_as_each_alone(tokenizer: Any) -> None:
         PromptCompletion("", "Call me", "x"),
         Tokenized((5, 6), None, "x"),
     ]
-    assert list(encoder.encode_many(rows)) == [encoder.encode(row) for row in rows]
+    assert list(encoder.encode_many(rows)) == [encode_row(encoder, row) for row in rows]
 
 
 def test_train_on_all(tokenizer: Any) -> None:
     tokenizer.chat_template = CHATML
-    coded = RowEncoder(tokenizer, train_on="all").encode(conversation(*CHAT))
+    coded = encode_row(RowEncoder(tokenizer, train_on="all"), conversation(*CHAT))
     assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
 
 
@@ -272,13 +273,13 @@ def test_template_that_refuses(tokenizer: Any) -> None:
     with pytest.raises(
         DataError, match="rows line 1: the chat template refuses this conversation: roles must alternate"
     ):
-        RowEncoder(tokenizer).encode(conversation(("assistant", "a"), ("user", "b")))
+        encode_row(RowEncoder(tokenizer), conversation(("assistant", "a"), ("user", "b")))
 
 
 def test_no_template(tokenizer: Any) -> None:
     tokenizer.chat_template = None
     with pytest.raises(DataError, match="this tokenizer has no chat template, which `messages` need"):
-        RowEncoder(tokenizer).encode(conversation(*CHAT))
+        encode_row(RowEncoder(tokenizer), conversation(*CHAT))
 
 
 def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
@@ -287,32 +288,32 @@ def test_markers_at_the_wrong_place_are_refused(tokenizer: Any) -> None:
         "{{ m['content'] }}<|im_end|>{% endfor %}"
     )
     with pytest.raises(RowError, match=r"message 2 cannot .* the generation markers of the chat template do not encl"):
-        RowEncoder(tokenizer).encode(conversation(("user", "a"), ("assistant", "b")))
+        encode_row(RowEncoder(tokenizer), conversation(("user", "a"), ("assistant", "b")))
 
 
 def test_completion_masks_the_prompt_and_ends(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(PromptCompletion("The whale", " is white", "x"))
+    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("The whale", " is white", "x"))
     assert trained_runs(tokenizer, coded) == [" is white<|endoftext|>"]
     assert tokenizer.decode(coded.tokens) == "The whale is white<|endoftext|>"
 
 
 def test_token_that_crosses_the_border_is_trained(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(PromptCompletion("The wh", "ale", "x"))
+    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("The wh", "ale", "x"))
     assert coded.tokens == [*tokenizer("The whale")["input_ids"], tokenizer.eos_token_id]
     assert trained_runs(tokenizer, coded) == [" whale<|endoftext|>"]
 
 
 def test_completion_without_prompt_or_text(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(PromptCompletion("", "Call me", "x"))
+    coded = encode_row(RowEncoder(tokenizer), PromptCompletion("", "Call me", "x"))
     assert tokenizer.decode(coded.tokens) == "Call me<|endoftext|>"
-    assert coded.num_trained == len(coded.tokens) - 1
-    assert RowEncoder(tokenizer).encode(PromptCompletion("a", " ", "x")).num_trained == 0
-    coded = RowEncoder(tokenizer, train_on="all").encode(PromptCompletion("The whale", " is white", "x"))
-    assert coded.num_trained == len(coded.tokens) - 1
+    assert sum(coded.trained) == len(coded.tokens) - 1
+    assert sum(encode_row(RowEncoder(tokenizer), PromptCompletion("a", " ", "x")).trained) == 0
+    coded = encode_row(RowEncoder(tokenizer, train_on="all"), PromptCompletion("The whale", " is white", "x"))
+    assert sum(coded.trained) == len(coded.tokens) - 1
 
 
 def test_document_ends_and_trains_whole(tokenizer: Any) -> None:
-    coded = RowEncoder(tokenizer).encode(Document("Call me Ishmael.", "x"))
+    coded = encode_row(RowEncoder(tokenizer), Document("Call me Ishmael.", "x"))
     assert tokenizer.decode(coded.tokens) == "Call me Ishmael.<|endoftext|>"
     assert coded.trained == [False] + [True] * (len(coded.tokens) - 1)
     assert coded.is_text
@@ -327,7 +328,7 @@ TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), mi
 def test_any_text_is_masked_exactly_or_refused(tokenizer: Any, template: str, texts: list[str]) -> None:
     tokenizer.chat_template = template
     turns = [(("user", "assistant")[i % 2], text) for i, text in enumerate(texts)]
-    coded = RowEncoder(tokenizer).encode(conversation(*turns))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*turns))
     runs = trained_runs(tokenizer, coded)
     wanted = [text.strip() for role, text in turns if role == "assistant" and text.strip()]
     assert [run.rsplit("<", 1)[0].strip() for run in runs] == wanted

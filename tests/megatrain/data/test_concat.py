@@ -11,10 +11,11 @@ from tokenizers.processors import TemplateProcessing
 
 from megatrain.config import ConfigError, load_config
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset, encode_rows, load_dataset
+from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.formats import Document
 from megatrain.data.loader import BatchLoader
 from megatrain.training.resolve import resolve_data
+from oracles.rows_in_memory import encode_rows
 
 LENGTH = 16
 TEXTS = [" ".join(["Call me Ishmael."] * count) for count in (1, 3, 2, 9, 1, 1, 4)]

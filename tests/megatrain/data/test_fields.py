@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from megatrain.data.chat import RowEncoder
-from megatrain.data.formats import Conversation, to_row
+from megatrain.data.formats import Conversation
 from megatrain.data.rows_report import DataError, DataReport, RowError, check_losses
-from megatrain.data.sources import read_rows
+from oracles.rows_in_memory import encode_row, read_rows, to_row
 from tests.megatrain.data.test_losses import load
 from tests.megatrain.data.test_templates import CALL, FOLDER, TOOL
 
@@ -40,7 +40,7 @@ def template(tokenizer: Any, name: str) -> Any:
 def test_all_fields_of_a_message_reach_the_template(tokenizer: Any) -> None:
     tokenizer.chat_template = SHOWS_FIELDS
     said = {"role": "assistant", "content": "Yes.", "reasoning": "Because. ", "recipient": "all ", "audio": None}
-    coded = RowEncoder(tokenizer).encode(row(QUESTION, said))
+    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, said))
     assert "assistant\nBecause. all Yes.<|im_end|>" in tokenizer.decode(coded.tokens)
     assert coded.left_out == ()
 
@@ -54,7 +54,7 @@ def test_function_call_is_a_tool_call(tokenizer: Any) -> None:
             made = row(QUESTION, said, RESULT, ANSWER)
             function = {"name": "f", "arguments": {"city": "Rome"}}
             assert made.messages[1]["tool_calls"] == [{"type": "function", "function": function}]
-            shown = tokenizer.decode(RowEncoder(tokenizer).encode(made).tokens)
+            shown = tokenizer.decode(encode_row(RowEncoder(tokenizer), made).tokens)
             assert '[call f {"city": "Rome"}]<|im_end|>' in shown
     with pytest.raises(RowError, match="has both `tool_calls` and `function_call`"):
         row(QUESTION, {**CALLING, "function_call": call})
@@ -63,13 +63,13 @@ def test_function_call_is_a_tool_call(tokenizer: Any) -> None:
 def test_fields_that_the_template_leaves_out_are_named(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     said = {"role": "assistant", "content": "Yes.", "reasoning": "why", "end_turn": True}
-    assert RowEncoder(tokenizer).encode(row(QUESTION, said)).left_out == ("reasoning", "end_turn")
-    coded = RowEncoder(tokenizer).encode(row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL]))
+    assert encode_row(RowEncoder(tokenizer), row(QUESTION, said)).left_out == ("reasoning", "end_turn")
+    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING, RESULT, ANSWER, tools=[TOOL]))
     assert coded.left_out == ("tool_calls", "tools")
     assert coded.untrained_turns == ("the chat template has no place for its `tool_calls`",)
     assert coded.num_turns == 2
     with pytest.raises(RowError, match="no place for its `tool_calls`"):
-        RowEncoder(tokenizer).encode(row(QUESTION, CALLING))
+        encode_row(RowEncoder(tokenizer), row(QUESTION, CALLING))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_parts_of_tools_and_calls_that_are_left_out_are_named(
     said = {**CALLING, "tool_calls": [CALL, second]}
     encoder = RowEncoder(tokenizer)
     for _ in range(2):  # the first row proves what is shown
-        coded = encoder.encode(row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
+        coded = encode_row(encoder, row(QUESTION, said, RESULT, ANSWER, tools=[TOOL]))
         assert coded.left_out == left_out
         is_lost = "arguments of tool_calls" in left_out
         assert coded.untrained_turns == ("the chat template leaves out a part of its `tool_calls`",) * is_lost
@@ -109,14 +109,14 @@ def test_parts_of_tools_and_calls_that_are_left_out_are_named(
 def test_a_short_name_in_the_text_proves_no_call(tokenizer: Any) -> None:
     template(tokenizer, "smollm2")
     call = {"type": "function", "function": {"name": "e", "arguments": {}}}
-    coded = RowEncoder(tokenizer).encode(row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
+    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, {**CALLING, "tool_calls": [call]}, ANSWER))
     assert coded.left_out == ("tool_calls",)
 
 
 def test_messages_that_a_template_skips_are_named(tokenizer: Any) -> None:
     skips = "{% if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endif %}"
     tokenizer.chat_template = f"{{% for m in messages %}}{skips}{{% endfor %}}"
-    coded = RowEncoder(tokenizer).encode(row(QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Go."}))
+    coded = encode_row(RowEncoder(tokenizer), row(QUESTION, ANSWER, RESULT, {"role": "assistant", "content": "Go."}))
     assert coded.left_out == ("content of tool messages",)
 
 
@@ -238,7 +238,7 @@ def test_keys_of_other_rows_do_not_reach_the_text(tmp_path: Path, tokenizer: Any
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     encoder = RowEncoder(tokenizer)
     texts, expected = (
-        [tokenizer.decode(encoder.encode(each).tokens) for each in read_rows(str(tmp_path / name))]
+        [tokenizer.decode(encode_row(encoder, each).tokens) for each in read_rows(str(tmp_path / name))]
         for name in (path.name, "rows.jsonl")
     )
     assert (

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from megatrain.data.chat_rows import CHATS
 from megatrain.data.files import _PIECE_CHARACTERS, find_files, read_text
 from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import fetch_dataset, is_hub_name, read_rows, rows_of_files
+from megatrain.data.sources import fetch_dataset, is_hub_name, rows_of
+from megatrain.data.table import DatasetConfig
+from oracles.rows_in_memory import read_rows
 
 ROWS = [{"prompt": "p\u00e9", "completion": 'c,\n"d"'}, {"prompt": "q", "completion": "e"}]
 EXPECTED = [("p\u00e9", 'c,\n"d"'), ("q", "e")]
@@ -183,7 +186,9 @@ def test_datasets_are_read_from_the_files_that_datasets_makes(tmp_path: Path) ->
     files = fetch_dataset(str(tmp_path))  # a folder, for want of a network; a name of the hub goes the same way
     assert [file.suffix for file in files] == [".arrow"]
     assert [
-        (row.prompt, row.completion) for row in rows_of_files(files) if isinstance(row, PromptCompletion)
+        (row.prompt, row.completion)
+        for row in rows_of(DatasetConfig(path="x"), files, CHATS)
+        if isinstance(row, PromptCompletion)
     ] == EXPECTED
     with pytest.raises(DataError, match=r"no dataset that could be fetched: .*HF_HUB_OFFLINE is set: fetch it once"):
         fetch_dataset("nobody/nothing")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from megatrain.data.files import find_files
-from megatrain.data.formats import Conversation, Document, Format, PromptCompletion
+from megatrain.data.formats import Conversation, Document, PromptCompletion
 from megatrain.data.rows_report import DataError
-from megatrain.data.sources import read_rows
+from megatrain.data.table import RowFormat
+from oracles.rows_in_memory import read_rows
 
 
 def write(folder: Path, name: str, content: str | bytes) -> str:
@@ -193,7 +194,7 @@ def test_one_empty_file_among_others_is_named(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_is_said_about_preferences_works(
-    tmp_path: Path, row: dict[str, Any], format: Format, columns: dict[str, str]
+    tmp_path: Path, row: dict[str, Any], format: RowFormat, columns: dict[str, str]
 ) -> None:
     path = write(tmp_path, "a.jsonl", lines(row))
     with pytest.raises(DataError, match="preference data") as raised:

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from megatrain.base.batch_keys import IGNORED_LABEL
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import DataReport, TokenDataset, encode_rows
+from megatrain.data.dataset import DataReport, TokenDataset
 from megatrain.data.formats import Document, PromptCompletion
 from megatrain.data.loader import BatchLoader, LoaderPosition, StepBatch
 from megatrain.data.rows_report import DataError
+from oracles.rows_in_memory import encode_rows
 
 PAD = 0
 

@@ -11,9 +11,9 @@ import pytest
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import TokenDataset, load_dataset
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import read_rows
 from megatrain.training.resolve import resolve_data
 from oracles.previews import preview_of, stats_of
+from oracles.rows_in_memory import read_rows
 
 DATA = Path(__file__).parents[2] / "data"
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"

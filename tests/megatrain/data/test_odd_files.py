@@ -11,9 +11,11 @@ import pytest
 from megatrain.config.schema import RunConfig
 from megatrain.data.dataset import load_dataset
 from megatrain.data.formats import Conversation, Document, PromptCompletion
+from megatrain.data.pair_rows import PAIRS
 from megatrain.data.rows_report import DataError, RowError
-from megatrain.data.sources import look_at, read_rows
+from megatrain.data.sources import look_at
 from megatrain.training.resolve import resolve_data
+from oracles.rows_in_memory import read_rows
 
 MODEL = Path(__file__).parents[3] / "examples/quickstart/model"
 
@@ -52,7 +54,7 @@ def test_a_column_that_is_not_there_is_named_with_the_one_that_is_meant(tmp_path
 def test_a_preference_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "a.jsonl", lines({"prompt": "a", "better": "b", "worse": "c"}))
     with pytest.raises(DataError, match=r'line 1: no column `bett`.* Did you mean chosen = "better"'):
-        list(read_rows(path, format="preference", columns={"chosen": "bett", "rejected": "worse"}))
+        list(read_rows(path, kind=PAIRS, columns={"chosen": "bett", "rejected": "worse"}))
 
 
 def test_a_column_that_no_row_has_is_named_even_if_it_may_be_missing(tmp_path: Path) -> None:

@@ -11,11 +11,16 @@ import pytest
 
 from megatrain.base.batch_keys import DESIRABLE, REFERENCE
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import TokenDataset, encode_rows, hold_out
-from megatrain.data.encoding import CHOSEN, MISMATCHED, REJECTED, load_tokenizer
-from megatrain.data.formats import Conversation, Preference, PromptCompletion, to_row
+from megatrain.data.dataset import TokenDataset, hold_out
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.formats import Conversation, PromptCompletion
 from megatrain.data.loader import BatchLoader
+from megatrain.data.pair_rows import CHOSEN, PAIRS, REJECTED
+from megatrain.data.preference_format import PREFERENCE, Preference
+from megatrain.data.row_kind import RowKind
 from megatrain.data.rows_report import DataError, RowError
+from megatrain.data.tagged_rows import ANSWERS, MISMATCHED
+from oracles.rows_in_memory import encode_rows, to_row
 from oracles.tiered_run import QUICKSTART
 
 ASKED = {"role": "user", "content": "Who?"}
@@ -43,7 +48,7 @@ JUDGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", CHATS)
 def test_pairs_of_conversations(name: str) -> None:
-    row = to_row(CHATS[name], "here", "preference", {})
+    row = to_row(CHATS[name], "here", PREFERENCE, {})
     assert row == Preference(
         Conversation((ASKED, GOOD), "here", trained_from=1),
         Conversation((ASKED, BAD), "here", trained_from=1),
@@ -54,25 +59,25 @@ def test_pairs_of_conversations(name: str) -> None:
 
 @pytest.mark.parametrize("name", JUDGED)
 def test_answers_with_a_label(name: str) -> None:
-    row = to_row(JUDGED[name], "here", "preference", {})
+    row = to_row(JUDGED[name], "here", PREFERENCE, {})
     assert row == Preference(Conversation((ASKED, BAD), "here", trained_from=1), None, False, "here")
 
 
 def test_texts() -> None:
-    plain = to_row({"prompt": "a ", "chosen": "b", "rejected": "c"}, "", "preference", {})
+    plain = to_row({"prompt": "a ", "chosen": "b", "rejected": "c"}, "", PREFERENCE, {})
     assert plain == Preference(PromptCompletion("a ", "b", ""), PromptCompletion("a ", "c", ""), True, "")
     named = to_row(
         {"q": "a", "better": "b", "worse": "c"},
         "",
-        "preference",
+        PREFERENCE,
         {"prompt": "q", "chosen": "better", "rejected": "worse"},
     )
     assert named == Preference(PromptCompletion("a", "b", ""), PromptCompletion("a", "c", ""), True, "")
-    implicit = to_row({"chosen": "the whale is big", "rejected": "the whale sings"}, "", "preference", {})
+    implicit = to_row({"chosen": "the whale is big", "rejected": "the whale sings"}, "", PREFERENCE, {})
     assert implicit == Preference(
         PromptCompletion("the whale", " is big", ""), PromptCompletion("the whale", " sings", ""), True, ""
     )
-    judged = to_row({"prompt": "a", "completion": "b", "label": True}, "", "preference", {})
+    judged = to_row({"prompt": "a", "completion": "b", "label": True}, "", PREFERENCE, {})
     assert judged == Preference(PromptCompletion("a", "b", ""), None, True, "")
 
 
@@ -96,14 +101,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[DataError], str]] = {
 def test_wrong_rows(name: str) -> None:
     row, kind, message = WRONG[name]
     with pytest.raises(kind, match=message) as raised:
-        to_row(row, "rows.jsonl line 1", "preference", {})
+        to_row(row, "rows.jsonl line 1", PREFERENCE, {})
     assert type(raised.value) is kind and "rows.jsonl line 1" in str(raised.value)
 
 
-def encoded(rows: list[dict[str, Any]], preferences: Any = "pairs", max_length: int = 64) -> TokenDataset:
+def encoded(rows: list[dict[str, Any]], kind: RowKind = PAIRS, max_length: int = 64) -> TokenDataset:
     encoder = RowEncoder(load_tokenizer(str(QUICKSTART)), train_on="completion")
-    read = [to_row(row, f"row {number}", "preference", {}) for number, row in enumerate(rows)]
-    return encode_rows(read, encoder, max_length=max_length, preferences=preferences)
+    read = [to_row(row, f"row {number}", PREFERENCE, {}) for number, row in enumerate(rows)]
+    return encode_rows(read, encoder, max_length=max_length, kind=kind)
 
 
 def text_of(dataset: TokenDataset, document: int, *, trained: bool) -> str:
@@ -112,31 +117,31 @@ def text_of(dataset: TokenDataset, document: int, *, trained: bool) -> str:
     return str(load_tokenizer(str(QUICKSTART)).decode(tokens.tolist(), skip_special_tokens=True))
 
 
-PAIRS = [{"prompt": f"{n}:", "chosen": f" good {n}", "rejected": f" bad {n}"} for n in range(5)]
-ANSWERS = [{"prompt": f"{n}:", "completion": f" answer {n}", "label": n > 2} for n in range(4)]
+ROWS_OF_PAIRS = [{"prompt": f"{n}:", "chosen": f" good {n}", "rejected": f" bad {n}"} for n in range(5)]
+ROWS_OF_ANSWERS = [{"prompt": f"{n}:", "completion": f" answer {n}", "label": n > 2} for n in range(4)]
 
 
 def test_a_pair_is_two_documents_of_one_row() -> None:
-    dataset = encoded(PAIRS)
-    assert dataset.is_preferences and dataset.roles.tolist() == [CHOSEN, REJECTED] * 5
+    dataset = encoded(ROWS_OF_PAIRS)
+    assert dataset.kind is PAIRS and dataset.roles.tolist() == [CHOSEN, REJECTED] * 5
     assert dataset.begins_row.tolist() == [True, False] * 5
     assert [text_of(dataset, n, trained=True).strip() for n in (2, 3)] == ["good 1", "bad 1"]
     kept = hold_out(dataset, 2, data_seed=0)
     assert len(kept.epoch_documents(0)) == 3 and set(kept.epoch_documents(0) % 2) == {0}
-    assert dataset.fingerprint() != encoded(PAIRS, "answers").fingerprint()
+    assert dataset.fingerprint() != encoded(ROWS_OF_PAIRS, ANSWERS).fingerprint()
 
 
 def test_an_answer_gets_the_one_before_it_with_its_own_prompt() -> None:
-    dataset = encoded(ANSWERS, "answers")
+    dataset = encoded(ROWS_OF_ANSWERS, ANSWERS)
     assert dataset.roles[::2].tolist() == [REJECTED, REJECTED, REJECTED, CHOSEN]
     assert set(dataset.roles[1::2].tolist()) == {MISMATCHED}
     assert [text_of(dataset, n, trained=False) for n in (0, 1, 3)] == ["0: answer 0", "0: answer 3", "1: answer 0"]
-    from_pairs = encoded(PAIRS[:1], "answers")
+    from_pairs = encoded(ROWS_OF_PAIRS[:1], ANSWERS)
     assert from_pairs.roles.tolist() == [CHOSEN, MISMATCHED, REJECTED, MISMATCHED]
 
 
 def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
-    dataset = encoded(PAIRS)
+    dataset = encoded(ROWS_OF_PAIRS)
     loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
     loader.reference = -np.arange(len(dataset), dtype=np.float32)
     assert loader.num_rows == 5 and loader.steps_per_epoch == 2
@@ -152,9 +157,9 @@ def test_micro_batches_hold_whole_examples_with_their_reference() -> None:
     assert sorted(seen) == [-8.0, -6.0, -4.0, -2.0, 0.0]
 
 
-@pytest.mark.parametrize(("rows", "preferences"), [(PAIRS, "pairs"), (ANSWERS, "answers")])
-def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str, Any]], preferences: str) -> None:
-    dataset = encoded(rows, preferences)
+@pytest.mark.parametrize(("rows", "kind"), [(ROWS_OF_PAIRS, PAIRS), (ROWS_OF_ANSWERS, ANSWERS)])
+def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str, Any]], kind: RowKind) -> None:
+    dataset = encoded(rows, kind)
     loader = BatchLoader(dataset, micro_batch_size=4, num_micro_batches=2, max_length=64, packing=False, data_seed=1)
     batches = [next(loader) for _ in range(loader.steps_per_epoch)]
     for batch in batches:
@@ -165,10 +170,10 @@ def test_an_epoch_of_examples_has_the_tokens_of_both_answers(rows: list[dict[str
 
 def test_rows_that_are_dropped_are_dropped_whole(tmp_path: Path) -> None:
     longer = {"prompt": "x", "chosen": " the same start and then a", "rejected": " the same start and then b"}
-    dataset = encoded([*PAIRS, longer], max_length=7)
+    dataset = encoded([*ROWS_OF_PAIRS, longer], max_length=7)
     assert len(dataset) == 10
     (dropped,) = dataset.report.dropped
     assert "the two answers are the same where data.max_length cuts them" in dropped.reason
     with pytest.raises(DataError, match=r'one answer with a label, and the loss compares two. Write loss_type = "kto"'):
-        encoded(ANSWERS)
+        encoded(ROWS_OF_ANSWERS)
     assert json.loads(json.dumps(dataset.report.to_json()))["num_rows"] == 6

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from megatrain.data.formats import Conversation, Document, PromptCompletion, Row, Tokenized, to_row
+from megatrain.data.formats import Conversation, DataRow, Document, PromptCompletion, Tokenized
 from megatrain.data.rows_report import DataError
+from oracles.rows_in_memory import to_row
 
 HELLO = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"})
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
 
 
-def row(value: dict[str, Any], format: Any = "auto", **columns: str) -> Row:
+def row(value: dict[str, Any], format: Any = "auto", **columns: str) -> DataRow:
     return to_row(value, "x", format, columns)
 
 

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from megatrain.data import stream
 from megatrain.data.chat import RowEncoder
-from megatrain.data.dataset import DataSpec, encode_rows
+from megatrain.data.dataset import DataSpec
 from megatrain.data.formats import Document
 from megatrain.data.loader import LoaderPosition, StepBatch
 from megatrain.data.packing import pack_documents
@@ -27,7 +27,9 @@ from megatrain.data.rows_report import DataError
 from megatrain.data.shards import Shards
 from megatrain.data.stream import StreamDataset, StreamLoader, changed_sources, open_dataset
 from megatrain.data.table import DataConfig, DatasetConfig
+from megatrain.data.text_rows import TEXTS
 from oracles import shards as written
+from oracles.rows_in_memory import encode_rows
 
 SEED = 11
 MAX_LENGTH = 24
@@ -66,7 +68,7 @@ def loader_of(
         train_on="all",
         **keys,
     )
-    data = DataSpec(table, only_text=True, seed=SEED)
+    data = DataSpec(table, TEXTS, seed=SEED)
     dataset = open_dataset(data, tokenizer, ([] if said is None else said).append)
     assert isinstance(dataset, StreamDataset)
     return StreamLoader(
@@ -322,7 +324,7 @@ def test_other_shards_or_weights_are_other_data(tokenizer: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "contents", "said"),
     [
-        ("a.jsonl", b'{"text": "sea"}\n{"text": ', "a.jsonl line 2: this is no JSON"),
+        ("a.jsonl", b'{"text": "sea"}\n{"text": ', "a.jsonl line 2: broken JSON"),
         ("a.jsonl.gz", b"\x1f\x8b\x08\x00torn", "a.jsonl.gz: it cannot be read"),
         ("a.jsonl.zst", b"(\xb5/\xfdtorn", "a.jsonl.zst: it cannot be read"),
         ("a.parquet", b"PAR1torn", "a.parquet: it cannot be read"),

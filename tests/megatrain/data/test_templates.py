@@ -18,6 +18,7 @@ from megatrain.data.chat import Encoded, RowEncoder
 from megatrain.data.encoding import load_tokenizer
 from megatrain.data.formats import Conversation
 from megatrain.data.rows_report import DataError, RowError
+from oracles.rows_in_memory import encode_row
 
 FOLDER = Path(__file__).parents[2] / "data/chat_templates"
 TOKENIZER = Path(__file__).parents[3] / "examples/quickstart/model"
@@ -118,16 +119,18 @@ def test_exactly_the_assistant(make_tokenizer: MakeTokenizer, family: str) -> No
     tokenizer = make_tokenizer(family)
     turns = TURNS if facts(family).get("system") == "no" else (SYSTEM, *TURNS)
     texts = [text for role, text in turns if role == "assistant"]
-    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*turns)), texts)
-    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*TURNS)), texts)
-    check(tokenizer, family, RowEncoder(tokenizer).encode(conversation(*TURNS[:2])), texts[:1])
-    check(tokenizer, family, RowEncoder(tokenizer, train_on="last_assistant").encode(conversation(*turns)), texts[1:])
+    check(tokenizer, family, encode_row(RowEncoder(tokenizer), conversation(*turns)), texts)
+    check(tokenizer, family, encode_row(RowEncoder(tokenizer), conversation(*TURNS)), texts)
+    check(tokenizer, family, encode_row(RowEncoder(tokenizer), conversation(*TURNS[:2])), texts[:1])
+    check(
+        tokenizer, family, encode_row(RowEncoder(tokenizer, train_on="last_assistant"), conversation(*turns)), texts[1:]
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_tokens_are_those_of_the_template(make_tokenizer: MakeTokenizer, family: str) -> None:
     tokenizer = make_tokenizer(family)
-    coded = RowEncoder(tokenizer).encode(conversation(*TURNS))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     text = tokenizer.apply_chat_template([{"role": r, "content": c} for r, c in TURNS], tokenize=False)
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]
     cut = coded.tokens if coded.tokens == whole else coded.tokens[:-1]  # an end that the template leaves out
@@ -141,16 +144,16 @@ def test_two_questions_in_a_row_are_trained_or_refused(make_tokenizer: MakeToken
     row = conversation(("user", "Hi"), *TURNS[:2])
     if facts(family).get("strict"):
         with pytest.raises(RowError, match=r"rows line 1: the chat template refuses this conversation: .*alternate"):
-            RowEncoder(tokenizer).encode(row)
+            encode_row(RowEncoder(tokenizer), row)
     else:
-        check(tokenizer, family, RowEncoder(tokenizer).encode(row), ["Call me Ishmael."])
+        check(tokenizer, family, encode_row(RowEncoder(tokenizer), row), ["Call me Ishmael."])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_empty_answer_is_not_trained(make_tokenizer: MakeTokenizer, family: str) -> None:
     tokenizer = make_tokenizer(family)
     row = conversation(("user", "Hi"), ("assistant", " "), *TURNS[:2])
-    coded = RowEncoder(tokenizer).encode(row)
+    coded = encode_row(RowEncoder(tokenizer), row)
     check(tokenizer, family, coded, ["Call me Ishmael."])
     assert coded.untrained_turns == ("it is empty",)
 
@@ -163,8 +166,9 @@ def test_calls_of_tools_are_trained_and_answers_of_tools_are_not(make_tokenizer:
     tokenizer = make_tokenizer(family)
     call = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     answer = {"role": "tool", "content": "18 C", "tool_call_id": "abcdefghi", "name": "get_weather"}
-    coded = RowEncoder(tokenizer).encode(
-        conversation(("user", "Weather?"), call, answer, ("assistant", "It is fine."), tools=(TOOL,))
+    coded = encode_row(
+        RowEncoder(tokenizer),
+        conversation(("user", "Weather?"), call, answer, ("assistant", "It is fine."), tools=(TOOL,)),
     )
     called, said = trained_runs(tokenizer, coded)
     assert re.search(r"get_weather.*Nantucket", called, re.DOTALL)
@@ -177,7 +181,7 @@ def test_a_removed_thought_leaves_its_turn_untrained(make_tokenizer: MakeTokeniz
     tokenizer = make_tokenizer("qwen3")
     thought = "<think>\nhm\n</think>\n\nBecause"
     row = conversation(("user", "a"), ("assistant", thought), ("user", "c"), ("assistant", thought))
-    coded = RowEncoder(tokenizer).encode(row)
+    coded = encode_row(RowEncoder(tokenizer), row)
     (run,) = trained_runs(tokenizer, coded)
     assert run.strip() == f"{thought}<|im_end|>"
     assert coded.untrained_turns == ("the chat template rewrites it",)
@@ -186,14 +190,14 @@ def test_a_removed_thought_leaves_its_turn_untrained(make_tokenizer: MakeTokeniz
 def test_a_thought_in_its_own_field_is_trained(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("qwen3")
     answer = {"role": "assistant", "content": "Because", "reasoning_content": "hm"}
-    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(conversation(("user", "a"), answer)))
+    (run,) = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), conversation(("user", "a"), answer)))
     assert run.strip() == "<think>\nhm\n</think>\n\nBecause<|im_end|>"
 
 
 def test_a_thought_that_the_prompt_opens_is_trained_from_there(make_tokenizer: MakeTokenizer) -> None:
     tokenizer = make_tokenizer("qwen3_5")
     row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
-    (run,) = trained_runs(tokenizer, RowEncoder(tokenizer).encode(row))
+    (run,) = trained_runs(tokenizer, encode_row(RowEncoder(tokenizer), row))
     assert run.strip() == "hm\n</think>\n\nBecause<|im_end|>"
 
 
@@ -201,12 +205,12 @@ def test_a_template_that_removes_every_thought_refuses_rows_with_one(make_tokeni
     tokenizer = make_tokenizer("deepseek_r1")
     row = conversation(("user", "a"), ("assistant", "<think>\nhm\n</think>\n\nBecause"))
     with pytest.raises(RowError, match="rows line 1: message 2 cannot be told from the rest: the chat template rewr"):
-        RowEncoder(tokenizer).encode(row)
+        encode_row(RowEncoder(tokenizer), row)
 
 
 def test_ends_that_the_tokenizer_spells_out_are_trained(tokenizer: Any) -> None:
     tokenizer.chat_template = (FOLDER / "phi4.jinja").read_text(encoding="utf-8").replace("<|im_end|>", "[[over]]")
-    coded = RowEncoder(tokenizer).encode(conversation(*TURNS))
+    coded = encode_row(RowEncoder(tokenizer), conversation(*TURNS))
     first, last = trained_runs(tokenizer, coded)
     assert first == "Call me Ishmael.[[over]]"
     assert last.endswith("[[over]]<|endoftext|>")
@@ -233,4 +237,4 @@ def test_a_template_without_end_is_refused_by_its_file(
     encoder = RowEncoder(load_tokenizer(str(TOKENIZER), chat_template=str(path)))
     messages = [{"role": role, "content": text} for role, text in TURNS]
     with pytest.raises(DataError, match=r"bomb\.jinja.*the chat template cannot be used: it takes more than"):
-        encoder.encode(Conversation("rows.jsonl, row 1", messages))
+        encode_row(encoder, Conversation("rows.jsonl, row 1", messages))

@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from megatrain.config import load_config
+from megatrain.data.chat_rows import CHATS
 from megatrain.engine.step import StepEngine
 from megatrain.extras.doctor import examine
 from megatrain.extras.doctor.drives import DriveEffort
@@ -136,7 +137,7 @@ def test_batches_look_like_the_data(write: Write) -> None:
     batches = made_up_batches(plan)
     assert len(batches) == 3 and all(batch["input_ids"].shape == (2, 64) for batch in batches)
     assert batches[0]["position_ids"][0].tolist() == list(range(64))
-    chat = made_up_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, only_text=False))))
+    chat = made_up_batches(replace(plan, run=replace(plan.run, data=replace(plan.run.data, kind=CHATS))))
     assert chat[0]["position_ids"][0].tolist() == [*range(32), *range(32)]
     padded = planned(write(), "data.packing=false")
     assert set(made_up_batches(padded)[0]) == {"input_ids", "labels", "attention_mask"}

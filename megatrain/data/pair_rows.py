@@ -1,0 +1,123 @@
+"""Pairs of answers to one prompt, of which one is better: two documents each, the chosen answer first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain.base.batch_keys import DESIRABLE, IGNORED_LABEL, MARGIN, REFERENCE
+from megatrain.data.formats import DataRow, PlainRow
+from megatrain.data.preference_format import PREFERENCE, Preference
+from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind
+from megatrain.data.rows_report import DataError, RowError, some
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from megatrain.data.chat import Encoded
+    from megatrain.data.row_kind import Batch, Example
+
+# Functions import numpy and torch themselves: a config knows its kind of rows, and needs neither.
+
+__all__ = ["CHOSEN", "PAIRS", "REJECTED", "TEXT_PAIRS", "PairRows"]
+
+#: Roles of documents in a cache: the better and the worse answer.
+CHOSEN, REJECTED = 1, 2
+#: Added to the role of a document with a margin behind its tokens.
+_HAS_MARGIN = 4
+
+
+class PairRows(RowKind):
+    """Pairs of answers, whose log-probabilities a loss compares."""
+
+    recorded = "pairs"
+    reader = PREFERENCE
+    num_documents = 2
+
+    def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
+        """Return both answers, each with the prompt; raises DataError if there is only one."""
+        assert isinstance(row, Preference), row
+        if row.rejected is None:
+            raise DataError(
+                row.where,
+                "the row has one answer with a label, and the loss compares two",
+                'Write loss_type = "kto" in [preference]',
+            )
+        return row.answers
+
+    def titles_of(self, row: DataRow) -> Sequence[str]:
+        """Return what the answers are."""
+        return ("chosen", "rejected")
+
+    def fault_of(self, texts: Sequence[Encoded], row: DataRow, max_length: int) -> RowError | None:
+        """Refuse two answers with the same tokens."""
+        first, *others = [text.tokens[:max_length] for text in texts]
+        if first not in others:
+            return None
+        is_cut = any(len(text.tokens) > max_length for text in texts)
+        same = "the two answers are the same" + (" where data.max_length cuts them" if is_cut else " as tokens")
+        return RowError(row.where, same, "Raise data.max_length" if is_cut else "")
+
+    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+        """Return the chosen answer of each pair, then the rejected one."""
+        found = []
+        for _, (chosen, rejected) in examples:
+            found += [CodedDocument(chosen, True, CHOSEN), CodedDocument(rejected, False, REJECTED)]
+        return found, None
+
+    def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
+        """Add the reference of each answer, and whether the first answer of each example is a good one."""
+        import torch
+
+        reference = [0.0 if each is None else each.reference for each in facts]
+        is_good = [each is not None and each.role == CHOSEN for each in facts[: len(facts) // 2]]
+        return batch | {
+            REFERENCE: torch.tensor(reference, dtype=torch.float32),
+            DESIRABLE: torch.tensor(is_good, dtype=torch.bool),
+        }
+
+    def summary(self, roles: npt.NDArray[np.uint8]) -> str:
+        """Return the number of pairs, in words."""
+        return some(len(roles) // 2, "pair")
+
+
+class TextPairRows(PairRows):
+    """Pairs of texts that get one number each, with a margin by which the better one should win.
+
+    The margin is one more number behind the tokens of a document. Files, caches and checksums treat it as a token.
+    """
+
+    recorded = "texts"
+    num_values = 1
+
+    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+        """Return both texts of each pair; no token is trained, and the margin of the chosen text is."""
+        import numpy as np
+
+        found = []
+        for row, (chosen, rejected) in examples:
+            assert isinstance(row, Preference), row
+            margin = int(np.float32(row.margin).view(np.int32))
+            for text, role, value in ((chosen, CHOSEN, (margin, True)), (rejected, REJECTED, (0, False))):
+                untrained = replace(text, trained=[False] * len(text.tokens))
+                found.append(CodedDocument(untrained, role == CHOSEN, role | _HAS_MARGIN, value))
+        return found, None
+
+    def collate(self, batch: Batch, facts: Sequence[DocumentFacts | None]) -> Batch:
+        """Replace the labels by one for each chosen text that exists, and add the margins."""
+        import numpy as np
+        import torch
+
+        half = len(facts) // 2
+        labels = torch.full((len(facts), 2), IGNORED_LABEL, dtype=torch.int64)
+        margins = torch.zeros(half, dtype=torch.float32)
+        for number, each in enumerate(facts[:half]):
+            if each is not None:
+                labels[number, 1] = 0
+                margins[number] = float(np.int32(each.value).view(np.float32))
+        return batch | {"labels": labels, MARGIN: margins}
+
+
+PAIRS, TEXT_PAIRS = PairRows(), TextPairRows()

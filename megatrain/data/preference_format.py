@@ -1,0 +1,230 @@
+"""Rows of preferences as TRL and LLaMA-Factory write them: two answers to a prompt, or one answer with a label."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatrain.data.formats import (
+    Conversation,
+    DataRow,
+    PromptCompletion,
+    RowFields,
+    RowReader,
+    absent_column,
+    as_text,
+    guess,
+    instruction_of,
+)
+from megatrain.data.messages import ImagePlaces, field_names, kind, read_messages
+from megatrain.data.rows_report import DataError, RowError
+
+__all__ = ["PREFERENCE", "Preference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preference(DataRow):
+    """Answers to one prompt that are compared, or one answer that is judged.
+
+    Attributes:
+        answer: the prompt with the chosen answer, or with the only one.
+        rejected: the prompt with the rejected answer; None: there is only one.
+        is_good: whether the answer is a good one.
+        margin: by how much the chosen answer is better, for losses that ask for it.
+    """
+
+    answer: Conversation | PromptCompletion
+    rejected: Conversation | PromptCompletion | None
+    is_good: bool
+    where: str
+    margin: float = 0.0
+    unread: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def answers(self) -> tuple[Conversation | PromptCompletion, ...]:
+        """The answers, the better one first."""
+        return (self.answer,) if self.rejected is None else (self.answer, self.rejected)
+
+    @property
+    def num_characters(self) -> int:
+        """Characters of all answers, each with its prompt."""
+        return sum(answer.num_characters for answer in self.answers)
+
+
+_PREFERENCE_FIELDS = "`prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`"
+_JUDGED = "label", "kto_tag"
+
+_Messages = tuple[dict[str, Any], ...]
+
+
+def _read(fields: RowFields) -> Preference:
+    """Return a row with two answers, or with one and a label."""
+    value, where, names = fields.value, fields.where, fields.names
+    chosen, rejected = names["chosen"], names["rejected"]
+    if "chosen" in fields and "rejected" in fields:
+        prompt, tools = _prompt_of(fields), fields.tools()
+        if value[chosen] == value[rejected]:
+            reason = f"`{chosen}` and `{rejected}` are the same"
+            raise RowError(where, f"{reason}: there is nothing to prefer", reason=reason)
+        answers = [_answer(fields, name) for name in ("chosen", "rejected")]
+        if isinstance(answers[0], str) != isinstance(answers[1], str):
+            raise RowError(where, f"of `{chosen}` and `{rejected}` one is text and the other is a list of messages")
+        first, second = _with_prompt(prompt, answers, where, (chosen, rejected), tools)
+        return Preference(first, second, True, where, _margin(fields))
+    label = next((names[name] for name in _JUDGED if name in fields), None)
+    if label is None:
+        if absent := absent_column(value, fields.columns):
+            raise DataError(where, *absent)
+        missing = next(
+            (name for name in (chosen, rejected) if (chosen in value or rejected in value) and name not in value), ""
+        )
+        said = f"no field `{missing}`" if missing else f"no preferences: they have the fields {_PREFERENCE_FIELDS}"
+        advice = 'If they have other names, write for example columns = { chosen = "better", rejected = "worse" }'
+        raise DataError(where, f"{said}; the row has {field_names(value)}", advice)
+    if not isinstance(value[label], bool):
+        raise DataError(
+            where,
+            f"`{label}` says whether the answer is a good one, and must be true or false; this is {kind(value[label])}",
+            "Write true or false",
+        )
+    prompt, only = _judged(fields)
+    (answer,) = _with_prompt(prompt, [only], where, (names["completion"],), fields.tools())
+    return Preference(answer, None, value[label], where)
+
+
+def _margin(fields: RowFields) -> float:
+    margin = fields.get("margin")
+    if margin is None:
+        return 0.0
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number, this is {kind(margin)}")
+    return float(margin)
+
+
+def _prompt_of(fields: RowFields) -> str | _Messages | None:
+    """Return the prompt of a row: text, or messages, or None where the answers hold it."""
+    if "prompt" in fields:
+        return _answer(fields, "prompt")
+    for name in ("conversations", "messages"):
+        if name in fields:
+            messages, _ = fields.messages(name, ImagePlaces())
+            system = fields.system_before(messages)
+            return ({"role": "system", "content": system}, *messages) if system else messages
+    return instruction_of(fields, ImagePlaces()) if "instruction" in fields else None
+
+
+def _judged(fields: RowFields) -> tuple[str | _Messages | None, str | _Messages]:
+    """Return prompt and answer of a row with a label."""
+    prompt, where = _prompt_of(fields), fields.where
+    for name in ("completion", "output"):
+        if name in fields and prompt is not None:
+            return prompt, _answer(fields, name)
+    if isinstance(prompt, tuple) and prompt[-1]["role"] == "assistant":  # a whole conversation
+        return prompt[:-1], prompt[-1:]
+    said = f"no field `{fields.names['completion']}`; the row has {field_names(fields.value)}"
+    raise DataError(where, said, guess(fields.value, where))
+
+
+def _answer(fields: RowFields, name: str) -> str | _Messages:
+    """Return text as it is, and a message, or several, as messages."""
+    value, theirs = fields[name], fields.names[name]
+    if isinstance(value, Mapping):
+        value = [value]
+    if isinstance(value, list):
+        return read_messages(value, fields.where, theirs, fields.columns, ImagePlaces())[0]
+    return as_text(value, fields.where, theirs)
+
+
+def _with_prompt(
+    prompt: str | _Messages | None,
+    answers: Sequence[str | _Messages],
+    where: str,
+    names: Sequence[str],
+    tools: tuple[Mapping[str, Any], ...] | None,
+) -> list[Conversation | PromptCompletion]:
+    """Return the prompt with each answer. Answers may repeat it at their start; without one, what they share is it."""
+    if isinstance(answers[0], str):
+        texts = [answer for answer in answers if isinstance(answer, str)]
+        if isinstance(prompt, tuple):
+            chats = [({"role": "assistant", "content": text},) for text in texts]
+            return [_chat(prompt, answer, where, tools) for answer in chats]
+        if prompt is None:
+            prompt = _shared_text(texts)
+            texts = [text[len(prompt) :] for text in texts]
+        for text, name in zip(texts, names, strict=True):
+            if not text.strip():
+                raise RowError(where, f"`{name}` has no answer beside the prompt", reason=f"`{name}` has no answer")
+        return [PromptCompletion(prompt, text, where) for text in texts]
+    lists = [answer for answer in answers if not isinstance(answer, str)]
+    repeats = len(lists[0]) > 1 and lists[0][0]["role"] != "assistant"
+    if isinstance(prompt, str):
+        # Some data sets have the text of the question beside answers that are whole conversations.
+        asked = [next((m["content"] for m in messages if m["role"] == "user"), None) for messages in lists]
+        if not repeats:
+            prompt = ({"role": "user", "content": prompt},)
+        elif all(isinstance(text, str) and text.strip() == prompt.strip() for text in asked):
+            prompt = None
+        else:
+            raise _no_prefix(where, names)
+    if prompt is None:
+        prompt = _shared_messages(lists)
+        if not prompt:
+            raise RowError(
+                where,
+                f"{' and '.join(f'`{name}`' for name in names)} begin with different messages, so there is no prompt",
+                reason="there is no prompt that the answers share",
+            )
+        repeats = True
+    if repeats:
+        if any(messages[: len(prompt)] != prompt for messages in lists):
+            raise _no_prefix(where, names)
+        lists = [messages[len(prompt) :] for messages in lists]
+    for messages, name in zip(lists, names, strict=True):
+        if not any(message["role"] == "assistant" for message in messages):
+            raise RowError(
+                where, f"`{name}` has no turn of the assistant beside the prompt", reason=f"`{name}` has no answer"
+            )
+    return [_chat(prompt, messages, where, tools) for messages in lists]
+
+
+def _chat(
+    prompt: _Messages, answer: Sequence[Mapping[str, Any]], where: str, tools: tuple[Mapping[str, Any], ...] | None
+) -> Conversation:
+    return Conversation((*prompt, *answer), where, trained_from=len(prompt), tools=tools)
+
+
+def _no_prefix(where: str, names: Sequence[str]) -> RowError:
+    return RowError(
+        where,
+        f"`prompt` is not what {' and '.join(f'`{name}`' for name in names)} begin with",
+        "Leave the prompt out of the answers, or leave `prompt` out of the row",
+        reason="`prompt` is not what the answers begin with",
+    )
+
+
+def _shared_text(texts: Sequence[str]) -> str:
+    """Return what texts begin with in common; white space at its end belongs to the answers."""
+    length = next((n for n, chars in enumerate(zip(*texts, strict=False)) if len(set(chars)) > 1), min(map(len, texts)))
+    shared = texts[0][:length]
+    return shared.removesuffix(" ")
+
+
+def _shared_messages(lists: Sequence[_Messages]) -> _Messages:
+    """Return the messages that conversations begin with in common, up to the last one that is no answer."""
+    length = next(
+        (n for n, pair in enumerate(zip(*lists, strict=False)) if any(m != pair[0] for m in pair)), min(map(len, lists))
+    )
+    while length and lists[0][length - 1]["role"] == "assistant":
+        length -= 1
+    return lists[0][:length]
+
+
+PREFERENCE = RowReader(
+    "preference",
+    "rows of preferences: answers to one prompt that are compared, or one that is judged",
+    _read,
+    any_of=("chosen", "rejected", *_JUDGED),
+    fields=None,
+)

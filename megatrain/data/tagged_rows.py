@@ -1,0 +1,81 @@
+"""Answers that are each judged good or bad: two documents each, the answer and its prompt with another answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatrain.data.formats import DataRow, PlainRow
+from megatrain.data.pair_rows import CHOSEN, REJECTED, PairRows
+from megatrain.data.preference_format import Preference
+from megatrain.data.row_kind import CodedDocument
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from megatrain.data.chat import Encoded
+    from megatrain.data.row_kind import Example
+
+__all__ = ["ANSWERS", "MISMATCHED"]
+
+#: Role of a document in a cache: a prompt with the answer of another example. A good answer is CHOSEN, else REJECTED.
+MISMATCHED = 3
+#: The tokens of an answer, and which of them are trained.
+_Answer = tuple[list[int], list[bool]]
+
+
+class AnswerRows(PairRows):
+    """Single answers with a label; a pair is a good and a bad answer."""
+
+    recorded = "answers"
+
+    def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
+        """Return the answers, each with the prompt."""
+        assert isinstance(row, Preference), row
+        return row.answers
+
+    def titles_of(self, row: DataRow) -> Sequence[str]:
+        """Return which answers are good ones."""
+        return ["a good answer" if is_good else "a bad answer" for is_good in _judgements(row)]
+
+    def documents_of(self, examples: Sequence[Example], max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+        """Return answers, each followed by its prompt with the answer before it.
+
+        The first one of these rows gets the last one's, as TRL turns the answers of a batch; if it is alone, that of
+        the rows before, which ``last`` is.
+        """
+        judged = [pair for row, texts in examples for pair in zip(texts, _judgements(row), strict=True)]
+        if not judged:
+            return [], last
+        found = []
+        parts = [_split(text) for text, _ in judged]
+        before = parts[-1][1] if len(parts) > 1 or last is None else last
+        for (text, is_good), (prompt, answer) in zip(judged, parts, strict=True):
+            found.append(CodedDocument(text, role=CHOSEN if is_good else REJECTED))
+            tokens = [*prompt, *before[0]][:max_length]
+            trained = [*([False] * len(prompt)), *before[1]][:max_length]
+            found.append(CodedDocument(replace(text, tokens=tokens, trained=trained), False, MISMATCHED))
+            before = answer
+        return found, parts[-1][1]
+
+    def summary(self, roles: npt.NDArray[np.uint8]) -> str:
+        """Return the number of good and of bad answers, in words."""
+        good = int((roles[::2] == CHOSEN).sum())
+        return f"{good:,} good and {len(roles) // 2 - good:,} bad answers"
+
+
+def _judgements(row: DataRow) -> tuple[bool, ...]:
+    """Return for each answer of a row whether it is a good one."""
+    assert isinstance(row, Preference), row
+    return (row.is_good,) if row.rejected is None else (row.is_good, False)
+
+
+def _split(text: Encoded) -> tuple[list[int], _Answer]:
+    """Return the tokens of the prompt; and those of the answer with their mask."""
+    first = text.trained.index(True)
+    return text.tokens[:first], (text.tokens[first:], text.trained[first:])
+
+
+ANSWERS = AnswerRows()

@@ -1,0 +1,103 @@
+"""Plain texts, and tokens: each row is cut into documents of at most ``max_length`` tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megatrain.data.formats import Conversation, DataRow, PlainRow, PromptCompletion
+from megatrain.data.row_kind import RowKind
+from megatrain.data.rows_report import DataError
+
+if TYPE_CHECKING:
+    from megatrain.data.chat import Encoded
+
+__all__ = ["TEXTS", "CutDocument", "TextCutter"]
+
+
+class TextRows(RowKind):
+    """Rows that are text alone."""
+
+    only_text = True
+
+    def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
+        """Return the text of a row; raises DataError if it is none."""
+        if isinstance(row, Conversation | PromptCompletion):
+            raise DataError(row.where, 'task = "pretrain" trains plain text, this row is not', 'Write task = "sft"')
+        return super().texts_of(row)
+
+
+TEXTS = TextRows()
+
+
+@dataclass(frozen=True, slots=True)
+class CutDocument:
+    """A document that was cut out of a text.
+
+    Attributes:
+        trained: which tokens have a loss.
+        num_repeated: tokens at its start that are not of the text there, but repeated from its beginning.
+    """
+
+    tokens: list[int]
+    trained: list[bool]
+    num_repeated: int
+
+
+class TextCutter:
+    """Cuts texts into pieces of at most ``max_length`` tokens; what is left over waits for the next part of a text.
+
+    Where a text begins with the tokens that the tokenizer puts before texts (``<bos>``), each of its pieces does:
+    models of that kind rest their attention on it. The first token of the text itself in a later piece is not trained:
+    what is before it in the text is not there to predict it.
+
+    Args:
+        max_length: tokens of a piece, the ones before it included.
+        start_tokens: Tokens that the tokenizer puts in front of a text; () for none.
+        joins: texts follow each other in a piece, and only :meth:`finish` cuts a short one. The first token of a text
+            is trained where another text is before it.
+    """
+
+    def __init__(self, max_length: int, start_tokens: Sequence[int] = (), *, joins: bool = False) -> None:
+        self._max_length, self._joins = max_length, joins
+        self._start_tokens = list(start_tokens) if len(start_tokens) < max_length - 1 else []
+        self._tokens: list[int] = []
+        self._trained: list[bool] = []
+        self._repeated: list[int] = []  # before each further piece of this text
+        self._is_first = True
+
+    def cut(self, coded: Encoded) -> Iterator[CutDocument]:
+        """Yield the pieces that are whole with this part of a text, and at its end the last one."""
+        trained = coded.trained
+        if coded.is_start:
+            self._repeated = self._start_tokens if self._begins(coded.tokens) else []
+            self._is_first = self._is_first or not self._joins
+            if self._joins and self._tokens:
+                trained = [True] * len(trained[:1]) + trained[1:]
+        self._tokens += coded.tokens
+        self._trained += trained
+        yield from self._pieces(is_end=coded.is_end and not self._joins)
+
+    def finish(self) -> Iterator[CutDocument]:
+        """Yield what is left of joined texts; the next one begins anew."""
+        yield from self._pieces(is_end=True)
+        self._is_first = True
+
+    def _begins(self, tokens: Sequence[int]) -> bool:
+        return list(tokens[: len(self._start_tokens)]) == self._start_tokens
+
+    def _pieces(self, *, is_end: bool) -> Iterator[CutDocument]:
+        at = 0
+        while True:
+            ahead = self._tokens[at : at + len(self._start_tokens)]
+            before = [] if self._is_first or self._begins(ahead) else self._repeated
+            end = at + self._max_length - len(before)
+            if end > len(self._tokens) and not (is_end and at < len(self._tokens)):
+                break
+            trained = self._trained[at:end]
+            trained[0] = False  # nothing in this piece predicts it
+            yield CutDocument([*before, *self._tokens[at:end]], [*([False] * len(before)), *trained], len(before))
+            self._is_first = False
+            at = min(end, len(self._tokens))
+        del self._tokens[:at], self._trained[:at]

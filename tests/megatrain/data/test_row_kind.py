@@ -1,0 +1,136 @@
+"""A new kind of rows is one object: encoding, previews, keys of caches, batches and counts ask it alone."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_args
+
+import pytest
+import torch
+
+from megatrain.config.load import load_config
+from megatrain.data.dataset import load_dataset
+from megatrain.data.encoding import load_tokenizer
+from megatrain.data.formats import READERS, DataRow, PlainRow, PromptCompletion, RowFields, RowReader
+from megatrain.data.loader import BatchLoader
+from megatrain.data.preference_format import PREFERENCE
+from megatrain.data.preview import dataset_stats, preview_rows
+from megatrain.data.row_kind import CodedDocument, DocumentFacts, RowKind, row_kind
+from megatrain.data.table import RowFormat
+from megatrain.tasks import table
+from megatrain.tasks.table import TASK_FACTS, TaskFacts
+from megatrain.training.resolve_rows import resolve_data
+from oracles.tiered_run import QUICKSTART
+
+CONFIG = """
+config_version = 1
+task = "{task}"
+output_dir = "out"
+[model]
+model_name_or_path = "{model}"
+[data]
+max_length = 32
+cache_dir = "cache"
+[[data.train]]
+path = "rows.jsonl"
+"""
+ROWS = [{"prompt": f"{n}: ", "answers": ["best", "second", "third"], "better": f"good {n}"} for n in range(5)]
+
+
+def test_formats_of_a_config_are_those_that_are_read() -> None:
+    assert set(get_args(RowFormat)) == {"auto", *READERS, PREFERENCE.name}
+    assert all(name == reader.name for name, reader in READERS.items())
+
+
+def test_each_task_has_a_kind_of_rows(tmp_path: Path) -> None:
+    found = {}
+    for task, facts in TASK_FACTS.items():
+        Path(tmp_path, "run.toml").write_text(CONFIG.format(task=task, model=QUICKSTART))
+        kind = row_kind(facts.rows(None)) if task == "distill" else load_config(tmp_path / "run.toml").config.row_kind
+        assert facts.is_packed == (kind.num_documents == 1)
+        found[task] = kind.recorded, kind.only_text
+    assert found == {
+        "sft": ("", False),
+        "pretrain": ("", True),
+        "distill": ("", False),
+        "dpo": ("pairs", False),
+        "reward": ("texts", False),
+    }
+
+
+@dataclass(frozen=True)
+class RankedRow(DataRow):
+    """A prompt with three answers, the best one first."""
+
+    answers: Sequence[PromptCompletion]
+    where: str
+    unread: tuple[str, ...] = ()
+
+    @property
+    def num_characters(self) -> int:
+        return sum(answer.num_characters for answer in self.answers)
+
+
+def _read(fields: RowFields) -> RankedRow:
+    answers = [PromptCompletion(fields.text("prompt"), text, fields.where) for text in fields["answers"]]
+    return RankedRow(answers, fields.where)
+
+
+class RankedRows(RowKind):
+    """Three documents for each row, which share a micro-batch."""
+
+    recorded = "ranked"
+    reader = RowReader("ranked", "rows of ranked answers", _read, ("prompt", "answers"))
+    num_documents = 3
+
+    def texts_of(self, row: DataRow) -> Sequence[PlainRow]:
+        assert isinstance(row, RankedRow)
+        return row.answers
+
+    def titles_of(self, row: DataRow) -> Sequence[str]:
+        return ["first", "second", "third"]
+
+    def documents_of(self, examples: Any, max_length: int, last: Any) -> tuple[list[CodedDocument], Any]:
+        found = []
+        for _, texts in examples:
+            for rank, text in enumerate(texts):
+                found.append(CodedDocument(text, begins_row=rank == 0, role=rank + 1))
+        return found, None
+
+    def collate(self, batch: Any, facts: Sequence[DocumentFacts | None]) -> Any:
+        return batch | {"rank": torch.tensor([0 if each is None else each.role for each in facts])}
+
+
+def test_a_task_with_new_rows_is_a_kind_and_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = ModuleType("megatrain.data.ranked_rows")
+    module.RANKED = RankedRows()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    facts = TaskFacts("ranks", "ranks.jsonl", 1e-5, 1e-4, rows=lambda table: "ranked_rows.RANKED", is_packed=False)
+    monkeypatch.setattr(table, "TASK_FACTS", {**TASK_FACTS, "sft": facts})
+    for name in ("megatrain.config.schema", "megatrain.config.problems"):
+        monkeypatch.setattr(sys.modules[name], "TASK_FACTS", table.TASK_FACTS)
+
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Path("run.toml").write_text(CONFIG.format(task="sft", model=QUICKSTART))
+    config = load_config("run.toml").config
+    assert config.row_kind is module.RANKED and config.rows_per_example == 3 and not config.data.packing
+    data, tokenizer = resolve_data(config), load_tokenizer(str(QUICKSTART))
+    dataset = load_dataset(data, tokenizer)
+    assert len(dataset) == 15 and dataset.roles.tolist() == [1, 2, 3] * 5
+    assert dataset.kind.summary(dataset.roles) == "5 rows"
+    assert [dropped.reason for dropped in dataset.report.unread] == ["better"]
+    assert [row.kind for row in preview_rows(data, tokenizer, n=1)] == ["first", "second", "third"]
+    assert dataset_stats(data, tokenizer, 6, 3).num_documents == 15
+
+    loader = BatchLoader(dataset, micro_batch_size=6, num_micro_batches=1, max_length=32, packing=False, data_seed=1)
+    assert loader.num_rows == 5 and loader.steps_per_epoch == 3
+    for _ in range(2):
+        assert next(loader).micro_batches[0]["rank"].tolist() == [1, 1, 2, 2, 3, 3]
+    assert next(loader).micro_batches[0]["rank"].tolist() == [1, 0, 2, 0, 3, 0]
+    assert len([folder for folder in Path("cache").iterdir() if folder.is_dir() and folder.name != "checksums"]) == 1

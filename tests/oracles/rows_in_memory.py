@@ -1,0 +1,68 @@
+"""Rows of a source, and documents made of rows, as a test asks for them: in RAM, without a config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatrain.data.chat import Encoded, RowEncoder
+from megatrain.data.chat_rows import CHATS
+from megatrain.data.dataset import InMemory, TokenDataset
+from megatrain.data.encoding import Encoder, EncodingOptions, Overlong
+from megatrain.data.formats import DataRow, PlainRow, RowReader, read_row
+from megatrain.data.row_kind import RowKind
+from megatrain.data.rows_report import RowError
+from megatrain.data.sources import rows_of, source_files
+from megatrain.data.table import DatasetConfig, RowFormat
+
+
+def read_rows(
+    path: str,
+    *,
+    name: str | None = None,
+    split: str | None = None,
+    on_bad_row: Callable[[RowError], None] | None = None,
+    kind: RowKind = CHATS,
+    **keys: Any,
+) -> Iterator[DataRow]:
+    """Yield the rows of a source with these keys of its table; errors of rows go to ``on_bad_row``, or are raised."""
+    for row in rows_of(DatasetConfig(path=path, **keys), source_files(path, name, split), kind):
+        if not isinstance(row, RowError):
+            yield row
+        elif on_bad_row is not None:
+            on_bad_row(row)
+        else:
+            raise row
+
+
+def encode_rows(
+    rows: Iterable[DataRow],
+    encoder: RowEncoder,
+    *,
+    max_length: int,
+    overlong: Overlong = "truncate",
+    joins_texts: bool = False,
+    kind: RowKind = CHATS,
+) -> TokenDataset:
+    """Tokenize rows; of a kind, and with the options that a config has."""
+    made = InMemory()
+    each = Encoder(encoder, made.writer, EncodingOptions(max_length, overlong, kind=kind, joins_texts=joins_texts))
+    each.add_rows(rows)
+    each.end_source()
+    return made.dataset(each.finish(), kind=kind)
+
+
+def encode_row(encoder: RowEncoder, row: PlainRow) -> Encoded:
+    """Return the tokens of a row; raises its RowError."""
+    (found,) = encoder.encode_many([row])
+    if isinstance(found, RowError):
+        raise found
+    return found
+
+
+def to_row(
+    value: object, where: str, format: RowFormat | RowReader, columns: Mapping[str, str], folder: Path = Path()
+) -> DataRow:
+    """Return what a row of a file holds."""
+    return read_row(value, where, format, columns, folder)[1]
