@@ -27,12 +27,16 @@ os.environ.setdefault("PAIRS_SEED", datetime.datetime.now(datetime.UTC).date().i
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
 from megatrain.machine.machine import file_system_of
+
+if TYPE_CHECKING:
+    from processes.saved_run import SavedRun
 
 # A run refuses tmpfs as a drive, and on many systems the usual folder for temporary files is one.
 if file_system_of(Path(tempfile.gettempdir())).nature == "memory" and os.access("/var/tmp", os.W_OK):
@@ -144,6 +148,23 @@ def _traces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
     with traces_kept():
         yield
+
+
+@pytest.fixture(scope="session")
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """A folder with a model of 0.1 M parameters and some text; tests copy it, or only read it."""
+    from processes.saved_run import make_run
+
+    return make_run(tmp_path_factory.mktemp("untrained") / "w")
+
+
+@pytest.fixture(scope="session")
+def unbroken(untrained: SavedRun, tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
+    """The same after a run of 6 steps in RAM, saved at 2, 4 and 6, that nothing happened to; tests copy it."""
+    run = untrained.copy(tmp_path_factory.mktemp("unbroken") / "w")
+    result = run.run(steps=6)
+    assert result.exit_code == 0, result.output
+    return run
 
 
 @pytest.hookimpl(tryfirst=True)  # before fixtures of the next file are made

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
-PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+from processes import saved_run
 
 
 @pytest.fixture
 def cli_package() -> str:
-    return PACKAGE
+    return saved_run.PACKAGE
 
 
 @pytest.fixture
 def cli_module() -> Callable[[str], ModuleType]:
-    return lambda name: importlib.import_module(f"{PACKAGE}.{name}")
+    return saved_run.cli_module

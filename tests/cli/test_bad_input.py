@@ -21,16 +21,10 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
 from processes import warm
+from processes.saved_run import make_model
 
 CliModule = Callable[[str], ModuleType]
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-SMALLER = {
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
 CONFIG = """task = "pretrain"
 output_dir = "out"
 device = "cpu"
@@ -114,14 +108,8 @@ class Work:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what a run needs; its model was made by a run."""
     folder = tmp_path_factory.mktemp("good")
-    shutil.copytree(QUICKSTART / "model", folder / "model")
+    make_model(folder / "model")
     (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:1500])
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    work = Work(folder, None)
-    work.model_config(**SMALLER)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model)).save_pretrained(work.model)
     return folder
 
 

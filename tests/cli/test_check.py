@@ -13,18 +13,13 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 
-from processes.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun
 from tiered import MiB
 
 
-@pytest.fixture(scope="module")
-def clean(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    return make_run(tmp_path_factory.mktemp("clean") / "w")
-
-
 @pytest.fixture
-def run(clean: SavedRun, tmp_path: Path) -> SavedRun:
-    return clean.copy(tmp_path / "w")
+def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
+    return untrained.copy(tmp_path / "w")
 
 
 def check(run: SavedRun, *words: object, **config: Any) -> Result:
@@ -229,13 +224,13 @@ def test_checkpoints(run: SavedRun) -> None:
     assert refused.exit_code == 2
 
 
-def test_a_config_that_is_none(tmp_path: Path, clean: SavedRun) -> None:
-    missing = clean.call("check", tmp_path / "nowhere.toml")
+def test_a_config_that_is_none(tmp_path: Path, untrained: SavedRun) -> None:
+    missing = untrained.call("check", tmp_path / "nowhere.toml")
     assert missing.exit_code == 2 and "there is no such file" in missing.stdout
     (tmp_path / "x.toml").write_text("x = = 1")
-    broken = clean.call("check", tmp_path / "x.toml")
+    broken = untrained.call("check", tmp_path / "x.toml")
     assert broken.exit_code == 2 and "line 1: this is not TOML" in broken.stdout
-    assert clean.call("check").exit_code == 2
+    assert untrained.call("check").exit_code == 2
 
 
 def test_rows_to_evaluate_on(run: SavedRun) -> None:

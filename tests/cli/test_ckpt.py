@@ -11,24 +11,16 @@ import pytest
 from click.testing import CliRunner
 
 from megatrain.run.folder import RunFolder
-from processes.saved_run import SavedRun, command_group, make_run
+from processes.saved_run import SavedRun, command_group
 from tiered.durable.manifest import list_generations
 
 CliModule = Callable[[str], ModuleType]
 SOUND = "".join(f"step {2 * number} (generation {number}): sound\n" for number in (1, 2, 3))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    run = make_run(tmp_path_factory.mktemp("trained") / "w")
-    result = run.run(steps=6)
-    assert result.exit_code == 0, result.output
-    return run
-
-
 @pytest.fixture
-def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
-    return trained.copy(tmp_path / "w")
+def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
+    return unbroken.copy(tmp_path / "w")
 
 
 def generations(run: SavedRun) -> list[int]:

@@ -15,21 +15,16 @@ import pytest
 from megatrain.base.owner import living_owner
 from megatrain.run.folder import RunFolder, committed_step
 from megatrain.run.status import RunStatus, read_status, write_status
-from processes.saved_run import SavedRun, end, make_run
+from processes.saved_run import SavedRun, end
 
 MANY = 100_000
 NO_STRATEGY = 'save_strategy = "no"'
 Start = Callable[..., subprocess.Popen[str]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    return make_run(tmp_path_factory.mktemp("run") / "w")
-
-
 @pytest.fixture
-def run(folder: SavedRun, tmp_path: Path) -> SavedRun:
-    return folder.copy(tmp_path / "w")
+def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
+    return untrained.copy(tmp_path / "w")
 
 
 @pytest.fixture

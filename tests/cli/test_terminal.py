@@ -24,7 +24,7 @@ from megatrain.base.owner import living_owner
 from megatrain.run.folder import committed_step
 from megatrain.run.status import read_status
 from processes import warm
-from processes.saved_run import ROOT, SavedRun, command_words, end, make_run
+from processes.saved_run import ROOT, SavedRun, command_words, end
 
 DEADLINE_S = 240.0
 MANY = 100_000
@@ -212,14 +212,9 @@ def test_output_goes_on_in_the_log(kind: str, cli_package: str, tmp_path: Path) 
     assert lines[1:] == ["lost words", "early", "late", "of a child", "the end"]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    return make_run(tmp_path_factory.mktemp("run") / "w")
-
-
 @pytest.fixture
-def run(folder: SavedRun, tmp_path: Path) -> SavedRun:
-    return folder.copy(tmp_path / "w")
+def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
+    return untrained.copy(tmp_path / "w")
 
 
 def words_of(run: SavedRun, *options: str, **config: object) -> list[str]:

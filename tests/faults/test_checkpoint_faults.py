@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import json
 import os
 import re
@@ -17,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from megatrain.run.folder import RunFolder
 from processes.kill_checks import problems_of
+from processes.saved_run import command_group, make_model, make_run
 from tiered import MiB
 from tiered.durable.manifest import generation_folder, list_generations, read_manifest
 from tiered.file_io import checksum
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 NUM_STEPS = 4
 CONFIG = f"""task = "pretrain"
 output_dir = "out"
@@ -87,27 +84,11 @@ class Work:
         return {str(path): path.read_bytes() for path in sorted(self.checkpoints.rglob("*")) if path.is_file()}
 
 
-def command_group() -> Any:
-    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-    return importlib.import_module(f"{package}.main").command_group
-
-
-def write_model(folder: Path, **changes: int) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    shutil.copytree(QUICKSTART / "model", folder)
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER, "num_key_value_heads": 1, **changes}))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model and data, and what a run gives that nothing happens to."""
     folder = tmp_path_factory.mktemp("good")
-    write_model(folder / "model")
-    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
+    make_run(folder)
     result = Work(folder).run(output_dir=str(folder / "without_faults"))
     assert result.exit_code == 0, result.output
     return folder
@@ -374,7 +355,7 @@ def test_two_runs_on_one_output_dir(saved: Work) -> None:
 def test_the_checkpoint_of_another_model_is_refused(saved: Work) -> None:
     before = saved.files()
     shutil.rmtree(saved.folder / "model")
-    write_model(saved.folder / "model", hidden_size=32)
+    make_model(saved.folder / "model", hidden_size=32)
     check_failure(saved.run(), str(saved.checkpoints), "the model's config.json", exit_code=2)
     assert saved.files() == before
     result = saved.run("--allow-config-change")  # there is no way to continue it

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
-import importlib.util
 import json
 import shutil
 import sys
@@ -14,16 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import CliRunner, Result
 
 from processes import warm
+from processes.saved_run import command_group, make_run
 from tiered import MiB, NvmeTier
 from tiered.links.files import FileEngine
 from tiered.testing.faults import Fault, FaultyMover
 
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
-SMALLER = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2}
 CONFIG = """task = "pretrain"
 output_dir = "out"
 device = "cpu"
@@ -63,13 +59,12 @@ class Work:
     """A folder with a model and data, and the command."""
 
     folder: Path
-    group: object
 
     def run(self, drive: Path | str = "scratch", *, out: str = "out", more: str = "", **values: str) -> Result:
         values = {"ram": "3MiB", "verify": "resume", "on_full": "pause", **values}
         text = CONFIG.replace('"out"', f'"{out}"').format(drive=drive, more=more, **values)
         (self.folder / "run.toml").write_text(text)
-        return CliRunner().invoke(self.group, ["run", str(self.folder / "run.toml")])  # type: ignore[arg-type]
+        return CliRunner().invoke(command_group(), ["run", str(self.folder / "run.toml")])
 
     def weights(self, out: str = "out") -> bytes:
         return (self.folder / out / "final/model.safetensors").read_bytes()
@@ -81,31 +76,19 @@ class Work:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model that needs more RAM than the runs here get, and what it gives on a drive without faults."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = tmp_path_factory.mktemp("good")
-    shutil.copytree(QUICKSTART / "model", folder / "model")
-    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
-    path = folder / "model/config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER, "num_key_value_heads": 1}))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
-    result = Work(folder, command_group()).run(out="without_faults", ram="64MiB")
+    make_run(folder)
+    result = Work(folder).run(out="without_faults", ram="64MiB")
     assert result.exit_code == 0, result.output
     shutil.rmtree(folder / "scratch")
     return folder
-
-
-def command_group() -> object:
-    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-    return importlib.import_module(f"{package}.main").command_group
 
 
 @pytest.fixture
 def work(good: Path, tmp_path: Path) -> Work:
     folder = tmp_path / "w"
     shutil.copytree(good, folder)
-    return Work(folder, command_group())
+    return Work(folder)
 
 
 @pytest.fixture
@@ -254,7 +237,7 @@ def train_step(self):
         os.kill(os.getpid(), 9)
     real(self)
 Trainer.train_step = train_step
-Work(Path({str(work.folder)!r}), command_group()).run()
+Work(Path({str(work.folder)!r})).run()
 """
     process = warm.run([sys.executable, "-c", script], cwd=Path(__file__).parents[2], timeout=200)
     assert process.returncode == -9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +20,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*deterministic.*")
 
 SEED, NUM_STEPS = 11, 3
 BATCHES = {"padded": padded_batches, "packed": packed_batches}
-
-ALL_RAM = 'weights = ["ram"]\ngradients = ["ram"]\noptimizer = ["ram"]\nactivations = ["ram"]'
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
-ON_THE_GPU = 'weights = ["gpu"]\ngradients = ["gpu"]\nactivations = ["gpu"]'
-#: Text of tables by name: a new one is a line here.
-PLACEMENTS: dict[str, dict[str, str]] = {
-    "all on NVMe": {"placement": ALL_NVME},
-    "state on NVMe": {"placement": 'optimizer = ["nvme"]'},
-    "activations and gradients on NVMe": {"placement": 'gradients = ["nvme"]\nactivations = ["nvme"]'},
-    "nothing fetched ahead": {"advanced": "prefetch = 0"},
-    "micro-batch-major": {"advanced": 'micro_batch_order = "micro_batch"'},
-    "weights, gradients and activations on the GPU": {"placement": ON_THE_GPU},
-}
 
 
 @pytest.mark.parametrize("batches", BATCHES)
@@ -72,38 +58,6 @@ def run(folder: Path, model: Path, dtype: str, **tables: str) -> TieredRun:
     text = gpu_config_text(folder, model, precision=f'compute_dtype = "{dtype}"', **tables)
     with deterministic():
         return run_config(text, folder, num_steps=NUM_STEPS)
-
-
-@pytest.fixture(scope="module")
-def baselines() -> dict[Any, TieredRun]:
-    """Return runs with everything at home in RAM, filled as they are asked for."""
-    return {}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_bits_and_traffic_do_not_depend_on_placement(
-    placement: str,
-    dtype: str,
-    virtual: VirtualCuda | None,
-    tiny_model: Path,
-    tmp_path: Path,
-    baselines: dict[Any, TieredRun],
-) -> None:
-    key = virtual is None, dtype
-    if key not in baselines:
-        baselines[key] = run(tmp_path / "ram", tiny_model, dtype, placement=ALL_RAM)
-    expected, result = baselines[key], run(tmp_path / "other", tiny_model, dtype, **PLACEMENTS[placement])
-    assert result.plan.tiers == ("gpu", "ram", "nvme")
-    assert result.losses == expected.losses
-    assert result.grad_norms == expected.grad_norms
-    assert result.digests == expected.digests and result.digests
-    assert result.moved is not None
-    moved = {link: stats.num_bytes for link, stats in result.moved.links.items()}
-    assert moved == result.plan.placement.run_traffic_bytes(NUM_STEPS)
-    for tier, stats in result.moved.tiers.items():
-        assert stats.home_bytes == sum(result.plan.placement.home_bytes[tier].values()), tier
-        assert stats.home_bytes <= stats.high_water_bytes <= stats.capacity_bytes == result.plan.budgets[tier]
 
 
 @pytest.mark.usefixtures("virtual")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,18 +26,14 @@ from megatrain.tasks.prompts import GenerationSettings
 from megatrain.training.export import export_checkpoint
 from megatrain.training.trainer import Trainer
 from oracles.peft_model import opened
-from oracles.tiered_run import config_text, run_config, write_tiny_model
+from oracles.tiered_run import ALL_NVME, config_text, run_config, write_tiny_model
+from oracles.whole_run import train_whole
 from tiered import TransferError
 from tiered.durable.manifest import read_manifest
 
 LORA = '[lora]\nr = 4\nlora_alpha = 8\ntarget_modules = ["q_proj", "v_proj", "down_proj"]\n'
 DORA = LORA + "use_dora = true\nuse_rslora = true\nlora_dropout = 0.2\n"
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "RAM": {"nvme": 0},
-    "NVMe": {"placement": ALL_NVME, "ram": "5MiB", "nvme": 1},
-    "emulated GPU": {"gpu": "12MiB", "ram": "7MiB", "nvme": 0},
-}
+ON_NVME: dict[str, Any] = {"placement": ALL_NVME, "ram": "5MiB", "nvme": 1}
 
 
 @pytest.fixture(scope="module")
@@ -51,43 +45,11 @@ def lora_text(folder: Path, model: Path, lora: str = LORA, **options: Any) -> st
     return config_text(folder, model, **{"nvme": 0, **options}).replace("[training]", f"{lora}[training]", 1)
 
 
-class Stopper(RunObserver):
-    """Stops a run after a step, as somebody outside would."""
-
-    def __init__(self, stop_after: int | None) -> None:
-        self._stop_after = stop_after
-        self.messages: list[str] = []
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        if metrics.step == self._stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_message(self, text: str) -> None:
-        self.messages.append(text)
-
-
 def train(folder: Path, text: str, *, num_steps: int = 4, stop_after: int | None = None) -> RunSummary:
-    folder.mkdir(parents=True, exist_ok=True)
     text = text.replace("[training]\n", f"[training]\nmax_steps = {num_steps}\n")
     if "[checkpoint]" not in text:
         text += '[checkpoint]\nmin_free_disk = "0MiB"\n'
-    path = folder / "run.toml"
-    path.write_text(text)
-    return Trainer(load_config(path).config, observer=Stopper(stop_after)).train()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_in_every_placement(model: Path, tmp_path: Path, dtype: str) -> None:
-    precision = f'compute_dtype = "{dtype}"'
-    runs = {
-        name: run_config(
-            lora_text(tmp_path / name, model, DORA, precision=precision, **place), tmp_path / name, num_steps=3
-        )
-        for name, place in PLACEMENTS.items()
-    }
-    for run in runs.values():
-        run.assert_as_planned()
-        run.assert_same(runs["RAM"])
+    return train_whole(folder, text, stop_after=stop_after).summary
 
 
 def test_base_keeps_its_bits_and_only_adapters_have_state(model: Path, tmp_path: Path) -> None:
@@ -106,7 +68,7 @@ def test_checkpoint_holds_adapters_and_their_state_only(model: Path, tmp_path: P
     assert stopped.interrupted and stopped.saved_step == 2
     blocks = read_manifest(tmp_path / "b/out/checkpoints").blocks
     assert blocks and not [block.key for block in blocks if "frozen" in block.key or "embed" in block.key]
-    done = train(tmp_path / "b", lora_text(tmp_path / "b", model, DORA, **PLACEMENTS["NVMe"]))
+    done = train(tmp_path / "b", lora_text(tmp_path / "b", model, DORA, **ON_NVME))
     assert done.num_steps == 4 and done.last_loss == unbroken.last_loss
     first, second = (tmp_path / x / "out/final/adapter_model.safetensors" for x in "ab")
     assert first.read_bytes() == second.read_bytes()
@@ -161,7 +123,7 @@ def test_peft_opens_the_adapter_and_its_merge_is_the_same_model(model: Path, tmp
 
 
 def test_merge_at_the_end_of_a_run_is_that_of_its_checkpoint(model: Path, tmp_path: Path) -> None:
-    train(tmp_path, lora_text(tmp_path, model, **PLACEMENTS["NVMe"]) + "[export]\nmerge = true\n")
+    train(tmp_path, lora_text(tmp_path, model, **ON_NVME) + "[export]\nmerge = true\n")
     merged = export_checkpoint(tmp_path / "out", tmp_path / "merged")
     final = tmp_path / "out/final/model.safetensors"
     assert final.read_bytes() == (merged / "model.safetensors").read_bytes()

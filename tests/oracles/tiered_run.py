@@ -31,6 +31,8 @@ from oracles.traces import traces_kept
 from tiered import StoreStats
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+#: Table of a config that keeps all blocks on drives.
+ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
 @dataclass
@@ -197,6 +199,11 @@ def write_tiny_model(folder: Path, **changes: Any) -> Path:
     config = AutoConfig.from_pretrained(QUICKSTART, **changes)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
+    return add_tokenizer(folder)
+
+
+def add_tokenizer(folder: Path) -> Path:
+    """Copy the in-repo tokenizer into the folder of a model, and return the folder."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(QUICKSTART / name, folder / name)
     return folder

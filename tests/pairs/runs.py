@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import os
 import pickle
 import shutil
-import signal
 import traceback
 import warnings
 from collections import Counter
@@ -25,7 +23,7 @@ from fakes.gpu_run import virtual_gpu
 from fakes.liger_packages import stand_in_liger
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
-from megatrain.base.observer import EvaluationMetrics, RunObserver, StepMetrics
+from megatrain.base.observer import EvaluationMetrics, StepMetrics
 from megatrain.config import load_config
 from megatrain.config.schema import RunConfig
 from megatrain.converters import experts as model_experts
@@ -35,6 +33,7 @@ from megatrain.ranks.group import RankGroup
 from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.training.final import FinalExport
 from megatrain.training.trainer import Trainer
+from oracles.whole_run import Told
 from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
 from pairs.places import Place
@@ -117,21 +116,6 @@ class Run:
         """Digests of the files of weights that it wrote."""
         files = sorted(self.exported.glob("*.safetensors"))
         return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-
-
-class Watcher(RunObserver):
-    """Keeps what a run tells, and stops it after a step, as somebody outside would."""
-
-    def __init__(self, end: RankEnd, stop_after: int | None) -> None:
-        self._end, self._stop_after = end, stop_after
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self._end.steps[metrics.step] = metrics
-        if metrics.step == self._stop_after:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self._end.evaluations.append(metrics)
 
 
 class WatchedTrainer(Trainer):
@@ -242,8 +226,10 @@ def new_compiler() -> Iterator[None]:
 
 
 def _train(config: RunConfig, end: RankEnd, stop_after: int | None, group: RankGroup | None) -> None:
-    trainer = WatchedTrainer(config, observer=Watcher(end, stop_after), group=group, end=end)
-    end.interrupted = trainer.train().interrupted
+    told = Told(stop_after)
+    end.evaluations = told.evaluations
+    end.interrupted = WatchedTrainer(config, observer=told, group=group, end=end).train().interrupted
+    end.steps = {metrics.step: metrics for metrics in told.steps}
 
 
 def train_ranks(path: Path, cut: str, stop_after: int | None, size: int, num_hosts: int) -> list[RankEnd]:
@@ -276,7 +262,7 @@ def train(row: Row, place: Place, folder: Path, *, stop_after: int | None = None
         return run
     assert all(end.interrupted for end in run.starts[0])
     if row["checkpoints"] in ("copied", "away"):
-        for drive in [*folder.glob("drive"), *folder.glob("host*/drive")]:
+        for drive in [*folder.glob("drive*"), *folder.glob("host*/drive*")]:
             shutil.rmtree(drive)
     if row["checkpoints"] == "away":  # and with the drives all that the machine had
         shutil.rmtree(run.folder / "out")

@@ -46,21 +46,13 @@ def run(folder: Path, model: Path, keys: str, **tables: Any) -> TieredRun:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
-def test_one_graph_for_all_layers_and_the_same_bits_at_every_placement(
-    dtype: str, tiny_model: Path, tmp_path: Path
-) -> None:
+def test_one_graph_for_all_layers(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
     keys, precision = 'compile = true\ncompile_backend = "aot_eager"', f'compute_dtype = "{dtype}"'
-    in_ram = run(tmp_path / "ram", tiny_model, keys, nvme=0, precision=precision)
-    num_layers = sum(unit.is_layer for unit in in_ram.plan.graph.units)
+    compiled = run(tmp_path / "compiled", tiny_model, keys, nvme=0, precision=precision)
+    num_layers = sum(unit.is_layer for unit in compiled.plan.graph.units)
     assert num_layers > 1 and num_graphs() == 1  # forward and recompute of all layers, steps and micro-batches
-    on_nvme = run(tmp_path / "nvme", tiny_model, keys, ram="7MiB", precision=precision, **ALL_NVME)
-    assert (on_nvme.losses, on_nvme.grad_norms) == (in_ram.losses, in_ram.grad_norms)
-    assert on_nvme.digests == in_ram.digests
-    assert on_nvme.moved is not None
-    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
-    assert moved == on_nvme.plan.placement.run_traffic_bytes(NUM_STEPS) and sum(moved.values()) > 0
     plain = run(tmp_path / "plain", tiny_model, "", nvme=0, precision=precision)
-    assert in_ram.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "float32" else 1e-2)
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from torch import Tensor
 from fakes.rates import make_machine
 from megatrain.base.batch_keys import TEACHER_KEYS
 from megatrain.base.errors import ConfigError
-from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.checkpoint.resume import ConfigChangedError
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
@@ -36,7 +34,8 @@ from oracles.families import VOCAB, padded_batches, tiny_config
 from oracles.huggingface import build_model
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
-from oracles.tiered_run import EXAMPLES, config_text, run_config
+from oracles.tiered_run import EXAMPLES, config_text
+from oracles.whole_run import train_whole
 from tiered.units import PAGE_BYTES, round_up
 
 Rest = Literal["bucket", "ignore", "renormalize"]
@@ -189,23 +188,6 @@ def distill_text(folder: Path, model: Path, scores: Path | None, table: str = ""
     return text + f'[distill]\nscores = "{scores}"\ntemperature = 2.0\nalpha = 0.25\n{table}\n'
 
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
-
-
-def test_bits_do_not_depend_on_the_placement(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
-    first = run_config(distill_text(tmp_path / "a", tiny_model, scores), tmp_path / "a", num_steps=2)
-    assert all(map(math.isfinite, first.losses))
-    placements: dict[str, dict[str, Any]] = {
-        "nvme": {"placement": ALL_NVME, "ram": "9MiB"},
-        "gpu": {"gpu": "64MiB", "ram": "4MiB", "nvme": 0},
-    }
-    for name, options in placements.items():
-        text = distill_text(tmp_path / name, tiny_model, scores, **options)
-        run = run_config(text, tmp_path / name, num_steps=2)
-        run.assert_as_planned()
-        run.assert_same(first)
-
-
 def test_the_plan_has_room_for_what_the_teacher_says(
     tiny_model: Path, scores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,23 +210,11 @@ def test_the_plan_has_room_for_what_the_teacher_says(
     assert predicted[0].seconds["compute"] > predicted[1].seconds["compute"] > 0
 
 
-class Losses(RunObserver):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.losses.append(metrics.loss)
-
-
 def test_a_run_learns_its_teacher_and_is_resumed(tiny_model: Path, scores: Path, tmp_path: Path) -> None:
     def train(folder: Path, *changes: str) -> list[float]:
-        folder.mkdir(exist_ok=True)
-        path = folder / "run.toml"
-        path.write_text(distill_text(folder, EXAMPLES / "quickstart/model", scores))
-        seen = Losses()
+        text = distill_text(folder, EXAMPLES / "quickstart/model", scores)
         wanted = ["model.train_from_scratch=true", "optimizer.learning_rate=3e-3", "checkpoint.save_steps=3", *changes]
-        Trainer(load_config(path, overrides=wanted).config, observer=seen).train()
-        return seen.losses
+        return [step.loss for step in train_whole(folder, text, overrides=wanted).told.steps]
 
     whole = train(tmp_path / "a", "training.max_steps=6")
     assert whole[-1] < whole[0] - 0.1

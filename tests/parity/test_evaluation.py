@@ -6,11 +6,8 @@ import html
 import itertools
 import json
 import math
-import os
-import signal
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS
-from megatrain.base.observer import EvaluationMetrics, RunObserver, RunSummary, StepMetrics
 from megatrain.base.progress import Activity
 from megatrain.config import load_config
 from megatrain.converters.spec import build_graph
@@ -32,7 +28,7 @@ from megatrain.plan.forward import plan_averages
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
 from megatrain.run.loggers import last_evaluations
-from megatrain.tasks.evaluation import EvaluationSet, Evaluator, Sampler, load_evaluation_sets, traffic_of_passes
+from megatrain.tasks.evaluation import EvaluationSet, Evaluator, load_evaluation_sets, traffic_of_passes
 from megatrain.trace.trace import trace_visits
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve_evaluation
@@ -41,28 +37,21 @@ from oracles.families import FAMILIES, packed_batches, padded_batches, tiny_conf
 from oracles.huggingface import build_model, evaluate
 from oracles.memory_access import MemoryAccess
 from oracles.runners import StepRunner, layer_runner
-from oracles.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text
+from oracles.whole_run import Told, WholeRun, train_whole
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Batches = Sequence[Mapping[str, torch.Tensor]]
 DROPOUT = {"attn_pdrop": 0.2, "resid_pdrop": 0.2, "embd_pdrop": 0.2, "dropout": 0.2, "attention_dropout": 0.2}
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 PLACEMENTS: dict[str, dict[str, Any]] = {
     "RAM": {"nvme": 0},
     "NVMe": {"placement": ALL_NVME, "ram": "7MiB"},
-    "NVMe, much room": {"placement": ALL_NVME, "ram": "64MiB"},
     "mixed": {"placement": 'optimizer = ["nvme"]'},
-    "tight": {"ram": "5500KiB"},
-    "GPU": {"gpu": "64MiB", "ram": "2MiB", "nvme": 0},
-    "some GPU": {"gpu": "12MiB", "ram": "7MiB"},
-    "past RAM": {"gpu": "9MiB", "ram": "7MiB", "placement": ALL_NVME, "tiers": 'direct = "on"'},
-    "micro-batch-major": {"placement": ALL_NVME, "advanced": 'micro_batch_order = "micro_batch"'},
 }
 NUM_STEPS = 5
 #: Three steps, an evaluation, two steps, an evaluation; one before all of them.
 EVALUATION = "eval_steps = 3\neval_on_start = true"
-SEGMENTS = (3, 2)
 
 
 def make_runner(config: Any, model: Any, dtype: torch.dtype = torch.float32) -> tuple[StepRunner, MemoryAccess]:
@@ -149,58 +138,14 @@ def test_nan_in_the_weights_is_a_loss_that_is_nan() -> None:
 # -- whole runs ------------------------------------------------------------------------------------------------
 
 
-class Watcher(RunObserver):
-    """Keeps evaluations; stops the run after a step, or a set's evaluation there, as somebody outside would."""
-
-    def __init__(self, stop_after: int | None, stop_at: str = "") -> None:
-        self._stop_after, self._stop_at = stop_after, stop_at
-        self.evaluations: list[EvaluationMetrics] = []
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        if metrics.step == self._stop_after and not self._stop_at:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        self.evaluations.append(metrics)
-        if (metrics.step, metrics.name) == (self._stop_after, self._stop_at):
-            os.kill(os.getpid(), signal.SIGTERM)
+def logged(run: WholeRun) -> list[tuple[int, str, float, int]]:
+    lines = [line for line in run.lines if line.get("event") == "evaluation"]
+    return [(line["step"], line["name"], line["loss"], line["num_tokens"]) for line in lines]
 
 
-@dataclass
-class Run:
-    """What a person has after a run."""
-
-    folder: Path
-    plan: Plan
-    config: Any
-    summary: RunSummary
-    evaluations: list[EvaluationMetrics]
-    samplers: Mapping[str, Sampler]
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
-
-    @property
-    def losses(self) -> list[float]:
-        return [line["loss"] for line in self.lines if "grad_norm" in line]
-
-    @property
-    def logged(self) -> list[tuple[int, str, float, int]]:
-        lines = [line for line in self.lines if line.get("event") == "evaluation"]
-        return [(line["step"], line["name"], line["loss"], line["num_tokens"]) for line in lines]
-
-    @property
-    def weights(self) -> bytes:
-        return (self.folder / "out/final/model.safetensors").read_bytes()
-
-    def sets(self) -> list[EvaluationSet]:
-        return load_evaluation_sets(
-            resolve_evaluation(self.config),
-            self.plan,
-            load_tokenizer(self.config.model.model_name_or_path),
-            lambda text: None,
-        )
+def sets_of(run: WholeRun) -> list[EvaluationSet]:
+    tokenizer = load_tokenizer(run.config.model.model_name_or_path)
+    return load_evaluation_sets(resolve_evaluation(run.config), run.plan, tokenizer, lambda text: None)
 
 
 def train(
@@ -213,7 +158,7 @@ def train(
     stop_at: str = "",
     more: str = "",
     num_steps: int = NUM_STEPS,
-) -> Run:
+) -> WholeRun:
     folder.mkdir(exist_ok=True)
     text = config_text(folder, model, **{"nvme": 1, **placement})
     text = text.replace("[training]\n", f"[training]\nmax_steps = {num_steps}\n")
@@ -224,45 +169,30 @@ def train(
         (folder / "start.txt").write_text(book[:500])
         text += '[[data.eval]]\npath = "held_out.txt"\n[[data.eval]]\nname = "the start"\npath = "start.txt"\n'
         text += f"[evaluation]\n{evaluation}\n"
-    path = folder / "run.toml"
-    path.write_text(text)
-    watcher = Watcher(stop_after, stop_at)
-    trainer = Trainer(load_config(path).config, observer=watcher)
-    summary = trainer.train()
-    assert summary.interrupted == (stop_after is not None)
-    return Run(folder, trainer.plan, trainer.config, summary, watcher.evaluations, trainer.evaluator.samplers)
+    return train_whole(folder, text, stop_after=stop_after, stop_at=stop_at)
 
 
 @pytest.fixture(scope="module")
-def without(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def without(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return train(tmp_path_factory.mktemp("without"), tiny_model, PLACEMENTS["RAM"], evaluation=None)
 
 
 @pytest.fixture(scope="module")
-def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def in_ram(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return train(tmp_path_factory.mktemp("in_ram"), tiny_model, PLACEMENTS["RAM"])
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_same_bits_with_evaluations_and_planned_traffic(
-    placement: str, tiny_model: Path, tmp_path: Path, without: Run, in_ram: Run
+def test_evaluations_change_no_bit_and_read_every_weight_from_drives(
+    tiny_model: Path, tmp_path: Path, without: WholeRun, in_ram: WholeRun
 ) -> None:
-    run = train(tmp_path / "w", tiny_model, PLACEMENTS[placement])
-    assert run.losses == without.losses and run.weights == without.weights
-    assert [metrics.step for metrics in run.evaluations] == [0, 0, 3, 3, 5, 5]
-    assert run.logged == in_ram.logged
-
-    num_passes = sum(each.num_passes for each in run.sets())
-    planned = Counter[str]()
-    for num_steps in SEGMENTS:
-        planned.update(run.plan.placement.run_traffic_bytes(num_steps))
-    planned.update(traffic_of_passes(run.plan, 3 * num_passes))
-    assert run.summary.link_bytes == dict(planned)
+    run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"])
+    for each in (in_ram, run):
+        assert each.losses == without.losses and each.weights == without.weights
+        assert [metrics.step for metrics in each.told.evaluations] == [0, 0, 3, 3, 5, 5]
+    assert logged(run) == logged(in_ram)
     assert run.plan.totals == train_plan(tmp_path / "w", without).totals
-    if PLACEMENTS[placement].get("placement") == ALL_NVME:
-        weights = sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "weights")
-        of_a_pass = traffic_of_passes(run.plan, 1)
-        assert sum(nbytes for link, nbytes in of_a_pass.items() if link.startswith("nvme->")) >= weights
+    weights = sum(block.nbytes for block in run.plan.program.blocks.values() if block.kind == "weights")
+    assert sum(n for link, n in traffic_of_passes(run.plan, 1).items() if link.startswith("nvme->")) >= weights
 
 
 #: Three rows of each set, two of them in a micro-batch.
@@ -270,16 +200,16 @@ SAMPLES = EVALUATION + "\npredict_with_generate = true\nmax_predict_samples = 3\
 
 
 @pytest.fixture(scope="module")
-def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def sampled(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     return train(tmp_path_factory.mktemp("sampled"), tiny_model, PLACEMENTS["RAM"], evaluation=SAMPLES)
 
 
-def test_samples_are_the_tokens_of_transformers(sampled: Run, in_ram: Run) -> None:
-    assert [metrics.step for metrics in sampled.evaluations] == [0, 0, 3, 3, 5, 5]
-    assert sampled.logged == in_ram.logged
+def test_samples_are_the_tokens_of_transformers(sampled: WholeRun, in_ram: WholeRun) -> None:
+    assert [metrics.step for metrics in sampled.told.evaluations] == [0, 0, 3, 3, 5, 5]
+    assert logged(sampled) == logged(in_ram)
     model = AutoModelForCausalLM.from_pretrained(sampled.folder / "out/final", dtype=torch.float32)
     tokenizer = load_tokenizer(sampled.config.model.model_name_or_path)
-    for each, metrics in zip(sampled.sets(), sampled.evaluations[-2:], strict=True):
+    for each, metrics in zip(sets_of(sampled), sampled.told.evaluations[-2:], strict=True):
         dataset = each.loader.dataset
         starts = dataset.starts[:4]
         rows = [torch.from_numpy(dataset.tokens[a:b].astype("int64")) for a, b in itertools.pairwise(starts)]
@@ -296,17 +226,17 @@ def test_samples_are_the_tokens_of_transformers(sampled: Run, in_ram: Run) -> No
         assert [sample.prompt for sample in metrics.samples] == tokenizer.batch_decode(prompts)
     # The log has them, and so have those who read it: the report, its page, and a run that is continued.
     found = last_evaluations(sampled.folder / "out/metrics.jsonl", NUM_STEPS)
-    assert found["held_out"].samples == sampled.evaluations[-2].samples
+    assert found["held_out"].samples == sampled.told.evaluations[-2].samples
     history = read_history(sampled.folder / "out")
     figures = compute_figures(history)
     assert figures.samples["the start"].step == NUM_STEPS and len(figures.samples["held_out"].rows) == 3
     page = html.unescape(render_page(history, figures))
-    assert all(sample.generated in page and sample.reference in page for sample in sampled.evaluations[-1].samples)
+    assert all(sample.generated in page and sample.reference in page for sample in sampled.told.evaluations[-1].samples)
     assert any(">> " in line for line in report_lines(figures))
 
 
-def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: Run) -> None:
-    sampler = sampled.samplers["trained"]
+def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: WholeRun) -> None:
+    sampler = sampled.trainer.evaluator.samplers["trained"]
     with Trainer(sampled.config, plan=sampled.plan).open() as opened:
         opened.load()
         store, activity = opened.store, Activity()
@@ -315,37 +245,8 @@ def test_samples_that_are_stopped_leave_the_room_of_steps(sampled: Run) -> None:
         stopped = sampler.samples_of("held_out", store, activity, lambda: next(answers))
         assert stopped == [] and before == (set(store), store.stats().tiers["ram"].used_bytes)
         whole = sampler.samples_of("held_out", store, activity, lambda: False)
-        assert tuple(whole) == sampled.evaluations[0].samples
+        assert tuple(whole) == sampled.told.evaluations[0].samples
         assert before == (set(store), store.stats().tiers["ram"].used_bytes)
-
-
-@pytest.mark.parametrize("placement", ["NVMe", "parts", "GPU", "some GPU", "past RAM"])
-def test_samples_change_no_bit_and_move_what_is_planned(
-    placement: str,
-    tiny_model: Path,
-    tmp_path: Path,
-    without: Run,
-    sampled: Run,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if placement == "parts":  # of embeddings and the head: rows are looked up in them, the head's are put together
-        monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
-    run = train(tmp_path / "w", tiny_model, PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), evaluation=SAMPLES)
-    assert placement != "parts" or run.plan.program.cuts.weights
-    if placement != "parts":  # whose sums are others
-        assert run.losses == without.losses and run.weights == without.weights
-        assert [each.samples for each in run.evaluations] == [each.samples for each in sampled.evaluations]
-    assert run.evaluations[0].samples == sampled.evaluations[0].samples
-    planned = Counter[str]()
-    for num_steps in SEGMENTS:
-        planned.update(run.plan.placement.run_traffic_bytes(num_steps))
-    planned.update(traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in run.sets())))
-    moved_by_samples = run.samplers["trained"].planned_bytes
-    assert placement == "GPU" or any(moved_by_samples.values())
-    planned.update(moved_by_samples)
-    assert run.summary.link_bytes == dict(planned)
-    for tier, nbytes in run.summary.tier_peak_bytes.items():
-        assert 0 < nbytes <= run.plan.budgets[tier]
 
 
 AVERAGED = {"optimizer": "ema_decay = 0.5", "precision": 'compute_dtype = "bfloat16"'}
@@ -355,46 +256,25 @@ BOTH = f'eval_steps = 3\n{ONE_SAMPLE}\nweights = "both"\nmetric_for_best_model =
 
 
 @pytest.fixture(scope="module")
-def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def averaged(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> WholeRun:
     """Evaluations of the weights alone, of a run that makes averages of them."""
     return train(tmp_path_factory.mktemp("averaged"), tiny_model, {**PLACEMENTS["RAM"], **AVERAGED})
 
 
-@pytest.mark.parametrize(
-    "placement",
-    ["parts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("RAM", "NVMe", "GPU", "some GPU", "past RAM"))],
-)
 def test_averages_are_evaluated_as_their_export_is(
-    placement: str, tiny_model: Path, tmp_path: Path, averaged: Run, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, averaged: WholeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And training repeats its bits beside it, within its tiers, with the traffic that is planned."""
-    tables = {**PLACEMENTS.get(placement, PLACEMENTS["NVMe"]), **AVERAGED}
-    if placement == "parts":  # of embeddings, the head and layers: weights are one block, and their averages several
-        monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    """Of embeddings, the head and layers in parts: weights are one block, and their averages several."""
+    monkeypatch.setattr("megatrain.base.layout.PART_ELEMENTS", PART_ALIGNMENT_ELEMENTS)
+    tables = {**PLACEMENTS["NVMe"], **AVERAGED}
     run = train(tmp_path / "w", tiny_model, tables, evaluation=BOTH, more="load_best_model_at_end = true")
     plan = run.plan
     cut, encodings = plan.program.cuts.weights, plan_averages(plan).program.encodings
-    in_parts = {name for name, encoding in encodings.items() if len(encoding.keys) > 1}
-    assert placement != "parts" or (cut and in_parts - cut)
-    if placement != "parts":  # whose sums are others
-        assert run.losses == averaged.losses
-        assert [line for line in run.logged if "average" not in line[1]] == averaged.logged[2:]
+    assert cut and {name for name, encoding in encodings.items() if len(encoding.keys) > 1} - cut
     names = ["held_out", "the start", "held_out_average", "the start_average"]
-    assert [each.name for each in run.evaluations] == 2 * names
-    trained, average = run.evaluations[-4], run.evaluations[-2]
+    assert [each.name for each in run.told.evaluations] == 2 * names
+    trained, average = run.told.evaluations[-4], run.told.evaluations[-2]
     assert trained.loss != average.loss and len(average.samples) == 1
-
-    planned = Counter[str]()
-    for num_steps in SEGMENTS:
-        planned.update(plan.placement.run_traffic_bytes(num_steps))
-    num_passes = 2 * sum(each.num_passes for each in run.sets())
-    planned.update(traffic_of_passes(plan, num_passes))
-    planned.update(traffic_of_passes(plan_averages(plan), num_passes))
-    for sampler in run.samplers.values():
-        planned.update(sampler.planned_bytes)
-    assert run.summary.link_bytes == dict(planned)
-    for tier, nbytes in run.summary.tier_peak_bytes.items():
-        assert 0 < nbytes <= plan.budgets[tier]
 
     # What the run exports is the average of the best step, here the last one: a model like any other.
     final = tmp_path / "w/out/final"
@@ -403,16 +283,16 @@ def test_averages_are_evaluated_as_their_export_is(
     of_export = train(
         tmp_path / "e", final, {"nvme": 0, "precision": AVERAGED["precision"]}, evaluation=once, num_steps=1
     )
-    for mine, theirs in zip(run.evaluations[-2:], of_export.evaluations[:2], strict=True):
+    for mine, theirs in zip(run.told.evaluations[-2:], of_export.told.evaluations[:2], strict=True):
         assert (mine.loss, mine.num_tokens, mine.samples) == (theirs.loss, theirs.num_tokens, theirs.samples)
 
 
-def exported(run: Run, folder: Path) -> bytes:
+def exported(run: WholeRun, folder: Path) -> bytes:
     export_checkpoint(run.folder / "out", folder, ema=True)
     return (folder / "model.safetensors").read_bytes()
 
 
-def test_averages_that_do_not_fit_are_refused(averaged: Run) -> None:
+def test_averages_that_do_not_fit_are_refused(averaged: WholeRun) -> None:
     """With the size that would do."""
     plan = averaged.plan
 
@@ -424,7 +304,7 @@ def test_averages_that_do_not_fit_are_refused(averaged: Run) -> None:
     plan_averages(with_ram(refused.value.need_bytes))
 
 
-def train_plan(folder: Path, without: Run) -> Plan:
+def train_plan(folder: Path, without: WholeRun) -> Plan:
     """Return the plan of the same run without evaluations."""
     from megatrain.plan.planner import plan_run
     from megatrain.training.resolve import resolve
@@ -434,27 +314,27 @@ def train_plan(folder: Path, without: Run) -> Plan:
     return plan_run(resolve(plain))
 
 
-def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: Run) -> None:
+def test_the_last_evaluation_is_hugging_faces_of_the_exported_model(in_ram: WholeRun) -> None:
     model = AutoModelForCausalLM.from_pretrained(in_ram.folder / "out/final", dtype=torch.float32)
-    for each, metrics in zip(in_ram.sets(), in_ram.evaluations[-2:], strict=True):
+    for each, metrics in zip(sets_of(in_ram), in_ram.told.evaluations[-2:], strict=True):
         batches = [batch for micro_batches in each.passes() for batch in micro_batches]
         labelled = [batch for batch in batches if (batch["labels"] != -100).any()]
         expected, num_tokens = evaluate(model, labelled)
         assert metrics.num_tokens == num_tokens == each.loader.dataset.report.num_trained_tokens
         assert metrics.loss == pytest.approx(expected, rel=1e-6)
         assert metrics.perplexity == pytest.approx(math.exp(expected), rel=1e-5)
-    losses = [metrics.loss for metrics in in_ram.evaluations if metrics.name == "held_out"]
+    losses = [metrics.loss for metrics in in_ram.told.evaluations if metrics.name == "held_out"]
     assert losses[-1] < losses[0] - 0.1
 
 
-def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: Run) -> None:
+def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: WholeRun) -> None:
     """From any step: a checkpoint in between starts the schedule anew."""
     unused: Any = None
     evaluator = Evaluator(
         resolve_evaluation(in_ram.config),
         in_ram.plan,
         unused,
-        in_ram.sets(),
+        sets_of(in_ram),
         unused,
         timeline=unused,
         activity=unused,
@@ -465,42 +345,44 @@ def test_the_prefetcher_looks_as_far_as_the_next_evaluation(in_ram: Run) -> None
     assert [evaluator.next_step(step) for step in range(NUM_STEPS)] == [3, 3, 3, 5, 5]
 
 
-def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+def test_who_continues_has_the_same_evaluations(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     """Stopped at a step whose evaluation is due, after one that is lost with its step, and stopped once more."""
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"], stop_after=3)
-    assert [line[0] for line in stopped.logged] == [0, 0]
+    assert [line[0] for line in logged(stopped)] == [0, 0]
     train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=4)
     log = tmp_path / "w/out/metrics.jsonl"
     lost = {"event": "evaluation", "step": 5, "name": "held_out", "loss": 0.0, "num_tokens": 1}
     log.write_text(log.read_text() + json.dumps(lost) + "\n")
     done = train(tmp_path / "w", tiny_model, PLACEMENTS["mixed"])
-    assert done.logged == in_ram.logged
+    assert logged(done) == logged(in_ram)
     assert done.losses == in_ram.losses and done.weights == in_ram.weights
 
 
-def test_an_evaluation_that_is_cut_off_is_finished_later(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+def test_an_evaluation_that_is_cut_off_is_finished_later(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     stopped = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], stop_after=3, stop_at="held_out")
-    assert stopped.logged == in_ram.logged[:3]
+    assert logged(stopped) == logged(in_ram)[:3]
     done = train(tmp_path / "w", tiny_model, PLACEMENTS["RAM"])
-    assert [metrics.step for metrics in done.evaluations] == [3, 5, 5]
-    assert done.logged == in_ram.logged and done.losses == in_ram.losses and done.weights == in_ram.weights
+    assert [metrics.step for metrics in done.told.evaluations] == [3, 5, 5]
+    assert logged(done) == logged(in_ram) and done.losses == in_ram.losses and done.weights == in_ram.weights
 
 
-def test_evaluations_and_checkpoints_at_the_same_and_other_steps(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+def test_evaluations_and_checkpoints_at_the_same_and_other_steps(
+    tiny_model: Path, tmp_path: Path, in_ram: WholeRun
+) -> None:
     run = train(tmp_path / "w", tiny_model, PLACEMENTS["NVMe"], more="save_steps = 1\nsave_total_limit = 1")
-    assert run.losses == in_ram.losses and run.weights == in_ram.weights and run.logged == in_ram.logged
+    assert run.losses == in_ram.losses and run.weights == in_ram.weights and logged(run) == logged(in_ram)
     each_step = run.plan.placement.run_traffic_bytes(1)
-    passes = traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in run.sets()))
+    passes = traffic_of_passes(run.plan, 3 * sum(each.num_passes for each in sets_of(run)))
     assert run.summary.link_bytes == {link: NUM_STEPS * each_step[link] + passes[link] for link in passes}
 
 
-def test_fewer_rows_at_a_time_and_of_all(tiny_model: Path, tmp_path: Path, in_ram: Run) -> None:
+def test_fewer_rows_at_a_time_and_of_all(tiny_model: Path, tmp_path: Path, in_ram: WholeRun) -> None:
     narrow = train(tmp_path / "narrow", tiny_model, PLACEMENTS["RAM"], evaluation="per_device_eval_batch_size = 1")
-    assert [metrics.step for metrics in narrow.evaluations] == [5, 5]
-    for mine, theirs in zip(narrow.logged, in_ram.logged[-2:], strict=True):
+    assert [metrics.step for metrics in narrow.told.evaluations] == [5, 5]
+    for mine, theirs in zip(logged(narrow), logged(in_ram)[-2:], strict=True):
         assert mine[2] == pytest.approx(theirs[2], rel=1e-6) and mine[3] == theirs[3]
     wide = train(tmp_path / "wide", tiny_model, PLACEMENTS["RAM"], evaluation="per_device_eval_batch_size = 64")
-    assert wide.logged == in_ram.logged[-2:]
+    assert logged(wide) == logged(in_ram)[-2:]
     book = tmp_path / "rows.jsonl"
     book.write_text("".join(json.dumps({"text": f"Call me Ishmael {number}."}) + "\n" for number in range(9)))
     few = load_config(narrow.folder / "run.toml", overrides=[f"data.eval.0.path={book}", "eval_max_samples=4"])
@@ -516,11 +398,11 @@ def test_evaluations_at_the_end_of_every_epoch(tiny_model: Path, tmp_path: Path)
     text += f'[checkpoint]\nmin_free_disk = "0MiB"\n[[data.eval]]\npath = "{EXAMPLES / "quickstart/loomings.txt"}"\n'
     path = tmp_path / "run.toml"
     path.write_text(text + '[evaluation]\neval_strategy = "epoch"\n')
-    watcher = Watcher(None)
-    trainer = Trainer(load_config(path).config, observer=watcher)
+    told = Told()
+    trainer = Trainer(load_config(path).config, observer=told)
     assert trainer.make_loader().steps_per_epoch == 2
     trainer.train()
-    assert [(metrics.step, metrics.name) for metrics in watcher.evaluations] == [
+    assert [(metrics.step, metrics.name) for metrics in told.evaluations] == [
         (2, "loomings"),
         (4, "loomings"),
         (5, "loomings"),

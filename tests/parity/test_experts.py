@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +17,6 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from megatrain.base.layout import views
-from megatrain.base.observer import RunObserver, StepMetrics
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.config import load_config
 from megatrain.converters import experts
@@ -43,7 +39,6 @@ from megatrain.ranks.world import World
 from megatrain.tasks.prompts import GenerationSettings
 from megatrain.training.export import export_checkpoint
 from megatrain.training.resolve import resolve
-from megatrain.training.trainer import Trainer
 from megatrain.training.weights import RandomWeights
 from oracles.families import MODEL_TYPES, padded_batches, shrunk_config, tiny_config
 from oracles.huggingface import assert_same_gradients, build_model, train_step
@@ -51,7 +46,8 @@ from oracles.memory_access import MemoryAccess, cut_like, joined
 from oracles.planned_workspace import planned_workspace
 from oracles.quantize import quantized_pair
 from oracles.runners import layer_runner
-from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, config_text, run_config
+from oracles.tiered_run import EXAMPLES, QUICKSTART, TieredRun, add_tokenizer, config_text, run_config
+from oracles.whole_run import train_whole
 from processes.ranks import run_on_ranks
 from processes.worlds import RankResult, digests, train
 from tiered.units import PAGE_BYTES
@@ -141,9 +137,7 @@ def write_mixture(folder: Path, model_type: str = "qwen3_moe", **others: int) ->
     }
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(tiny_config(model_type, **values)).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(QUICKSTART / name, folder / name)
-    return folder
+    return add_tokenizer(folder)
 
 
 def split_config(*args: Any, **tables: Any) -> str:
@@ -152,15 +146,9 @@ def split_config(*args: Any, **tables: Any) -> str:
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
-    "in RAM": {"nvme": 0},
     "on NVMe": {
         "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
         "ram": "3MiB",
-    },
-    "on NVMe, one micro-batch at a time": {
-        "placement": 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]',
-        "ram": "3MiB",
-        "advanced": 'micro_batch_order = "micro_batch"',
     },
     "partly on a GPU": {"gpu": "5MiB", "ram": "3MiB"},
 }
@@ -170,19 +158,6 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a small mixture of experts, with the tokenizer of the quickstart."""
     return write_mixture(tmp_path_factory.mktemp("mixture"))
-
-
-def test_all_placements_have_the_same_bits(mixture: Path, tmp_path: Path) -> None:
-    runs: dict[str, TieredRun] = {}
-    for number, (name, options) in enumerate(PLACEMENTS.items()):
-        folder = tmp_path / str(number)
-        text = split_config(folder, mixture, precision='compute_dtype = "bfloat16"', **options)
-        runs[name] = run_config(text, folder, num_steps=3)
-        runs[name].assert_as_planned()
-    first = runs.pop("in RAM")
-    assert len(_parts(first.plan.graph)) == 8  # the first layer is dense
-    for run in runs.values():
-        run.assert_same(first)
 
 
 def test_parts_need_no_more_memory_than_whole_layers(tmp_path: Path) -> None:
@@ -268,33 +243,10 @@ def _bytes_outside_blocks(plan: Plan) -> tuple[int, int, int]:
     return num_micro_batches * saved, workspace, max(visit.memory.held_nbytes for visit in trace.visits)
 
 
-class Told(RunObserver):
-    """Keeps what a run tells."""
-
-    def __init__(self) -> None:
-        self.steps: list[StepMetrics] = []
-        self.messages: list[str] = []
-
-    def on_step(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
-
-    def on_message(self, text: str) -> None:
-        self.messages.append(text)
-
-
 def _train(folder: Path, model: Path, stop_after: int | None = None, **tables: Any) -> Path:
     """Train four steps, or the first few of them; return ``output_dir``."""
-    folder.mkdir(exist_ok=True)
     text = split_config(folder, model, **tables).replace("[training]\n", "[training]\nmax_steps = 4\n", 1)
-    path = folder / "run.toml"
-    path.write_text(text + '[checkpoint]\nmin_free_disk = "0MiB"\n')
-
-    class Stopper(RunObserver):
-        def on_step(self, metrics: StepMetrics) -> None:
-            if metrics.step == stop_after:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    Trainer(load_config(path).config, observer=Stopper()).train()
+    train_whole(folder, text + '[checkpoint]\nmin_free_disk = "0MiB"\n', stop_after=stop_after)
     return folder / "out"
 
 
@@ -427,34 +379,24 @@ tiers.ram.size = "64MiB"
 PREFERENCES = EXAMPLES / "quickstart/preferences.jsonl"
 
 
-@pytest.mark.parametrize("place", ["on NVMe", "partly on a GPU", "on NVMe, one micro-batch at a time"])
-def test_preferences_have_the_same_bits_everywhere(place: str, mixture: Path, tmp_path: Path) -> None:
-    """Of the reference, which is asked once and kept, and of each step. Whole layers have a reference of their own."""
+def test_experts_in_parts_have_a_reference_of_their_own(mixture: Path, tmp_path: Path) -> None:
+    """Not that of whole layers, whose sums have other bits."""
 
-    def run(name: str, *, is_split: bool = True, **options: Any) -> tuple[list[Any], bytes, list[str]]:
-        folder = tmp_path / name.replace(" ", "_").replace(",", "")
-        folder.mkdir()
-        text = (split_config if is_split else config_text)(folder, mixture, **options)
+    def run(name: str, *, is_split: bool) -> tuple[list[float], list[str]]:
+        folder = tmp_path / name
+        text = (split_config if is_split else config_text)(folder, mixture, nvme=0)
         text = text.replace('task = "pretrain"', 'task = "dpo"').replace("max_length = 64", "max_length = 80")
         text = text.replace("gradient_accumulation_steps = 3", "gradient_accumulation_steps = 2\nmax_steps = 2")
         text = text.replace(str(QUICKSTART.parent / "loomings.txt"), str(PREFERENCES))
         text = text.replace("[data]\n", f'[data]\nval_size = 20\ncache_dir = "{tmp_path / "cache"}"\n', 1)
         text += '[checkpoint]\nsave_strategy = "no"\nmin_free_disk = "0MiB"\n[evaluation]\neval_strategy = "no"\n'
-        (folder / "run.toml").write_text(text)
-        told = Told()
-        Trainer(load_config(folder / "run.toml").config, observer=told).train()
-        figures = [(step.loss, step.grad_norm, dict(step.preferences)) for step in told.steps]
-        weights = (folder / "out/final/model.safetensors").read_bytes()
-        return figures, weights, [text for text in told.messages if text.startswith("reference")]
+        told = train_whole(folder, text).told
+        return [step.loss for step in told.steps], [text for text in told.messages if text.startswith("reference")]
 
-    (_, (loss, *_)), _, asked = run("whole", is_split=False, nvme=0)
-    assert "computed" in asked[0]
-    first = run("in RAM", nvme=0)
-    assert "computed" in first[2][0]  # not that of whole layers, whose sums have other bits
-    assert first[0][1][0] == pytest.approx(loss, rel=1e-4) and loss != first[0][0][0]
-    shutil.rmtree(tmp_path / "cache" / "reference")
-    placed = run(place, **PLACEMENTS[place] | {"ram": "7MiB"} | ({"gpu": "8MiB"} if "GPU" in place else {}))
-    assert placed[:2] == first[:2] and "computed" in placed[2][0]
+    (first, _), asked = run("whole", is_split=False)
+    (of_parts, _), asked_again = run("parts", is_split=True)
+    assert "computed" in asked[0] and "computed" in asked_again[0]
+    assert of_parts == pytest.approx(first, rel=1e-4)
 
 
 def test_continued_prompts_are_those_of_transformers(mixture: Path) -> None:
@@ -526,8 +468,8 @@ def test_experts_that_no_token_goes_to_stay_where_they_are(mixture: Path, tmp_pa
         return moved, planned
 
     first = run("in RAM", nvme=0)
-    for name in ("on NVMe", "partly on a GPU"):
-        placed = run(name, **PLACEMENTS[name])
+    for name, options in PLACEMENTS.items():
+        placed = run(name, **options)
         traffic(placed)
         placed.assert_same(first)
     lora = '[lora]\nr = 4\ntarget_modules = ["q_proj"]'

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pyarrow.parquet
@@ -22,6 +21,7 @@ from megatrain.tasks.prompts import GenerationSettings, PromptError
 from megatrain.trace.trace import trace_generation
 from oracles.families import FAMILIES, tiny_config
 from oracles.huggingface import build_model
+from processes.saved_run import command_group
 
 PROMPTS = ["Call me", "Some years ago, never mind how long", "The sea", "Who", "There now is your insular city"]
 NUM_NEW = 6
@@ -156,7 +156,7 @@ def test_wrong_input_is_refused_in_words(tiny_model: Path) -> None:
         Generator(config_of_folder(tiny_model, lora={"r": 4}), ["a"], GenerationSettings())
 
 
-def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
+def test_command(tiny_model: Path, tmp_path: Path) -> None:
     runner = CliRunner()
     rows = tmp_path / "prompts.jsonl"
     rows.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
@@ -171,21 +171,21 @@ def test_command(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
         "2",
     ]
     words += ["--set", "device=cpu", "--set", "tiers.ram.size=8MiB", "--set", "precision.compute_dtype=float32"]
-    done = runner.invoke(cli_group, [*words, "--prompts", str(rows), "-o", str(tmp_path / "said.parquet")])
+    done = runner.invoke(command_group(), [*words, "--prompts", str(rows), "-o", str(tmp_path / "said.parquet")])
     assert done.exit_code == 0, done.output
     said = pyarrow.parquet.read_table(tmp_path / "said.parquet").to_pylist()
     assert [row["prompt"] for row in said] == PROMPTS
     expected = plain(tiny_model, PROMPTS, 0.0, 0)
     assert all(row["token_ids"] == tokens[: len(row["token_ids"])] for row, tokens in zip(said, expected, strict=True))
     rows.write_text('{"text": "no prompt"}\n')
-    wrong = runner.invoke(cli_group, [*words, "--prompts", str(rows)])
+    wrong = runner.invoke(command_group(), [*words, "--prompts", str(rows)])
     assert wrong.exit_code == 4 and 'line 1: there is no text under "prompt"' in wrong.output
-    nothing = runner.invoke(cli_group, words)
+    nothing = runner.invoke(command_group(), words)
     assert nothing.exit_code == 2 and "there are no prompts" in nothing.output
-    assert runner.invoke(cli_group, [*words, "-p", "a", "-o", "said.csv"]).exit_code == 2
+    assert runner.invoke(command_group(), [*words, "-p", "a", "-o", "said.csv"]).exit_code == 2
 
 
-def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path, cli_group: Any) -> None:
+def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path) -> None:
     """What `init` writes, a step in tokens, and packing: neither has a meaning for prompts."""
     config = tmp_path / "run.toml"
     config.write_text(
@@ -194,17 +194,10 @@ def test_the_step_of_a_config_does_not_matter(tiny_model: Path, tmp_path: Path, 
         '[precision]\ncompute_dtype = "float32"\n'
     )
     words = ["generate", str(config), "--max-new-tokens", str(NUM_NEW), "--temperature", "0", "-p", PROMPTS[0]]
-    done = CliRunner().invoke(cli_group, words)
+    done = CliRunner().invoke(command_group(), words)
     assert done.exit_code == 0, done.output
     (expected,) = plain(tiny_model, PROMPTS[:1], 0.0, 0)
     tokens = json.loads(done.stdout.splitlines()[0])["token_ids"]
     assert tokens == expected[: len(tokens)]
-    refused = CliRunner().invoke(cli_group, [*words, "--set", "train_batch_tokens=8192"])
+    refused = CliRunner().invoke(command_group(), [*words, "--set", "train_batch_tokens=8192"])
     assert refused.exit_code == 2 and "use --batch-size and --micro-batch-size" in refused.output
-
-
-@pytest.fixture
-def cli_group() -> ModuleType | Any:
-    from megatrain_tier_cli.main import command_group
-
-    return command_group

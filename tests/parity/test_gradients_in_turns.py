@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
-from megatrain.engine.step import StepEngine, StepResult
-from megatrain.engine.weight_gradients import GradientAccumulator
 from megatrain.optim.clip import NonFiniteGradientError
 from megatrain.plan.placement import DoesNotFitError
 from megatrain.plan.plan import Plan
@@ -25,7 +23,9 @@ from megatrain.training.resolve import resolve
 from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly
+from oracles.single_steps import Steps, single_steps, spoil
 from oracles.tiered_run import (
+    ALL_NVME,
     QUICKSTART,
     TieredRun,
     config_text,
@@ -35,7 +35,6 @@ from oracles.tiered_run import (
     write_tiny_model,
 )
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 NO_CLIPPING = "max_grad_norm = 0"
 #: The same numbers with every gradient held to the end of the step: so that a whole step could be left out.
 HELD = 'max_grad_norm = 0\nnonfinite = "skip"'
@@ -85,31 +84,16 @@ def gradient_bytes(program: StepProgram) -> int:
 MICRO_BATCHES = 'micro_batch_order = "micro_batch"'
 #: (model, tables of the numbers, tables of the placement)
 CASES: dict[str, tuple[str, dict[str, str], dict[str, Any]]] = {
-    "tied, in RAM": ("tied", {}, {}),
-    "tied, on NVMe": ("tied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
     "tied, micro-batch-major": ("tied", {}, {"advanced": MICRO_BATCHES}),
-    "tied, GPU, in part": ("tied", {}, {"gpu": "8MiB"}),
-    "untied, in RAM": ("untied", {}, {}),
     "untied, on NVMe": ("untied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
-    "untied, GPU of a few layers": ("untied", {}, {"gpu": "6MiB"}),
-    "untied, GPU, RAM and NVMe": ("untied", {}, {"gpu": "6MiB", "ram": "7MiB", "nvme": 1}),
-    "untied, GPU, all of it": ("untied", {}, {"gpu": "64MiB"}),
     "untied, GPU, gradients on NVMe": (
         "untied",
         {},
         {"gpu": "6MiB", "ram": "16MiB", "nvme": 1, "placement": 'gradients = ["nvme"]\noptimizer = ["nvme"]'},
     ),
-    "bf16": ("untied", {"precision": 'compute_dtype = "bfloat16"'}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB"}),
-    "bf16, GPU": ("tied", {"precision": 'compute_dtype = "bfloat16"'}, {"gpu": "6MiB"}),
     "bf16 gradients": ("untied", {"precision": 'grad_dtype = "bfloat16"'}, {"gpu": "6MiB", "nvme": 1, "ram": "8MiB"}),
     "several uses": ("several uses", {}, {"gpu": "13MiB", "nvme": 1, "ram": "16MiB"}),
-    "several uses, micro-batch-major": (
-        "several uses",
-        {},
-        {"nvme": 1, "placement": ALL_NVME, "ram": "24MiB", "advanced": MICRO_BATCHES},
-    ),
     "frozen": ("untied", {"freeze": '["*embed*", "*layers.1.*", "*norm*"]'}, {"gpu": "6MiB"}),
-    "LRU": ("untied", {}, {"nvme": 1, "placement": ALL_NVME, "ram": "7MiB", "advanced": 'eviction_policy = "lru"'}),
 }
 
 
@@ -160,18 +144,6 @@ def test_clipping_by_layer_is_pytorch_clipping_each_unit(model: str, models: dic
     assert other > 10 * max((ours.weights[name] - weight).abs().max() for name, weight in plain.weights.items())
 
 
-@pytest.mark.parametrize("case", ["tied, on NVMe", "untied, GPU of a few layers", "tied, micro-batch-major", "bf16"])
-def test_clipping_by_layer_gives_the_same_bits_everywhere(
-    case: str, models: dict[str, Path], tmp_path: Path, baseline: Callable[..., TieredRun]
-) -> None:
-    model, numbers, placement = CASES[case]
-    text = text_of(tmp_path, models[model], optimizer=PER_LAYER, **numbers, **placement)
-    result = run_config(text, tmp_path, num_steps=NUM_STEPS)
-    result.assert_same(baseline(model, optimizer=PER_LAYER, **numbers))
-    result.assert_as_planned()
-    assert result.digests != baseline(model, optimizer="max_grad_norm = 0.05", **numbers).digests
-
-
 LEAST: dict[str, dict[str, Any]] = {
     "float32": {},
     "bfloat16": {"precision": 'compute_dtype = "bfloat16"'},
@@ -215,56 +187,8 @@ def test_a_run_fits_the_least_that_is_asked_for(case: str, tmp_path: Path) -> No
 # -- gradients that are not finite -----------------------------------------------------------------------------------
 
 
-class Steps:
-    """A trainer whose steps are taken one by one."""
-
-    def __init__(self, trainer: Trainer, engine: StepEngine, batches: list[Any]) -> None:
-        self.trainer, self.engine, self.batches = trainer, engine, batches
-
-    def step(self, number: int) -> StepResult:
-        return self.engine.step(self.batches[number], number=number, lr=1e-3)
-
-    def contents(self) -> dict[str, torch.Tensor]:
-        """Return every block of weights and state as it is in the store now."""
-        found = {}
-        for key, block in self.trainer.plan.program.blocks.items():
-            if block.kind in ("weights", "optimizer"):
-                with self.trainer.store.acquire(key, "ram") as lease:
-                    found[key] = lease.tensor.clone()
-        return found
-
-
-@contextmanager
-def steps(folder: Path, model: Path, optimizer: str) -> Iterator[Steps]:
-    folder.mkdir()
-    (folder / "run.toml").write_text(text_of(folder, model, optimizer=optimizer))
-    config = load_config(folder / "run.toml").config
-    plan = plan_of(config)
-    loader = make_loader(config, plan)
-    batches = [[dict(batch) for batch in next(loader).micro_batches] for _ in range(4)]
-    with Trainer(config, plan=plan).open() as trainer:
-        trainer.load()
-        yield Steps(trainer, trainer.make_engine(4), batches)
-
-
-def spoil(monkeypatch: pytest.MonkeyPatch, glob: str) -> None:
-    """Let elements of some parameters' gradients be NaN, whichever way they reach their accumulator."""
-
-    def spoil_argument(method: str, position: int) -> None:
-        original = getattr(GradientAccumulator, method)
-
-        def spoiled(self: GradientAccumulator, name: str, *arguments: Any, **options: Any) -> None:
-            if fnmatchcase(name, glob):
-                values = arguments[position].clone()
-                values.view(-1)[0] = torch.nan
-                arguments = (*arguments[:position], values, *arguments[position + 1 :])
-            original(self, name, *arguments, **options)
-
-        monkeypatch.setattr(GradientAccumulator, method, spoiled)
-
-    spoil_argument("add", 0)
-    spoil_argument("add_product", 1)
-    spoil_argument("add_rows", 1)
+def steps(folder: Path, model: Path, optimizer: str) -> AbstractContextManager[Steps]:
+    return single_steps(folder, text_of(folder, model, optimizer=optimizer))
 
 
 def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> set[str]:
@@ -278,21 +202,21 @@ def test_skip_by_layer_leaves_out_that_layer_alone(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model, 'clip_scope = "layer"\nnonfinite = "skip"') as run:
-        run.step(0)
+        run.step()
         before = run.contents()
         with monkeypatch.context() as patch:
             spoil(patch, f"{MIDDLE}.*")
-            result = run.step(1)
+            result = run.step()
         assert result.left_out == (MIDDLE,) and not result.skipped
         after = run.contents()
         assert changed(before, after) == {key.rpartition("/")[0] for key in before} - {MIDDLE}
         assert run.engine.num_updates == 2
-        assert not run.step(2).left_out
+        assert not run.step().left_out
         assert MIDDLE in changed(after, run.contents())
         with monkeypatch.context() as patch:
             spoil(patch, "*")
             before = run.contents()
-            assert run.step(3).skipped and not changed(before, run.contents())
+            assert run.step().skipped and not changed(before, run.contents())
         assert run.engine.num_updates == 3, "a step of which nothing is used does not count"
 
 
@@ -301,15 +225,15 @@ def test_stop_by_layer_uses_nothing_from_there_on(
     optimizer: str, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with steps(tmp_path / "a", tiny_model, optimizer) as run:
-        run.step(0)
+        run.step()
         before = run.contents()
         spoil(monkeypatch, f"{MIDDLE}.*")
         with pytest.raises(NonFiniteGradientError, match=rf"step 2: the gradient of {MIDDLE} is not .*last checkpoint"):
-            run.step(1)
+            run.step()
         found = changed(before, run.contents())
         assert MIDDLE not in found and "model.layers.0" not in found and "model.embed_tokens" not in found
         assert "model.norm" in found
-        for call in (run.engine.finish_updates, lambda: run.step(1)):
+        for call in (run.engine.finish_updates, lambda: run.step()):
             with pytest.raises(NonFiniteGradientError, match="last checkpoint"):
                 call()
 
@@ -319,12 +243,12 @@ def test_a_step_that_is_not_finite_at_its_loss_changes_nothing(
 ) -> None:
     """So is nearly every step that is not finite: all its gradients are NaN, the first one before any update."""
     with steps(tmp_path / "a", tiny_model, NO_CLIPPING) as run:
-        run.step(0)
+        run.step()
         before = run.contents()
         with monkeypatch.context() as patch:
             spoil(patch, "*")
             with pytest.raises(NonFiniteGradientError, match=r"step 2: .* nothing was updated in this step"):
-                run.step(1)
+                run.step()
         assert not changed(before, run.contents())
         run.engine.finish_updates()
         assert run.engine.num_updates == 1
@@ -335,6 +259,6 @@ def test_ignore_by_layer_uses_what_is_not_finite(
 ) -> None:
     with steps(tmp_path / "a", tiny_model, f'{PER_LAYER}\nnonfinite = "ignore"') as run:
         spoil(monkeypatch, f"{MIDDLE}.*")
-        run.step(0)
+        run.step()
         finite = {key: bool(block.isfinite().all()) for key, block in run.contents().items()}
         assert {key.rpartition("/")[0] for key, is_finite in finite.items() if not is_finite} == {MIDDLE}

@@ -25,13 +25,13 @@ from megatrain.models.table import LoraConfig
 from megatrain.ranks.world import World
 from megatrain.trace.trace import trace_visits
 from megatrain.training.export import export_checkpoint
-from megatrain.training.trainer import Trainer
 from oracles.huggingface import assert_same_gradients, train_step
 from oracles.image_models import FAMILIES, image_data, make_folder, write_rows
 from oracles.memory_access import MemoryAccess
 from oracles.peft_model import parameters_by_name, plain_name, with_adapters
 from oracles.runners import layer_runner
-from oracles.tiered_run import run_config
+from oracles.tiered_run import ALL_NVME, plan_of
+from oracles.whole_run import train_whole
 from processes.ranks import run_on_ranks
 from processes.worlds import RankResult, digests
 from processes.worlds import train as train_on_rank
@@ -167,8 +167,6 @@ def test_adapters_are_trained_as_by_peft(
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
-
 
 def config_text(
     folder: Path, model: Path, rows: Path, images: str, *, placement: str = "", ram: str = "256MiB", training: str = ""
@@ -214,23 +212,14 @@ size = "256MiB"
 
 
 @pytest.mark.parametrize("images", ["frozen", "trained"])
-def test_same_bits_and_planned_traffic_at_every_placement(images: str, folders: Path, tmp_path: Path) -> None:
+def test_results_of_a_tower_are_saved_where_it_is_trained(images: str, folders: Path, tmp_path: Path) -> None:
     model, rows = folder_of("qwen2_5_vl", folders), write_rows(tmp_path / "data", ROWS)
-    runs = [
-        run_config(config_text(tmp_path / name, model, rows, images, **where), tmp_path / name, num_steps=3)
-        for name, where in (
-            ("ram", {}),
-            ("nvme", {"placement": ALL_NVME, "ram": "36MiB"}),
-            ("results", {"placement": ALL_NVME, "ram": "36MiB", "training": 'recompute = "selective:9"'}),
-        )
-    ]
-    for run in runs:
-        run.assert_as_planned()
-        run.assert_same(runs[0])
-    assert sum(stats.num_bytes for stats in runs[1].moved.links.values()) > 0  # type: ignore[union-attr]
-    program, graph = runs[2].plan.program, runs[2].plan.graph
-    saves = {runs[2].plan.trace.visits[visit].unit in graph.optional_units for visit in program.recompute.saved_results}
-    assert saves == ({False, True} if images == "trained" else {False})
+    path = tmp_path / "run.toml"
+    path.write_text(config_text(tmp_path, model, rows, images, training='recompute = "selective:9"'))
+    plan = plan_of(load_config(path).config)
+    saving = plan.program.recompute.saved_results
+    optional = {plan.trace.visits[visit].unit in plan.graph.optional_units for visit in saving}
+    assert optional == ({False, True} if images == "trained" else {False})
 
 
 #: One rank has all images of a step; or one of three ranks has none, and the others not as many.
@@ -274,10 +263,7 @@ def test_ranks_have_the_bits_of_one_process(family: str, images: str, size: int,
 
 
 def train(folder: Path, text: str, *sets: str) -> tuple[list[tuple[float, ...]], Path]:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(text)
-    Trainer(load_config(folder / "run.toml", overrides=sets).config).train()
-    lines = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text().splitlines()]
+    lines = train_whole(folder, text, overrides=sets).lines
     losses = [(line["step"], *(line[name] for name in sorted(line) if name.endswith("loss"))) for line in lines]
     return [each for each in losses if len(each) > 1], folder / "out/final"
 

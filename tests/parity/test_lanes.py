@@ -28,10 +28,9 @@ from megatrain.ranks.lanes import micro_batches_of_lane, total
 from megatrain.training.trainer import Trainer
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
-from oracles.tiered_run import TieredRun, config_text, make_loader, run_config, write_tiny_model
+from oracles.tiered_run import ALL_NVME, TieredRun, config_text, make_loader, run_config, write_tiny_model
 from tiered.units import PAGE_BYTES, round_up
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 NUM_MICRO_BATCHES = 6
 
 
@@ -179,22 +178,6 @@ def test_one_lane_is_one_sum_and_others_differ(tiny_model: Path, tmp_path: Path)
     assert runs[4].losses == pytest.approx(runs[1].losses, rel=1e-5)
 
 
-PLACEMENTS: dict[str, dict[str, Any]] = {
-    "on NVMe": {"nvme": 1, "placement": ALL_NVME, "ram": "9MiB"},
-    "all on a GPU": {"gpu": "64MiB", "ram": "3MiB"},
-    "partly on a GPU": {"gpu": "14MiB", "ram": "9MiB", "nvme": 1},
-    "graphs kept": {"training": 'recompute = "none:4"'},
-}
-
-
-def test_placement_changes_no_bit_and_what_is_planned_moves(tiny_model: Path, tmp_path: Path) -> None:
-    expected = run(tmp_path / "ram", tiny_model, lanes=4, training='recompute = "full"', num_steps=3)
-    for name, options in PLACEMENTS.items():
-        result = run(tmp_path / name.replace(" ", "_"), tiny_model, lanes=4, num_steps=3, **options)
-        result.assert_same(expected)
-        result.assert_as_planned()
-
-
 def sums_made(patch: pytest.MonkeyPatch) -> Counter[int]:
     """Return what counts the bytes of the sums beside blocks that the engine makes in the running step, by visit."""
     made: Counter[int] = Counter()
@@ -243,17 +226,6 @@ def test_open_sums_are_planned(
         taken[lanes] = plan.placement.workspace_bytes["ram"]
     for lanes in (2, 8):
         assert taken[lanes] - taken[1] == fullest[lanes] - fullest[1]
-
-
-def test_adafactor_and_shared_blocks_take_lanes(tiny_model: Path, tmp_path: Path) -> None:
-    for optimizer in ('optim = "adafactor"', 'optim = "lion"\nclip_scope = "layer"'):
-        folder = tmp_path / optimizer.split('"')[1]
-        in_ram = run(folder / "ram", tiny_model, lanes=4, optimizer=optimizer)
-        on_drive = run(
-            folder / "nvme", tiny_model, lanes=4, optimizer=optimizer, nvme=1, placement=ALL_NVME, ram="16MiB"
-        )
-        on_drive.assert_same(in_ram)
-        on_drive.assert_as_planned()
 
 
 def test_micro_batches_one_at_a_time_have_one_lane(tiny_model: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatrain.training.start import with_kept_rules
 from megatrain.training.trainer import Trainer
 from oracles.families import tiny_config
 from oracles.huggingface import add_gradients
-from oracles.tiered_run import QUICKSTART, config_text, make_loader, plan_of, run_config
+from oracles.tiered_run import QUICKSTART, add_tokenizer, config_text, make_loader, plan_of, run_config
 
 MUON = 'optim = "muon"\nmax_grad_norm = 0\nweight_decay = 0.1'
 #: Rows of q, k and v, of gate and up: 4 heads of 8, 2 of keys and values, an MLP of 48.
@@ -31,9 +30,7 @@ def fused_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.vocab_size = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(QUICKSTART / name, folder / name)
-    return folder
+    return add_tokenizer(folder)
 
 
 def split(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -21,13 +21,12 @@ from oracles.families import FAMILIES, padded_batches, tiny_config
 from oracles.huggingface import build_model, train_step
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
-from oracles.tiered_run import config_text, run_config
+from oracles.tiered_run import ALL_NVME, config_text, run_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SEED = 11
 FACTOR, ALPHA = 0.2, 5.0
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
 def streamed(

@@ -12,7 +12,7 @@ from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
 from megatrain.plan.show import headline
 from megatrain.training.resolve import resolve
-from oracles.tiered_run import EXAMPLES, config_text, run_config
+from oracles.tiered_run import EXAMPLES, config_text
 
 MODEL = EXAMPLES / "quickstart" / "model"
 
@@ -57,13 +57,3 @@ def test_one_at_a_time_where_more_is_kept(ram: str, tmp_path: Path) -> None:
 )
 def test_layers_take_turns_elsewhere(tables: dict[str, str], ram: str, tmp_path: Path) -> None:
     assert make_plan(tmp_path, **{"ram": ram, **tables}).run.batch.order == "layer"  # type: ignore[arg-type]
-
-
-def test_the_bits_are_those_of_the_other_order(ram: str, tiny_model: Path, tmp_path: Path) -> None:
-    runs = [
-        run_config(config_text(tmp_path / name, tiny_model, nvme=0, ram=size), tmp_path / name, num_steps=3)
-        for name, size in (("all", "256MiB"), ("some", ram))
-    ]
-    assert [run.plan.run.batch.order for run in runs] == ["layer", "micro_batch"]
-    runs[1].assert_same(runs[0])
-    runs[1].assert_as_planned()

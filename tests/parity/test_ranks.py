@@ -33,12 +33,11 @@ from megatrain.ranks.collectives import Collectives, RanksDifferError
 from megatrain.ranks.world import World
 from megatrain.tasks.evaluation import deal_micro_batches
 from megatrain.training.resolve import resolve
-from oracles.tiered_run import EXAMPLES, config_text, parts_passing, write_tiny_model
+from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text, parts_passing, write_tiny_model
 from processes.ranks import run_on_ranks
 from processes.worlds import RankResult, digests, plan_of_rank, train
 
 LANES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 5, 3
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 BF16 = 'compute_dtype = "bfloat16"'
 
 

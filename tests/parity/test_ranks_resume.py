@@ -16,11 +16,10 @@ from megatrain.checkpoint.catalog import (
 from megatrain.checkpoint.resume import rules_of_newest
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.training.export import export_checkpoint
-from oracles.tiered_run import config_text
+from oracles.tiered_run import ALL_NVME, config_text
 from processes.ranks import run_on_ranks
 from processes.worlds import digests, go_on
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 BF16 = 'compute_dtype = "bfloat16"'
 #: Another placement for each start.
 TABLES: tuple[dict[str, Any], ...] = (

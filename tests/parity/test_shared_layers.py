@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.families import tiny_config
 from oracles.huggingface import train_plainly
-from oracles.tiered_run import QUICKSTART, config_text, make_loader, run_config
+from oracles.tiered_run import add_tokenizer, config_text, make_loader, run_config
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +24,7 @@ def zamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(7)
     config = tiny_config("zamba2", vocab_size=1024)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(QUICKSTART / name, folder / name)
-    return folder
+    return add_tokenizer(folder)
 
 
 def test_all_that_a_layer_reads_to_run_again_is_planned_to_be_there_together(zamba: Path, tmp_path: Path) -> None:

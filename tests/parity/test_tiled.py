@@ -24,7 +24,6 @@ from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config, tiny_image_text_config
 from oracles.memory_access import MemoryAccess
 from oracles.runners import layer_runner
-from oracles.tiered_run import TieredRun, config_text, run_config
 from processes import memory_of_mlp
 
 ROOT = Path(__file__).parents[2]
@@ -123,30 +122,6 @@ def test_what_cannot_be_tiled_is_refused_with_a_reason() -> None:
     tile_mlps(graph, 4)
     with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\..*records what it computes"):
         trace_visits(graph, 1, 16, torch.float32)
-
-
-def run(folder: Path, model: Path, rows: int, **tables: Any) -> TieredRun:
-    text = config_text(folder, model, **tables)
-    return run_config(text.replace("[data]", f"mlp_rows = {rows}\n[data]", 1), folder, num_steps=3)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_same_bits_at_every_placement(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
-    precision = f'compute_dtype = "{dtype}"'
-    kinds = ("weights", "gradients", "optimizer", "activations")
-    placement = "\n".join(f'{kind} = ["nvme"]' for kind in kinds)
-    in_ram = run(tmp_path / "ram", tiny_model, 48, nvme=0, precision=precision)
-    on_nvme = run(tmp_path / "nvme", tiny_model, 48, ram="7MiB", precision=precision, placement=placement)
-    major = 'micro_batch_order = "micro_batch"'
-    one_by_one = run(tmp_path / "order", tiny_model, 48, nvme=0, precision=precision, advanced=major)
-    for other in (on_nvme, one_by_one):
-        assert (other.losses, other.grad_norms) == (in_ram.losses, in_ram.grad_norms)
-        assert other.digests == in_ram.digests
-    assert on_nvme.moved is not None
-    moved = {link: stats.num_bytes for link, stats in on_nvme.moved.links.items()}
-    assert moved == on_nvme.plan.placement.run_traffic_bytes(3)
-    whole = run(tmp_path / "whole", tiny_model, 0, nvme=0, precision=precision)
-    assert in_ram.losses == pytest.approx(whole.losses, rel=1e-5 if dtype == "float32" else 1e-2)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,7 +26,15 @@ from megatrain.plan.plan import Plan
 from megatrain.training.trainer import Trainer
 from oracles import tiered_run
 from oracles.families import tiny_config
-from oracles.tiered_run import QUICKSTART, config_text, parts_passing, plan_of, run_config, write_tiny_model
+from oracles.tiered_run import (
+    QUICKSTART,
+    add_tokenizer,
+    config_text,
+    parts_passing,
+    plan_of,
+    run_config,
+    write_tiny_model,
+)
 from tiered import Transfer
 from tiered.ext import SimulatedChannel
 from tiered.links.base import Workers
@@ -51,9 +58,7 @@ def write_family(folder: Path, model_type: str) -> Path:
     config.vocab_size = AutoConfig.from_pretrained(QUICKSTART).vocab_size
     torch.manual_seed(7)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(QUICKSTART / name, folder / name)
-    return folder
+    return add_tokenizer(folder)
 
 
 def plan_with(folder: Path, model: Path, ram: int, **tables: Any) -> Plan:

@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import faulthandler
 import importlib
-import importlib.util
 import json
 import os
 import random
@@ -32,9 +31,10 @@ from typing import Any, NoReturn
 
 import torch
 
-from oracles.tiered_run import config_text, make_loader
+from oracles.tiered_run import ALL_NVME, config_text, make_loader
 from processes.kill_board import Board, watch
 from processes.kill_checks import Outcome, bytes_on_disk, check_after_kill, check_at_end, newest_copy, read_outcome
+from processes.saved_run import cli_module, command_group
 
 NUM_STEPS = 8
 HUNG_AFTER_S = 90.0
@@ -42,7 +42,6 @@ HUNG_AFTER_S = 90.0
 DRIVE_MIB = 96
 """Capacity of all drives of a run together."""
 
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 #: Name -> tables of the config.
 PLACEMENTS: Mapping[str, Mapping[str, Any]] = {
     "RAM": {"nvme": 0},
@@ -363,9 +362,6 @@ def main() -> int:
     return 0
 
 
-_CLI = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-
-
 def preload(model: Path, folder: Path) -> None:
     """Import and compile what a run needs; starts no thread and trains nothing."""
     from megatrain.config import load_config
@@ -375,7 +371,7 @@ def preload(model: Path, folder: Path) -> None:
     from oracles.traces import keeping
 
     for name in ("main", "run", "render", "options"):
-        importlib.import_module(f"{_CLI}.{name}")
+        cli_module(name)
     importlib.import_module("megatrain.training.trainer")
     torch.set_num_threads(1)
     folder.mkdir(parents=True)
@@ -399,8 +395,7 @@ def run_child(folder: Path) -> NoReturn:
         os.dup2(log, 2)
         faulthandler.enable(2)
         print("-- start", flush=True)
-        group: Any = importlib.import_module(f"{_CLI}.main").command_group
-        group.main(["run", str(folder / "run.toml")])
+        command_group().main(["run", str(folder / "run.toml")])
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 1

@@ -62,15 +62,23 @@ NVME = '[[tiers.nvme]]\npath = "drive"\nsize = "40MiB"\n'
 ON_NVME = 'weights = "nvme"\noptimizer = "nvme"\n'
 
 
+#: The command under the name it is installed as, or from its folder where the project is not installed.
+PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+
+
+def cli_module(name: str) -> Any:
+    """Return a module of the command's package."""
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
 def command_group() -> Any:
-    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-    return importlib.import_module(f"{package}.main").command_group
+    """Return the command, as click knows it."""
+    return cli_module("main").command_group
 
 
 def command_words() -> list[str]:
     """Return the words that start the command in a process of its own."""
-    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-    return [sys.executable, "-m", package]
+    return [sys.executable, "-m", PACKAGE]
 
 
 def call_in_new_process(*words: object) -> tuple[subprocess.CompletedProcess[str], bool]:
@@ -126,15 +134,20 @@ class SavedRun:
 
 def make_run(folder: Path) -> SavedRun:
     """Make the folder with a random model of 0.1 M parameters and some text; nothing is trained yet."""
+    make_model(folder / "model")
+    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
+    return SavedRun(folder)
+
+
+def make_model(folder: Path, **changes: int) -> None:
+    """Make the folder of a random model of 0.1 M parameters; ``changes`` are other values of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shutil.copytree(QUICKSTART / "model", folder / "model")
-    (folder / "data.txt").write_text((QUICKSTART / "loomings.txt").read_text()[:2500])
-    path = folder / "model/config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER}))
+    shutil.copytree(QUICKSTART / "model", folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **SMALLER, **changes}))
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
-    return SavedRun(folder)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zarr
 
+from oracles.disk import bytes_on_disk
 from tiered import CapacityError, KiB, LockedError, MiB, NvmeTier, TieredError, TransferError
 from tiered.ext import Slot
 from tiered.tiers.health import WearLimitError
@@ -36,18 +37,6 @@ def fill(tier: NvmeTier, slot: Slot, value: int) -> None:
 def contents(tree: Path, key: str) -> set[int]:
     """Return the values of all bytes of an array, read by zarr."""
     return set(np.unique(np.asarray(zarr.open_array(tree / key, mode="r")[:]).view(np.uint8)).tolist())
-
-
-def bytes_on_disk(*roots: Path) -> int:
-    """Return the allocated bytes of all chunk files, hard links counted once."""
-    blocks = {}
-    for root in roots:
-        for folder, _, names in os.walk(root):
-            for name in names:
-                status = os.lstat(os.path.join(folder, name))
-                if status.st_size % 4096 == 0 and name.isdigit():
-                    blocks[status.st_ino] = status.st_blocks * 512
-    return sum(blocks.values())
 
 
 def test_files_are_preallocated_and_the_ledger_counts_them_whole(tmp_path: Path) -> None:

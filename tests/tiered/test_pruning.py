@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from oracles.disk import bytes_on_disk
 from tiered import GenerationReader, KiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import list_generations, newest_first
 
@@ -43,19 +44,6 @@ def value_of(store: TieredStore) -> float:
             values |= set(lease.tensor.unique().tolist())
     assert len(values) == 1, values
     return float(values.pop())
-
-
-def bytes_on_disk(root: Path) -> int:
-    sizes = {}
-    for folder, _, names in os.walk(root):
-        for name in names:
-            try:
-                status = os.lstat(os.path.join(folder, name))
-            except FileNotFoundError:
-                continue  # another thread is at work
-            if name.isdigit():
-                sizes[status.st_ino] = status.st_blocks * 512
-    return sum(sizes.values())
 
 
 @contextmanager

@@ -10,10 +10,8 @@ from megatrain.base.timeline import COMPUTE, Timeline
 from megatrain.config import load_config
 from megatrain.engine.tape import Op
 from megatrain.training.trainer import Trainer
-from oracles.tiered_run import EXAMPLES, config_text
+from oracles.tiered_run import ALL_NVME, EXAMPLES, config_text
 from tiered import Event
-
-ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 
 def test_nothing_is_kept_while_it_is_off(tmp_path: Path) -> None:

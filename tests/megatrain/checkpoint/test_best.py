@@ -17,7 +17,7 @@ from megatrain.base.errors import ConfigError
 from megatrain.base.observer import EvaluationMetrics
 from megatrain.checkpoint.best import Best, BestSpec
 from megatrain.checkpoint.catalog import list_checkpoints
-from processes.saved_run import SavedRun, make_run
+from processes.saved_run import SavedRun
 
 VALUES = st.one_of(st.sampled_from([1.0, 1.1, 1.2, 0.9, math.nan]), st.floats(0, 2))
 #: The largest loss is the best one: that of the first evaluation, as the model gets better.
@@ -25,14 +25,9 @@ WORST = 'eval_steps = 2\nmetric_for_best_model = "eval_loss"\ngreater_is_better 
 EVAL = '[[data.eval]]\nname = "held out"\npath = "data.txt"\n'
 
 
-@pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    return make_run(tmp_path_factory.mktemp("best") / "w")
-
-
 @pytest.fixture
-def run(fresh: SavedRun, tmp_path: Path) -> SavedRun:
-    return fresh.copy(tmp_path / "w")
+def run(untrained: SavedRun, tmp_path: Path) -> SavedRun:
+    return untrained.copy(tmp_path / "w")
 
 
 def train(run: SavedRun, evaluation: str, **config: Any) -> str:

@@ -24,32 +24,23 @@ from megatrain.checkpoint.document import Checkpoint
 from megatrain.checkpoint.state import CheckpointError
 from megatrain.run.folder import RunFolder
 from oracles.run_state import make_state
-from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import MiB, NvmeTier, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, generation_folder, make_current
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A run of 6 steps, all in RAM, saved at 2, 4 and 6."""
-    run = make_run(tmp_path_factory.mktemp("trained") / "w")
-    result = run.run(steps=6)
-    assert result.exit_code == 0, result.output
-    return run
+@pytest.fixture
+def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
+    return unbroken.copy(tmp_path / "w")
 
 
 @pytest.fixture
-def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
-    return trained.copy(tmp_path / "w")
-
-
-@pytest.fixture
-def on_nvme(trained: SavedRun, tmp_path: Path) -> SavedRun:
+def on_nvme(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
     """A run whose blocks lie on a drive; its folder must not be copied: the manifests name the drive."""
     run = SavedRun(tmp_path / "w")
     run.folder.mkdir()
     for name in ("model", "data.txt"):
-        source = trained.folder / name
+        source = unbroken.folder / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, run.folder / name)
     result = run.run(placement=ON_NVME, more=NVME, dtype="bfloat16")
     assert result.exit_code == 0, result.output

@@ -21,7 +21,7 @@ from megatrain.checkpoint.document import read_checkpoints
 from megatrain.checkpoint.scan import saved_checkpoints, usable_checkpoint
 from megatrain.checkpoint.table import CheckpointConfig, CheckpointSpec
 from megatrain.checkpoint.whereabouts import bytes_on_drives
-from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import GenerationReader, MiB, NvmeTier, RamTier, TieredStore, format_size
 from tiered.durable.manifest import list_generations
 
@@ -30,18 +30,11 @@ _TWO = '[[tiers.nvme]]\npath = "one"\nsize = "20MiB"\n[[tiers.nvme]]\npath = "tw
 ON_TWO_DRIVES = {"placement": ON_NVME, "more": f'{_TWO}[advanced]\nfile_size = "32KiB"\n'}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model and data; and what six steps give that nothing happens to."""
-    run = make_run(tmp_path_factory.mktemp("model") / "w")
-    result = run.run(out="undisturbed")
-    assert result.exit_code == 0, result.output
-    return run
-
-
 @pytest.fixture
-def run(model: SavedRun, tmp_path: Path) -> SavedRun:
-    return model.copy(tmp_path / "w")
+def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
+    made = unbroken.copy(tmp_path / "w")
+    made.out.rename(made.folder / "undisturbed")
+    return made
 
 
 def weights(run: SavedRun, out: str = "out") -> bytes:

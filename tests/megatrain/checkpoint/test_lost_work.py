@@ -11,23 +11,14 @@ import pytest
 from megatrain.checkpoint import state
 from megatrain.checkpoint.catalog import list_checkpoints
 from megatrain.checkpoint.writer import CheckpointFolder, CheckpointWriter
-from processes.saved_run import NVME, ON_NVME, SavedRun, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun
 from tiered import MiB, RamTier, TieredStore
 from tiered.durable.manifest import MANIFEST_NAME, list_generations, make_current
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A run of 6 steps, all in RAM, saved at 2, 4 and 6."""
-    run = make_run(tmp_path_factory.mktemp("trained") / "w")
-    result = run.run(steps=6)
-    assert result.exit_code == 0, result.output
-    return run
-
-
 @pytest.fixture
-def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
-    return trained.copy(tmp_path / "w")
+def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
+    return unbroken.copy(tmp_path / "w")
 
 
 def step_of(text: str) -> int:

@@ -25,7 +25,7 @@ from megatrain.training.resolve import resolve_checkpoint
 from processes import saved_run
 from processes.golden import unpack
 from processes.rank_runs import launch
-from processes.saved_run import NVME, ON_NVME, SavedRun, end, make_run
+from processes.saved_run import NVME, ON_NVME, SavedRun, end
 from tiered import GenerationReader
 from tiered.durable.manifest import list_generations
 
@@ -48,19 +48,12 @@ def s3(server: S3, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
         server.files().rm(name, recursive=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A model and data; and what six steps give that nothing happens to."""
-    run = make_run(tmp_path_factory.mktemp("model") / "w")
-    result = run.run(out="undisturbed")
-    assert result.exit_code == 0, result.output
-    return run
-
-
 @pytest.fixture
-def run(model: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRun:
+def run(unbroken: SavedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SavedRun:
     monkeypatch.setattr(remote_copier, "MAX_DELAY_S", 0.05)
-    return model.copy(tmp_path / "w")
+    made = unbroken.copy(tmp_path / "w")
+    made.out.rename(made.folder / "undisturbed")
+    return made
 
 
 @pytest.fixture

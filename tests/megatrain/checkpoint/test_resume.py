@@ -19,20 +19,12 @@ from megatrain.config.schema import RunConfig
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from megatrain.training.start import describe_model, with_decays
-from processes.saved_run import SavedRun, make_run
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> SavedRun:
-    """A run of 6 steps of 2 rows, saved at 2, 4 and 6."""
-    run = make_run(tmp_path_factory.mktemp("trained") / "w")
-    assert train(run, steps=6) == 0
-    return run
+from processes.saved_run import SavedRun
 
 
 @pytest.fixture
-def run(trained: SavedRun, tmp_path: Path) -> SavedRun:
-    return trained.copy(tmp_path / "w")
+def run(unbroken: SavedRun, tmp_path: Path) -> SavedRun:
+    return unbroken.copy(tmp_path / "w")
 
 
 def train(run: SavedRun, *options: str, **config: Any) -> int:
@@ -69,9 +61,9 @@ def test_a_model_of_another_dtype_is_written_anew(run: SavedRun) -> None:
 
 
 @pytest.mark.parametrize("key", ["config_xxh3_64", "dtype", "device", "attention", "name", "class", "num_parameters"])
-def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
+def test_what_of_the_model_alters_results(key: str, unbroken: SavedRun) -> None:
     """Also what no key of the config says: ``auto`` may mean another kernel on another machine."""
-    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     now = {**found.state.model, key: "another"}
     changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
@@ -92,9 +84,9 @@ def test_what_of_the_model_alters_results(key: str, trained: SavedRun) -> None:
 EXCLUDE = "optimizer.weight_decay_exclude"
 
 
-def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -> None:
+def test_other_globs_that_name_the_same_parameters_are_free(unbroken: SavedRun) -> None:
     """What decays counts. A checkpoint of before that was noted is told by its globs, with which no vector decayed."""
-    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     plan = plan_run(resolve(config))
 
     def check(before: tuple[str, ...], now: tuple[str, ...], *, noted: bool = True) -> list[str]:
@@ -130,8 +122,8 @@ def test_other_globs_that_name_the_same_parameters_are_free(trained: SavedRun) -
         check((), (), noted=False)
 
 
-def test_another_number_of_threads_is_told(trained: SavedRun) -> None:
-    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+def test_another_number_of_threads_is_told(unbroken: SavedRun) -> None:
+    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     assert found.state.model["threads"] == 1
     changes = changes_from(found.state.config_toml, config)
     notices: list[str] = []
@@ -142,8 +134,8 @@ def test_another_number_of_threads_is_told(trained: SavedRun) -> None:
     assert told.startswith("torch computes on 2 threads, and did on 1 up to the checkpoint")
 
 
-def test_other_data_alters_results(trained: SavedRun) -> None:
-    found, config = find_checkpoint(trained.out), load_config(trained.folder / "run.toml").config
+def test_other_data_alters_results(unbroken: SavedRun) -> None:
+    found, config = find_checkpoint(unbroken.out), load_config(unbroken.folder / "run.toml").config
     other = replace(found, meta={**found.meta, "data_fingerprint": "another"})
     with pytest.raises(ConfigChangedError, match="data: the rows"):
         check_changes(
@@ -165,9 +157,9 @@ def test_with_another_batch_the_data_goes_on_at_the_same_row(run: SavedRun) -> N
     assert found[7] == pytest.approx(13 * per_row)
 
 
-def test_saved_at_the_end_of_every_epoch_and_of_the_run(trained: SavedRun) -> None:
+def test_saved_at_the_end_of_every_epoch_and_of_the_run(run: SavedRun) -> None:
     words = ("--set", "per_device_train_batch_size=8")
-    train(trained, *words, out="epochs", steps=9, checkpoint='save_strategy = "epoch"')
-    whole = [step for step, epoch in epochs(trained.folder / "epochs").items() if epoch == int(epoch)]
+    train(run, *words, out="epochs", steps=9, checkpoint='save_strategy = "epoch"')
+    whole = [step for step, epoch in epochs(run.folder / "epochs").items() if epoch == int(epoch)]
     assert len(whole) == 2 and 9 not in whole
-    assert saved_steps(trained.folder / "epochs") == [*whole, 9]
+    assert saved_steps(run.folder / "epochs") == [*whole, 9]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,8 +18,7 @@ from megatrain.extras import verify as module
 from megatrain.extras.verify import Verdict, verify
 from megatrain.optim.base import Update
 from megatrain.optim.elementwise import SGD, AdamW
-
-PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+from processes.saved_run import command_group
 
 
 def config_of(tmp_path: Path, family: str, *overrides: str, drives: int = 0) -> Any:
@@ -117,7 +114,7 @@ def test_a_result_that_depends_on_the_placement_is_found(tmp_path: Path, monkeyp
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
-    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    group = command_group()
     return lambda *words: CliRunner().invoke(group, ["verify", *map(str, words)])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 from collections.abc import Callable
@@ -33,10 +31,10 @@ from megatrain.plan.plan import MeasuredTicks, Plan
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
+from processes.saved_run import command_group
 from tiered import MiB
 
 MODEL = EXAMPLES / "quickstart" / "model"
-PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 ALL_NVME = 'weights = ["nvme"]\ngradients = ["nvme"]\noptimizer = ["nvme"]\nactivations = ["nvme"]'
 
 Write = Callable[..., Path]
@@ -196,7 +194,7 @@ def test_what_cannot_be_timed_keeps_its_plan(write: Write) -> None:
 def test_the_command(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(examine, "QUICK", DriveEffort(64 * MiB, 0.0, 0.0, beside_s=0.1))
     monkeypatch.setattr(examine, "_QUICK_PROCESSOR", (8 * MiB, 0.0))
-    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    group = command_group()
     path = write(ram="6MiB", placement='optimizer = ["nvme"]')
     plain = CliRunner().invoke(group, ["plan", str(path), "--measure"])
     assert plain.exit_code == 0, plain.output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -16,9 +14,9 @@ from megatrain.plan.estimate import run_length
 from megatrain.plan.planner import plan_run
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
+from processes.saved_run import command_group
 
 MODEL = EXAMPLES / "quickstart" / "model"
-PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
 
 
 def write(folder: Path, **tables: Any) -> Path:
@@ -43,7 +41,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    group = command_group()
     path = write(tmp_path, ram="7MiB")
     result = CliRunner().invoke(group, ["plan", str(path), "--count-steps"])
     assert result.exit_code == 0, result.output

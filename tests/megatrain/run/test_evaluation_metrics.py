@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import io
 import json
 import math
@@ -15,6 +13,7 @@ from rich.console import Console
 
 from megatrain.base.observer import EvaluationMetrics, Observers, StepMetrics, format_evaluation
 from megatrain.run.loggers import MetricsLog, last_evaluations
+from processes.saved_run import cli_module
 
 
 def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> EvaluationMetrics:
@@ -22,8 +21,7 @@ def metrics(step: int = 400, name: str = "held_out", loss: float = 1.27341) -> E
 
 
 def render() -> Any:
-    package = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
-    return importlib.import_module(f"{package}.render")
+    return cli_module("render")
 
 
 def test_the_line() -> None:

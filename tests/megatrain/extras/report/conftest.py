@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from oracles.tiered_run import write_tiny_model
-
-PACKAGE = "megatrain_tier_cli" if importlib.util.find_spec("megatrain_tier_cli") else "cli"
+from processes.saved_run import command_group
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +21,5 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cli_call() -> Callable[..., Any]:
-    group = importlib.import_module(f"{PACKAGE}.main").command_group
+    group = command_group()
     return lambda *words: CliRunner().invoke(group, list(map(str, words)))

@@ -1,0 +1,128 @@
+"""A run from its config to its export: what it reported, and what it left in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatrain.base.observer import CheckpointMetrics, EvaluationMetrics, RunObserver, RunSummary, StepMetrics
+from megatrain.config import load_config
+from megatrain.plan.plan import Plan
+from megatrain.training.trainer import Trainer
+from tiered.durable.manifest import read_manifest
+
+
+class Told(RunObserver):
+    """Keeps what a run reports, and stops it as another process would.
+
+    Args:
+        stop_after: Step after which the run is stopped. None for never.
+        stop_at: Evaluation set of that step after which it is stopped, instead of the step's end.
+    """
+
+    def __init__(self, stop_after: int | None = None, stop_at: str = "") -> None:
+        self._stop_after, self._stop_at = stop_after, stop_at
+        self.steps: list[StepMetrics] = []
+        self.evaluations: list[EvaluationMetrics] = []
+        self.checkpoints: list[CheckpointMetrics] = []
+        self.messages: list[str] = []
+
+    def on_step(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+        self._stop(metrics.step, "")
+
+    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
+        self.evaluations.append(metrics)
+        self._stop(metrics.step, metrics.name)
+
+    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
+        self.checkpoints.append(metrics)
+
+    def on_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def _stop(self, step: int, name: str) -> None:
+        if (step, name) == (self._stop_after, self._stop_at):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@dataclass
+class WholeRun:
+    """A run that has ended."""
+
+    folder: Path
+    trainer: Trainer
+    summary: RunSummary
+    told: Told
+
+    @property
+    def plan(self) -> Plan:
+        """Return the plan that was run."""
+        return self.trainer.plan
+
+    @property
+    def config(self) -> Any:
+        """Return the config of this start."""
+        return self.trainer.config
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Return all lines of the log."""
+        return [json.loads(line) for line in (self.folder / "out/metrics.jsonl").read_text().splitlines()]
+
+    @property
+    def losses(self) -> list[tuple[int, float]]:
+        """Return step and loss of all steps in the log, also of former starts."""
+        return [(line["step"], line["loss"]) for line in self.lines if "grad_norm" in line]
+
+    @property
+    def figures(self) -> list[tuple[float, float, dict[str, float]]]:
+        """Return loss, norm and figures of preferences of the steps of this start."""
+        return [(step.loss, step.grad_norm, dict(step.preferences)) for step in self.told.steps]
+
+    @property
+    def weights(self) -> bytes:
+        """Return the exported file."""
+        return (self.folder / "out/final/model.safetensors").read_bytes()
+
+    @property
+    def state(self) -> dict[str, tuple[str, ...]]:
+        """Return checksums of every block of the last checkpoint."""
+        return {block.key: block.xxh3_64 for block in read_manifest(self.folder / "out/checkpoints").blocks}
+
+    def assert_same(self, other: WholeRun) -> None:
+        """All losses, the last checkpoint and the export have the other run's bits."""
+        assert self.losses == other.losses
+        assert self.state == other.state
+        assert self.weights == other.weights
+
+
+def train_whole(
+    folder: Path,
+    text: str,
+    *,
+    stop_after: int | None = None,
+    stop_at: str = "",
+    allow: bool = False,
+    overrides: Sequence[str] = (),
+) -> WholeRun:
+    """Run a config whose ``output_dir`` is ``<folder>/out``, from its newest checkpoint if it has one.
+
+    Args:
+        text: Config, in TOML.
+        allow: Whether the config may differ from the checkpoint's.
+        overrides: Values in the form of ``--set``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "run.toml"
+    path.write_text(text)
+    told = Told(stop_after, stop_at)
+    trainer = Trainer(load_config(path, overrides=overrides).config, observer=told, allow_config_change=allow)
+    summary = trainer.train()
+    assert summary.interrupted == (stop_after is not None)
+    return WholeRun(folder, trainer, summary, told)
