@@ -81,9 +81,9 @@ class UnitRun:
 
         Contiguous, as a recompute gets it from its block: kernels may round differently for other strides.
         """
-        is_differentiable = self.is_differentiable
+        grad_enabled = self.modes.grad_enabled
         return [
-            stream.detach().contiguous().requires_grad_(requires and is_differentiable)
+            stream.detach().contiguous().requires_grad_(requires and grad_enabled)
             for stream, requires in zip(self.activations, self.requires_grad, strict=True)
         ]
 
