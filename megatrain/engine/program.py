@@ -717,7 +717,8 @@ def saving_results(
             traced = trace.visits[tick.visit]
             ticks[number] = _saving_results(tick, program, len(traced.saved) - len(traced.reused))
             nbytes = (traced.results if with_products else traced.attention).nbytes
-            for key in {key for key, _ in ticks[number].uses} - blocks.keys():
+            # In the order of the tick: the order of blocks decides ties between homes.
+            for key in [key for key in dict(ticks[number].uses) if key not in blocks]:
                 blocks[key] = BlockPlan(key, "activations", nbytes, torch.uint8)
     before = program.recompute
     if with_products:
