@@ -758,12 +758,12 @@ def _make_table(
 
 
 def _place(
-    group: OrdinaryGroup, kind: str | None, name: str, parameter: Tensor, addresses: Mapping[str, int]
+    group: OrdinaryGroup, kind: str, name: str, parameter: Tensor, addresses: Mapping[str, int]
 ) -> tuple[int, int]:
     """Return the address and element size of a parameter's state of a kind; zeros for a kind that is not kept."""
     if kind == "weight":
         return parameter.data_ptr(), parameter.dtype.itemsize
-    if kind is None or kind not in group.keys:
+    if kind not in group.keys:
         return 0, 0
     itemsize = group.kinds[kind].dtype.itemsize
     return addresses[group.keys[kind]] + group.starts[kind][name] * itemsize, itemsize

@@ -105,7 +105,7 @@ class WeightAverage:
         return isinstance(self.inner, ElementwiseOptimizer) and self.inner.has_rows
 
     @property
-    def rows_kinds(self) -> tuple[str | None, ...]:
+    def rows_kinds(self) -> tuple[str, ...]:
         """The average before the kinds of the optimizer; see `ElementwiseOptimizer.rows_kinds`."""
         assert isinstance(self.inner, ElementwiseOptimizer), self.inner
         return (EMA.name, *self.inner.rows_kinds)

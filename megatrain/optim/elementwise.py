@@ -1,11 +1,11 @@
-"""AdamW, Lion and SGD: elementwise updates, by one kernel each over ranges of a block, for both kinds of master."""
+"""AdamW, Lion and SGD: elementwise updates, by one rule each over ranges of a block, for both kinds of master."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads, cut
 
 __all__ = [
+    "MOMENTS",
     "SGD",
     "AdamW",
     "Array",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 Array = np.ndarray[Any, Any]
+Scalars = tuple[np.float32, tuple[np.float32, ...]]
+MOMENTS = ("m", "v")
+"""Moments that the kernels of every elementwise optimizer take, None for one that it does not have."""
 
 #: Empty arrays: numba takes the types of a kernel's arguments from them.
 _EXAMPLES: dict[torch.dtype, Array] = {
@@ -40,10 +44,10 @@ _SPLIT: tuple[Array, Array | None] = (_EXAMPLES[torch.bfloat16], _EXAMPLES[torch
 
 
 class ElementwiseOptimizer(ABC):
-    """An optimizer over flat CPU blocks whose kernel takes `(weight, low, *moments, grad, key, *scalars)`.
+    """An optimizer over flat CPU blocks that updates each element by itself.
 
-    A subclass names its kernel and its moments, and computes the scalars. See `megatrain.optim.base.Optimizer` for the
-    contract.
+    A subclass names its kernels and its moments, some of `MOMENTS`, and computes the scalars of the kernels. See
+    `megatrain.optim.base.Optimizer` for the contract.
 
     Moments in bf16 are rounded up or down at random, so that the mean of many roundings is the number; with which
     random bits is a function of seed, step, name of the parameter and number of the element alone. Moments in int8 are
@@ -55,9 +59,6 @@ class ElementwiseOptimizer(ABC):
         threads: Threads to compute on; None makes a set with one thread per usable CPU.
     """
 
-    kernel_name: ClassVar[str]
-    """Name of the kernel in `megatrain.optim.kernels`, that of int8 without `_int8`."""
-
     def __init__(
         self, threads: KernelThreads | None = None, state_dtype: StateDtype = "float32", seed: int = 0
     ) -> None:
@@ -67,12 +68,17 @@ class ElementwiseOptimizer(ABC):
         self.state: tuple[StateKind, ...] = tuple(
             kind for name in self.moments for kind in moment_kinds(name, self.state_dtype)
         )
-        self._last_scalars: tuple[object, tuple[Any, ...]] = (None, ())
+        self._last_scalars: tuple[object, Scalars] = (None, (np.float32(0.0), ()))
+
+    @property
+    @abstractmethod
+    def kernel_name(self) -> str:
+        """Name of its rule in `megatrain.optim.kernels.UPDATES` and `triton_kernels.RULES`."""
 
     @property
     @abstractmethod
     def moments(self) -> tuple[str, ...]:
-        """Names of the moments, in the order of the kernel's arguments. Known before `__init__` of this class."""
+        """Names of the moments, in the order of `MOMENTS`. Known before `__init__` of this class."""
 
     @property
     def has_rows(self) -> bool:
@@ -80,8 +86,8 @@ class ElementwiseOptimizer(ABC):
         return self.state_dtype == "float32"
 
     @abstractmethod
-    def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return the kernel's scalars for one segment, computed in fp64 and rounded to fp32 once."""
+    def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
+        """Return the scalars of the rule for one segment, computed in fp64."""
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the master and the state."""
@@ -111,20 +117,23 @@ class ElementwiseOptimizer(ABC):
 
         assert update.step >= 1, update.step
         in_bytes = self.state_dtype == "int8"
-        kernel: Callable[..., None] = getattr(kernels, self.kernel_name + "_int8" * in_bytes)
-        state = [(None, 1) if kind is None else (arrays[kind.name], kind.granularity) for kind in self.state_arguments]
-        flats = [(arrays["weight"], 1), (arrays["low"], 1), *state, (gradient, 1)]
+        of_this = kernels.UPDATES[self.kernel_name]
+        scales = [(arrays.get(f"{name}_scale"), BLOCK_ELEMENTS) for name in MOMENTS]
+        moments = [(arrays.get(name), 1) for name in MOMENTS]
+        if in_bytes:
+            moments = [each for pair in zip(moments, scales, strict=True) for each in pair]
+        flats = [(arrays["weight"], 1), (arrays["low"], 1), *moments, (gradient, 1)]
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
             assert not in_bytes or segment.start % BLOCK_ELEMENTS == 0, segment
-            scalars = self._scalars_now(segment, update)
+            scalars = self.scalars(segment, update)
             for start, stop in cut(segment.start, segment.stop):
                 inside = [flat if flat is None else flat[start // size : -(-stop // size)] for flat, size in flats]
                 if in_bytes:
-                    yield partial(kernel, *inside, (code_of(True), code_of(False)), scalars)
+                    yield partial(of_this.in_bytes, *inside, (code_of(True), code_of(False)), *scalars)
                 else:
                     key = self.rounding(segment, update, start - segment.start)
-                    yield partial(kernel, *inside, key, *scalars)
+                    yield partial(of_this.update, *inside, key, *scalars)
 
     def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
         """Return the key of the random bits for a segment from its element `start` on; None: nothing is rounded so."""
@@ -133,9 +142,9 @@ class ElementwiseOptimizer(ABC):
         return (*rounding_key(self.seed, update.step, segment.name), np.int64(segment.first + start))
 
     @property
-    def rows_kinds(self) -> tuple[str | None, ...]:
-        """Kinds whose addresses are the columns of a table of rows, before gradient and size; None: an unused one."""
-        return ("weight", "low", *(None if kind is None else kind.name for kind in self.state_arguments))
+    def rows_kinds(self) -> tuple[str, ...]:
+        """Kinds whose addresses are the columns of a table of rows, before gradient and size; 0 for an unused one."""
+        return ("weight", "low", *MOMENTS)
 
     def rows_call(
         self, split_master: bool, gradient: torch.dtype, segment: Segment, update: Update
@@ -150,19 +159,21 @@ class ElementwiseOptimizer(ABC):
         from megatrain.optim import kernels
 
         assert self.has_rows, self.state_dtype
-        weight, low = master_examples(split_master)
-        state = [None if kind is None else _EXAMPLES[kind.dtype] for kind in self.state_arguments]
-        likes = [weight, low, *state, _EXAMPLES[gradient]]
-        kernel: Callable[..., None] = getattr(kernels, f"{self.kernel_name}_rows")
-        scalars = self._scalars_now(segment, update)
-        return lambda rows: kernel(rows, *likes, scalars)
+        moments = [_EXAMPLES[torch.float32] if name in self.moments else None for name in MOMENTS]
+        likes = [*master_examples(split_master), *moments, _EXAMPLES[gradient]]
+        kernel, scalars = kernels.UPDATES[self.kernel_name].rows, self.scalars(segment, update)
+        return lambda rows: kernel(rows, *likes, *scalars)
 
-    def _scalars_now(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return ``scalars``, cached from the last call: most parameters share them."""
+    def scalars(self, segment: Segment, update: Update) -> Scalars:
+        """Return the factor on gradients and the scalars of the rule, each rounded to fp32 once.
+
+        Cached from the last call: most parameters share them.
+        """
         wanted = (segment.weight_decay, segment.lr_scale, update)
         known, scalars = self._last_scalars
         if known != wanted:
-            scalars = self.scalars(segment, update)
+            rounded = tuple(np.float32(number) for number in self.coefficients(segment, update))
+            scalars = (np.float32(update.grad_scale), rounded)
             self._last_scalars = (wanted, scalars)  # one assignment: other threads see both or neither
         return scalars
 
@@ -171,16 +182,6 @@ class ElementwiseOptimizer(ABC):
         for split_master, dtype in formats:
             blocks = {kind.name: torch.zeros(1, dtype=kind.dtype) for kind in self.state_kinds(split_master)}
             self.update(blocks, torch.zeros(1, dtype=dtype), (Segment(0, 1, 0.0),), Update(step=1, lr=0.0))
-
-    @property
-    def num_state_arguments(self) -> int:
-        """State arguments of the kernel, at least as many as `state` has."""
-        return len(self.state)
-
-    @property
-    def state_arguments(self) -> tuple[StateKind | None, ...]:
-        """State arguments of the kernel; None for one that these settings do not use."""
-        return (*self.state, *(None for _ in range(self.num_state_arguments - len(self.state))))
 
 
 def master_examples(split_master: bool) -> tuple[Array, Array | None]:
@@ -258,11 +259,10 @@ class AdamW(ElementwiseOptimizer):
         super().__init__(threads, state_dtype, seed)
         self.beta1, self.beta2, self.eps = beta1, beta2, eps
 
-    def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return `(grad_scale, decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2**step), eps, step_size)`."""
+    def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
+        """Return `(decay, 1 - beta1, beta2, 1 - beta2, sqrt(1 - beta2**step), eps, step_size)`."""
         lr = update.lr * segment.lr_scale
-        scalars = (
-            update.grad_scale,
+        return (
             1.0 - lr * segment.weight_decay,
             1.0 - self.beta1,
             self.beta2,
@@ -271,7 +271,6 @@ class AdamW(ElementwiseOptimizer):
             self.eps,
             lr / (1.0 - self.beta1**update.step),
         )
-        return tuple(np.float32(scalar) for scalar in scalars)
 
 
 class Lion(ElementwiseOptimizer):
@@ -311,11 +310,10 @@ class Lion(ElementwiseOptimizer):
         super().__init__(threads, state_dtype, seed)
         self.beta1, self.beta2 = beta1, beta2
 
-    def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return `(grad_scale, decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)`."""
+    def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
+        """Return `(decay, beta1, 1 - beta1, beta2, 1 - beta2, lr)`."""
         lr = update.lr * segment.lr_scale
-        scalars = (
-            update.grad_scale,
+        return (
             1.0 - lr * segment.weight_decay,
             self.beta1,
             1.0 - self.beta1,
@@ -323,7 +321,6 @@ class Lion(ElementwiseOptimizer):
             1.0 - self.beta2,
             lr,
         )
-        return tuple(np.float32(scalar) for scalar in scalars)
 
 
 class SGD(ElementwiseOptimizer):
@@ -344,8 +341,6 @@ class SGD(ElementwiseOptimizer):
         seed: Of the rounding of moments in bf16.
     """
 
-    kernel_name = "sgd"
-
     def __init__(
         self,
         momentum: float = 0.9,
@@ -360,15 +355,15 @@ class SGD(ElementwiseOptimizer):
         super().__init__(threads, state_dtype, seed)
 
     @property
+    def kernel_name(self) -> str:
+        """`nesterov`, or `sgd` with another momentum or none."""
+        return "nesterov" if self.nesterov else "sgd"
+
+    @property
     def moments(self) -> tuple[str, ...]:
         """`m`; nothing without momentum."""
         return ("m",) if self.momentum else ()
 
-    @property
-    def num_state_arguments(self) -> int:
-        return max(1, len(self.state))
-
-    def scalars(self, segment: Segment, update: Update) -> tuple[Any, ...]:
-        """Return `(grad_scale, decay, momentum, lr, nesterov)`."""
-        scalars = (update.grad_scale, segment.weight_decay, self.momentum, update.lr * segment.lr_scale)
-        return (*(np.float32(scalar) for scalar in scalars), self.nesterov)
+    def coefficients(self, segment: Segment, update: Update) -> tuple[float, ...]:
+        """Return `(decay, momentum, lr)`."""
+        return (segment.weight_decay, self.momentum, update.lr * segment.lr_scale)

@@ -15,16 +15,21 @@ Moments are fp32, or bf16 whose rounding is a coin toss by a hash of the element
 A master weight is `(weight, low)`: fp32 and None, or the bf16 bits and the int16 half of `megatrain.base.precision`. A
 gradient is fp32 or the bits of bf16. Each kernel is written once; numba compiles it for the types it is called with and
 drops the branches of the others.
+
+An elementwise optimizer is one function of a weight, a gradient and two moments, in fp32. `UPDATES` has its kernels:
+over a range of blocks, over moments in bytes, and over many parameters in one call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic, overload, register_jitable
 from numpy.typing import NDArray
 
 from megatrain.optim.moments import BLOCK_ELEMENTS
@@ -32,25 +37,18 @@ from megatrain.optim.moments import BLOCK_ELEMENTS
 __all__ = [
     "NORM_BLOCK_ELEMENTS",
     "NORM_LANES",
+    "UPDATES",
+    "UpdateKernels",
     "adafactor_columns",
     "adafactor_square_sums",
     "adafactor_vector",
-    "adamw",
-    "adamw_int8",
-    "adamw_rows",
     "add_in_place",
     "apply_factored",
     "apply_vector",
     "average",
     "average_rows",
-    "lion",
-    "lion_int8",
-    "lion_rows",
     "muon_apply",
     "muon_direction",
-    "sgd",
-    "sgd_int8",
-    "sgd_rows",
     "squared_norms",
     "squared_norms_rows",
 ]
@@ -62,9 +60,10 @@ Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
 Master = NDArray[np.float32] | NDArray[np.uint16]
 Low = NDArray[np.int16] | None
-Moment = NDArray[np.float32] | NDArray[np.uint16]
+Moment = NDArray[np.float32] | NDArray[np.uint16] | None
 Key = tuple[np.uint32, np.uint32, np.int64] | None
 Codes = NDArray[np.uint8]
+Scalars = tuple[np.float32, ...]
 Code = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8]]
 Gradient = NDArray[np.float32] | NDArray[np.uint16]
 Rows = NDArray[np.int64]
@@ -207,11 +206,72 @@ def _moment_from_float32(value: Any, bits: Any, like: Any) -> Any:
     return rounded if like == types.uint16 else same
 
 
-# -- elementwise updates: all arrays 1-D, contiguous and equally long, changed in place --------------------------
+@njit(fastmath=False, error_model="numpy")
+def load_moment(moment: Moment, i: int) -> Any:
+    """Return fp32 moment number `i`; None of an optimizer that has no such moment."""
+    if moment is None:
+        return None
+    return as_float32(moment[i])
 
 
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def adamw(
+@njit(fastmath=False, error_model="numpy")
+def store_moment(moment: Moment, i: int, value: Any, bits: Any) -> None:
+    """Write fp32 moment number `i`, rounded by the lowest 16 of random bits."""
+    if moment is not None:
+        moment[i] = moment_from_float32(value, np.uint32(bits & np.uint32(0xFFFF)), moment[i])
+
+
+# -- elementwise optimizers: one element --------------------------------------------------------------------------
+#
+# Each returns the new weight and the new moments. Moments that an optimizer does not have are None.
+
+
+@register_jitable(fastmath=False, error_model="numpy")
+def _adamw(w: np.float32, g: np.float32, m: np.float32, v: np.float32, scalars: Scalars) -> Any:
+    """AdamW; see `megatrain.optim.elementwise.AdamW`."""
+    decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
+    decayed = w * decay
+    m_new = m + (g - m) * one_minus_beta1
+    v_new = v * beta2 + (one_minus_beta2 * g) * g
+    denominator = np.sqrt(v_new) / correction2_sqrt + eps
+    return decayed - (step_size * m_new) / denominator, m_new, v_new
+
+
+@register_jitable(fastmath=False, error_model="numpy")
+def _lion(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Scalars) -> Any:
+    """Lion; see `megatrain.optim.elementwise.Lion`."""
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
+    decayed = w * decay
+    direction = m * beta1 + g * one_minus_beta1
+    m_new = m * beta2 + g * one_minus_beta2
+    step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
+    return decayed - step, m_new, v
+
+
+@register_jitable(fastmath=False, error_model="numpy")
+def _sgd(w: np.float32, g: np.float32, m: np.float32 | None, v: None, scalars: Scalars) -> Any:
+    """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
+    decay, momentum, lr = scalars
+    decayed = g + w * decay
+    m_new = decayed if m is None else m * momentum + decayed
+    return w - m_new * lr, m_new, v
+
+
+@register_jitable(fastmath=False, error_model="numpy")
+def _nesterov(w: np.float32, g: np.float32, m: np.float32, v: None, scalars: Scalars) -> Any:
+    """SGD with the momentum of Nesterov; see `megatrain.optim.elementwise.SGD`."""
+    decay, momentum, lr = scalars
+    decayed = g + w * decay
+    m_new = m * momentum + decayed
+    return w - (decayed + m_new * momentum) * lr, m_new, v
+
+
+# -- elementwise optimizers: the kernels of each -------------------------------------------------------------------
+
+
+@register_jitable(fastmath=False, error_model="numpy")
+def update_range(
+    rule: Any,
     weight: Master,
     low: Low,
     m: Moment,
@@ -219,79 +279,174 @@ def adamw(
     grad: Gradient,
     key: Key,
     grad_scale: np.float32,
-    decay: np.float32,
-    one_minus_beta1: np.float32,
-    beta2: np.float32,
-    one_minus_beta2: np.float32,
-    correction2_sqrt: np.float32,
-    eps: np.float32,
-    step_size: np.float32,
+    scalars: Scalars,
 ) -> None:
-    """AdamW; see `megatrain.optim.elementwise.AdamW`. The halves of one hash round both moments."""
+    """Update a range. The halves of one hash round both moments."""
     for i in range(grad.size):
-        decayed = load_master(weight, low, i) * decay
         g = as_gradient(grad[i]) * grad_scale
-        m_old = as_float32(m[i])
-        m_new = m_old + (g - m_old) * one_minus_beta1
-        v_new = as_float32(v[i]) * beta2 + (one_minus_beta2 * g) * g
-        denominator = np.sqrt(v_new) / correction2_sqrt + eps
-        bits = random_bits(key, i)
-        m[i] = moment_from_float32(m_new, np.uint32(bits & np.uint32(0xFFFF)), m[i])
-        v[i] = moment_from_float32(v_new, np.uint32(bits >> np.uint32(16)), v[i])
-        store_master(weight, low, i, decayed - (step_size * m_new) / denominator)
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def lion(
-    weight: Master,
-    low: Low,
-    m: Moment,
-    grad: Gradient,
-    key: Key,
-    grad_scale: np.float32,
-    decay: np.float32,
-    beta1: np.float32,
-    one_minus_beta1: np.float32,
-    beta2: np.float32,
-    one_minus_beta2: np.float32,
-    lr: np.float32,
-) -> None:
-    """Lion; see `megatrain.optim.elementwise.Lion`."""
-    for i in range(grad.size):
-        decayed = load_master(weight, low, i) * decay
-        g = as_gradient(grad[i]) * grad_scale
-        m_old = as_float32(m[i])
-        direction = m_old * beta1 + g * one_minus_beta1
-        m_new = m_old * beta2 + g * one_minus_beta2
-        m[i] = moment_from_float32(m_new, np.uint32(random_bits(key, i) & np.uint32(0xFFFF)), m[i])
-        step = lr if direction > np.float32(0.0) else (-lr if direction < np.float32(0.0) else np.float32(0.0))
-        store_master(weight, low, i, decayed - step)
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def sgd(
-    weight: Master,
-    low: Low,
-    m: Moment | None,
-    grad: Gradient,
-    key: Key,
-    grad_scale: np.float32,
-    decay: np.float32,
-    momentum: np.float32,
-    lr: np.float32,
-    nesterov: bool,
-) -> None:
-    """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
-    for i in range(grad.size):
         w = load_master(weight, low, i)
-        g = as_gradient(grad[i]) * grad_scale + w * decay
-        if m is None:
-            direction = g
-        else:
-            m_new = as_float32(m[i]) * momentum + g
-            m[i] = moment_from_float32(m_new, np.uint32(random_bits(key, i) & np.uint32(0xFFFF)), m[i])
-            direction = g + m_new * momentum if nesterov else m_new
-        store_master(weight, low, i, w - direction * lr)
+        w_new, m_new, v_new = rule(w, g, load_moment(m, i), load_moment(v, i), scalars)
+        bits = random_bits(key, i)
+        store_moment(m, i, m_new, bits)
+        store_moment(v, i, v_new, np.uint32(bits >> np.uint32(16)))
+        store_master(weight, low, i, w_new)
+
+
+@njit(fastmath=False, error_model="numpy")
+def load_moments(codes: Codes | None, scales: Any, block: int, code: Code, moments: Float32) -> Any:
+    """Return the numbers that the bytes of a block stand for, in `moments`; None without such a moment."""
+    if codes is None:
+        return None
+    values, scale = code[0], scales[block]
+    inside = codes[block * BLOCK_ELEMENTS : (block + 1) * BLOCK_ELEMENTS]
+    for i in range(inside.size):
+        moments[i] = values[inside[i]] * scale
+    return moments
+
+
+@njit(fastmath=False, error_model="numpy")
+def store_moments(codes: Codes | None, scales: Any, block: int, code: Code, moments: Float32) -> None:
+    """Write the bytes nearest to numbers, and their scale. The smaller of two equally near ones is taken.
+
+    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block. The scale
+    is the largest magnitude of its block, so the new numbers must all be known before the first is rounded.
+    """
+    if codes is None:
+        return
+    inside = codes[block * BLOCK_ELEMENTS : (block + 1) * BLOCK_ELEMENTS]
+    largest = np.uint32(0)
+    for i in range(inside.size):
+        magnitude = np.uint32(np.float32(moments[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
+        largest = magnitude if magnitude > largest else largest
+    scale = np.uint32(largest).view(np.float32)
+    divisor = np.float32(1.0) if scale == np.float32(0.0) else scale
+    borders, cells = code[1], code[2]
+    for i in range(inside.size):
+        ratio = moments[i] / divisor
+        ratio = np.float32(0.0) if np.isnan(ratio) else ratio
+        below = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
+        inside[i] = np.uint8(below + np.uint8(ratio > borders[below]))
+    scales[block] = scale
+
+
+@intrinsic
+def _pointer(context: Any, address: Any) -> Any:
+    """Return an address as a pointer."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.intp), build
+
+
+def array_at(address: int, size: int, like: Any) -> Any:
+    """Return the array of `size` elements at an address, with the dtype of `like`; None for None."""
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(array_at)
+def _array_at(address: int, size: int, like: Any) -> Any:
+    def nothing(address: int, size: int, like: Any) -> Any:
+        return None
+
+    def array(address: int, size: int, like: Any) -> Any:
+        return carray(_pointer(address), size, like.dtype)
+
+    return nothing if isinstance(like, types.NoneType) else array
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateKernels:
+    """The kernels of an elementwise optimizer. All arrays are 1-D and contiguous, and changed in place.
+
+    Attributes:
+        update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, arrays of one length.
+        in_bytes: `(weight, low, m, m_scale, v, v_scale, grad, codes, grad_scale, scalars)`, where the first of the
+            codes is that of signed numbers, for `m`. A block of moments becomes fp32, is updated, and becomes bytes.
+        rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. A row of a parameter has the addresses of these
+            arrays, then their size. The arrays in the arguments are empty: only their dtypes count.
+    """
+
+    update: Callable[..., None]
+    in_bytes: Callable[..., None]
+    rows: Callable[..., None]
+
+
+def _kernels_of(rule: Any) -> UpdateKernels:
+    """Compile the kernels of an optimizer around the function of one element.
+
+    numba's cache names a closure by its pickled cells. `rule` is pickled by its name, as a plain function of this
+    module; a function that `njit` made has another key in each process and would be compiled again there.
+    """
+
+    @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+    def update(
+        weight: Master,
+        low: Low,
+        m: Moment,
+        v: Moment,
+        grad: Gradient,
+        key: Key,
+        grad_scale: np.float32,
+        scalars: Scalars,
+    ) -> None:
+        update_range(rule, weight, low, m, v, grad, key, grad_scale, scalars)
+
+    @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+    def in_bytes(
+        weight: Master,
+        low: Low,
+        m: Codes,
+        m_scale: Float32,
+        v: Codes | None,
+        v_scale: Float32 | None,
+        grad: Gradient,
+        codes: tuple[Code, Code],
+        grad_scale: np.float32,
+        scalars: Scalars,
+    ) -> None:
+        m_room, v_room = np.empty(BLOCK_ELEMENTS, np.float32), np.empty(BLOCK_ELEMENTS, np.float32)
+        for block in range(m_scale.size):
+            start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
+            m_new = load_moments(m, m_scale, block, codes[0], m_room)
+            v_new = load_moments(v, v_scale, block, codes[1], v_room)
+            own_low = None if low is None else low[start:stop]
+            own_grad = grad[start:stop]
+            update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
+            store_moments(m, m_scale, block, codes[0], m_room)
+            store_moments(v, v_scale, block, codes[1], v_room)
+
+    @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
+    def rows(
+        rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, grad_scale: np.float32, scalars: Scalars
+    ) -> None:
+        for i in range(rows.shape[0]):
+            row = rows[i]
+            update_range(
+                rule,
+                array_at(row[0], row[5], weight),
+                array_at(row[1], row[5], low),
+                array_at(row[2], row[5], m),
+                array_at(row[3], row[5], v),
+                array_at(row[4], row[5], grad),
+                None,
+                grad_scale,
+                scalars,
+            )
+
+    return UpdateKernels(update, in_bytes, rows)
+
+
+UPDATES = {
+    "adamw": _kernels_of(_adamw),
+    "lion": _kernels_of(_lion),
+    "nesterov": _kernels_of(_nesterov),
+    "sgd": _kernels_of(_sgd),
+}
+"""The kernels of each elementwise optimizer, by `ElementwiseOptimizer.kernel_name`."""
+
+
+# -- Muon ----------------------------------------------------------------------------------------------------------
 
 
 @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
@@ -321,171 +476,6 @@ def muon_apply(
     for i in range(directions.size):
         decayed = load_master(weight, low, i) * decay
         store_master(weight, low, i, decayed - as_float32(directions[i]) * step_size)
-
-
-# -- the same with moments in bytes ----------------------------------------------------------------------------------
-#
-# A block of moments becomes fp32, is updated as above, and becomes bytes again. A scale is the largest magnitude of its
-# block, so the new ones must all be known before the first is rounded.
-
-
-@njit(fastmath=False, error_model="numpy")
-def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
-    """Write the numbers that bytes stand for."""
-    values = code[0]
-    for i in range(codes.size):
-        moments[i] = values[codes[i]] * scale
-
-
-@njit(fastmath=False, error_model="numpy")
-def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
-    """Write the bytes nearest to numbers; return their scale. The smaller of two equally near ones is taken.
-
-    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block.
-    """
-    largest = np.uint32(0)
-    for i in range(codes.size):
-        magnitude = np.uint32(np.float32(moments[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
-        largest = magnitude if magnitude > largest else largest
-    scale = np.uint32(largest).view(np.float32)
-    divisor = np.float32(1.0) if scale == np.float32(0.0) else scale
-    borders, cells = code[1], code[2]
-    for i in range(codes.size):
-        ratio = moments[i] / divisor
-        ratio = np.float32(0.0) if np.isnan(ratio) else ratio
-        below = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
-        codes[i] = np.uint8(below + np.uint8(ratio > borders[below]))
-    return scale
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def adamw_int8(
-    weight: Master,
-    low: Low,
-    m: Codes,
-    m_scale: Float32,
-    v: Codes,
-    v_scale: Float32,
-    grad: Gradient,
-    code: tuple[Code, Code],
-    scalars: Any,
-) -> None:
-    """AdamW, with the first moment in the code of signed numbers, `code[0]`, and the second one in the other."""
-    m_new, v_new = np.empty(BLOCK_ELEMENTS, np.float32), np.empty(BLOCK_ELEMENTS, np.float32)
-    for block in range(m_scale.size):
-        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
-        load_moments(m[start:stop], m_scale[block], code[0], m_new)
-        load_moments(v[start:stop], v_scale[block], code[1], v_new)
-        own_low = None if low is None else low[start:stop]
-        adamw(weight[start:stop], own_low, m_new, v_new, grad[start:stop], None, *scalars)
-        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
-        v_scale[block] = store_moments(v_new, code[1], v[start:stop])
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def lion_int8(
-    weight: Master, low: Low, m: Codes, m_scale: Float32, grad: Gradient, code: tuple[Code, Code], scalars: Any
-) -> None:
-    """Lion, as `adamw_int8`."""
-    m_new = np.empty(BLOCK_ELEMENTS, np.float32)
-    for block in range(m_scale.size):
-        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
-        load_moments(m[start:stop], m_scale[block], code[0], m_new)
-        own_low = None if low is None else low[start:stop]
-        lion(weight[start:stop], own_low, m_new, grad[start:stop], None, *scalars)
-        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def sgd_int8(
-    weight: Master, low: Low, m: Codes, m_scale: Float32, grad: Gradient, code: tuple[Code, Code], scalars: Any
-) -> None:
-    """SGD with momentum, as `adamw_int8`."""
-    m_new = np.empty(BLOCK_ELEMENTS, np.float32)
-    for block in range(m_scale.size):
-        start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
-        load_moments(m[start:stop], m_scale[block], code[0], m_new)
-        own_low = None if low is None else low[start:stop]
-        sgd(weight[start:stop], own_low, m_new, grad[start:stop], None, *scalars)
-        m_scale[block] = store_moments(m_new, code[0], m[start:stop])
-
-
-# -- many small updates in one call ------------------------------------------------------------------------------
-#
-# One row per parameter: addresses of its arrays, then its size. The arrays in the arguments are empty: only dtypes.
-# Three loops, not one that is given its kernel: numba compiles such a loop, or a closure, anew in every process.
-
-
-@intrinsic
-def _pointer(context: Any, address: Any) -> Any:
-    """Return an address as a pointer."""
-
-    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.intp), build
-
-
-def array_at(address: int, size: int, like: Any) -> Any:
-    """Return the array of `size` elements at an address, with the dtype of `like`; None for None."""
-    raise NotImplementedError("only compiled code calls this")
-
-
-@overload(array_at)
-def _array_at(address: int, size: int, like: Any) -> Any:
-    def nothing(address: int, size: int, like: Any) -> Any:
-        return None
-
-    def array(address: int, size: int, like: Any) -> Any:
-        return carray(_pointer(address), size, like.dtype)
-
-    return nothing if isinstance(like, types.NoneType) else array
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def adamw_rows(rows: Rows, weight: Any, low: Any, m: Any, v: Any, grad: Any, scalars: Any) -> None:
-    """Run `adamw` for each row: weight, low, m, v, gradient, size."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        adamw(
-            array_at(row[0], row[5], weight),
-            array_at(row[1], row[5], low),
-            array_at(row[2], row[5], m),
-            array_at(row[3], row[5], v),
-            array_at(row[4], row[5], grad),
-            None,
-            *scalars,
-        )
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def lion_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `lion` for each row: weight, low, m, gradient, size."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        lion(
-            array_at(row[0], row[4], weight),
-            array_at(row[1], row[4], low),
-            array_at(row[2], row[4], m),
-            array_at(row[3], row[4], grad),
-            None,
-            *scalars,
-        )
-
-
-@njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
-def sgd_rows(rows: Rows, weight: Any, low: Any, m: Any, grad: Any, scalars: Any) -> None:
-    """Run `sgd` for each row: weight, low, m, gradient, size."""
-    for i in range(rows.shape[0]):
-        row = rows[i]
-        sgd(
-            array_at(row[0], row[4], weight),
-            array_at(row[1], row[4], low),
-            array_at(row[2], row[4], m),
-            array_at(row[3], row[4], grad),
-            None,
-            *scalars,
-        )
 
 
 # -- gradients as a whole ----------------------------------------------------------------------------------------

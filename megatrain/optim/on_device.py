@@ -23,7 +23,7 @@ from megatrain.optim.base import (
     Update,
     master_kinds,
 )
-from megatrain.optim.elementwise import ElementwiseOptimizer
+from megatrain.optim.elementwise import MOMENTS, ElementwiseOptimizer
 from megatrain.optim.moments import BLOCK_ELEMENTS as MOMENT_BLOCK_ELEMENTS
 from megatrain.optim.moments import code_of, is_signed
 
@@ -112,14 +112,16 @@ class TritonOptimizer:
     def __init__(self, host: ElementwiseOptimizer) -> None:
         self._host = host
         self._kernels = _import_kernels()
-        self._kernel: Any = getattr(self._kernels, host.kernel_name, None)
-        if self._kernel is None:
+        self._rule: Any = self._kernels.RULES.get(host.kernel_name)
+        if self._rule is None:
             raise DeviceKernelError(
                 f"there is no kernel of {host.kernel_name} for a GPU: let the host make the updates"
             )
-        self._moments = ("m", "v") if host.kernel_name == "adamw" else ("m",)  # arguments of the kernel
         self._tables: dict[torch.device, list[Tensor | None]] = {}
-        self._known_scalars: tuple[Update | None, dict[tuple[float, float], Sequence[float]]] = (None, {})
+        self._known_scalars: tuple[Update | None, dict[tuple[float, float], tuple[float, tuple[float, ...]]]] = (
+            None,
+            {},
+        )
 
     def state_kinds(self, split_master: bool) -> tuple[StateKind, ...]:
         """Return the kinds of the host's optimizer."""
@@ -137,7 +139,7 @@ class TritonOptimizer:
         """
         num_elements = gradient.numel()
         known, flats = self._arrays(blocks, gradient)
-        scales = [known.get(f"{name}_scale") for name in self._moments]
+        scales = [known.get(f"{name}_scale") for name in MOMENTS]
         codes = self._codes(gradient.device)
         block_elements = self._kernels.BLOCK_ELEMENTS
         assert gradient.is_cuda or self._kernels.IS_INTERPRETED, gradient.device
@@ -159,9 +161,8 @@ class TritonOptimizer:
                     ]
                 rounding = self._host.rounding(segment, update)
                 key = (0, 0, 0) if rounding is None else (*map(_as_int32, rounding[:2]), int(rounding[2]))
-                scalars = self._scalars(segment, update)
                 grid = (-(-count // block_elements),)
-                self._kernel[grid](
+                self._kernels.update[grid](
                     None,
                     0,
                     update.decision,
@@ -170,7 +171,8 @@ class TritonOptimizer:
                     *codes,
                     *key,
                     count,
-                    *scalars,
+                    *self._scalars(segment, update),
+                    rule=self._rule,
                     block_elements=block_elements,
                     **self._kernels.LAUNCH_OPTIONS,
                 )
@@ -212,16 +214,17 @@ class TritonOptimizer:
     def update_by_tables(self, tables: Sequence[UpdateTable], update: Update) -> None:
         """Queue one launch for each table."""
         for table in tables:
-            codes: list[None] = [None] * (3 * len(self._moments))
+            without_codes: list[None] = [None] * (3 * len(MOMENTS))
             with torch.accelerator.device_index(table.rows.device.index):
-                self._kernel[(table.num_programs,)](
+                self._kernels.update[(table.num_programs,)](
                     table.rows,
                     len(table.rows),
                     update.decision,
                     *table.examples,
-                    *codes,
+                    *without_codes,
                     *(0, 0, 0, 0),
                     *self._scalars(table.segment, update),
+                    rule=self._rule,
                     block_elements=self._kernels.BLOCK_ELEMENTS,
                     **self._kernels.LAUNCH_OPTIONS,
                 )
@@ -232,26 +235,26 @@ class TritonOptimizer:
             kind.name: _flat(kind.name, blocks[kind.name], kind.dtype, gradient, kind.granularity)
             for kind in self.state_kinds("low" in blocks)
         }
-        moments = [known.get(name) for name in self._moments]
+        moments = [known.get(name) for name in MOMENTS]
         grad = _flat("gradient", gradient, gradient.dtype, gradient)
         return known, [known["weight"], known.get("low"), *moments, grad]
 
-    def _scalars(self, segment: Segment, update: Update) -> Sequence[float]:
+    def _scalars(self, segment: Segment, update: Update) -> tuple[float, tuple[float, ...]]:
         """Return the kernel's scalars as Python's numbers, cached for one update: most parameters share them."""
         if self._known_scalars[0] != update:
             self._known_scalars = (update, {})
         known, settings = self._known_scalars[1], (segment.weight_decay, segment.lr_scale)
         if settings not in known:
-            found = self._host.scalars(segment, update)
-            known[settings] = [scalar if isinstance(scalar, bool) else float(scalar) for scalar in found]
+            grad_scale, scalars = self._host.scalars(segment, update)
+            known[settings] = float(grad_scale), tuple(map(float, scalars))
         return known[settings]
 
     def _codes(self, device: torch.device) -> list[Tensor | None]:
         """Return the code of each moment in the device's memory, with its cells; None where it has none."""
         if device not in self._tables:
             found: list[Tensor | None] = []
-            for name in self._moments:
-                if self._host.state_dtype != "int8":
+            for name in MOMENTS:
+                if self._host.state_dtype != "int8" or name not in self._host.moments:
                     found += [None, None]
                     continue
                 values, borders, cells = map(torch.from_numpy, code_of(is_signed(name)))
@@ -412,16 +415,23 @@ def device_partials(gradient: Tensor) -> Tensor:
     flat, triton_kernels = gradient.detach(), _kernels_for(gradient)
     if triton_kernels is None:
         return _partials_in_torch(flat, NORM_BLOCK_ELEMENTS, NORM_LANES)
-    flat = _flat("gradient", flat, flat.dtype, flat)
-    partials = torch.empty(-(-flat.numel() // NORM_BLOCK_ELEMENTS), dtype=torch.float64, device=flat.device)
-    if len(partials):
+    return _partials_in_triton(triton_kernels, flat, None, -(-flat.numel() // NORM_BLOCK_ELEMENTS))
+
+
+def _partials_in_triton(kernels: ModuleType, gradient: Tensor, table: Tensor | None, num_programs: int) -> Tensor:
+    """Return the sums of a gradient, or of the gradients of a table, which have its dtype and device."""
+    from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
+
+    flat = _flat("gradient", gradient, gradient.dtype, gradient)
+    partials = torch.empty(num_programs, dtype=torch.float64, device=flat.device)
+    if num_programs:
         with torch.accelerator.device_index(flat.device.index):
-            triton_kernels.squared_norms[(len(partials),)](
-                None,
-                0,
+            kernels.squared_norms[(num_programs,)](
+                table,
+                0 if table is None else len(table),
                 flat,
                 partials,
-                flat.numel(),
+                flat.numel() if table is None else 0,
                 block_elements=NORM_BLOCK_ELEMENTS,
                 num_lanes=NORM_LANES,
                 unrolled=_UNROLLED,
@@ -437,7 +447,7 @@ _MOST_NORM_TABLES = 1024
 
 def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
     """Return `device_partials` of several gradients one after the other, with one launch where that is possible."""
-    from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS, NORM_LANES
+    from megatrain.optim.kernels import NORM_BLOCK_ELEMENTS
 
     triton_kernels, first = _kernels_for(parts[0]), parts[0]
     addresses = [part.data_ptr() for part in parts] if triton_kernels is not None else []
@@ -452,22 +462,7 @@ def device_partials_of_parts(parts: Sequence[Tensor]) -> Tensor:
             _norm_tables.popitem(last=False)
     _norm_tables.move_to_end(key)
     table, num_programs = _norm_tables[key]
-    flat = _flat("gradient", first, first.dtype, first)
-    partials = torch.empty(num_programs, dtype=torch.float64, device=first.device)
-    if num_programs:
-        with torch.accelerator.device_index(first.device.index):
-            triton_kernels.squared_norms[(num_programs,)](
-                table,
-                len(table),
-                flat,
-                partials,
-                0,
-                block_elements=NORM_BLOCK_ELEMENTS,
-                num_lanes=NORM_LANES,
-                unrolled=_UNROLLED,
-                num_warps=1,
-            )
-    return partials
+    return _partials_in_triton(triton_kernels, first, table, num_programs)
 
 
 def sum_partials(partials: Tensor) -> Tensor:

@@ -10,6 +10,9 @@ updates each one rounded to fp32:
 As on the CPU, bf16 is passed as its 16 bits: a bf16 gradient and moment, and the high half of a split master, are int16
 tensors. Moments in bytes come with their scales and a code; those of other formats have None there.
 
+`update` is the kernel of every elementwise optimizer. An optimizer adds a function of a weight, a gradient and two
+moments, in fp32: its rule in `RULES`.
+
 An update takes one array of each kind, or with `rows` many at once: a table of their addresses, `ROW_COLUMNS` each. The
 arrays are then examples of their dtypes. Addresses and lengths in a table are multiples of `ROW_ALIGNMENT`, in bytes
 and elements. With a `decision`, that of an `Update`, its factor takes the place of `grad_scale`.
@@ -28,12 +31,11 @@ __all__ = [
     "LAUNCH_OPTIONS",
     "ROW_ALIGNMENT",
     "ROW_COLUMNS",
-    "adamw",
+    "RULES",
     "average",
-    "lion",
-    "sgd",
     "squared_norms",
     "sum_in_order",
+    "update",
 ]
 
 BLOCK_ELEMENTS = 1024
@@ -152,8 +154,10 @@ def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, 
 
 @triton.jit
 def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return moments in fp32. `code`: what the bytes stand for, then the borders between these."""
-    if moment.dtype.element_ty == tl.uint8:
+    """Return moments in fp32, None without any. `code`: what the bytes stand for, then the borders between these."""
+    if moment is None:
+        return None
+    elif moment.dtype.element_ty == tl.uint8:
         number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
         return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
     else:
@@ -180,7 +184,9 @@ def _store_moment(
     block_elements: tl.constexpr,
 ) -> None:
     """Write moments in the format of their block. `bits`: 16 random ones; `cells`: as in `moments.code_of`."""
-    if moment.dtype.element_ty == tl.uint8:
+    if moment is None:
+        pass
+    elif moment.dtype.element_ty == tl.uint8:
         num_rows: tl.constexpr = block_elements // _MOMENTS
         magnitude = tl.where(inside, value, 0.0).to(tl.int32, bitcast=True) & 0x7FFFFFFF
         scales = tl.reduce(tl.reshape(magnitude, [num_rows, _MOMENTS]), 1, _larger).to(tl.float32, bitcast=True)
@@ -201,8 +207,49 @@ def _store_moment(
         tl.store(moment + at, value, mask=inside)
 
 
+@triton.jit
+def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
+    """AdamW; see `elementwise.AdamW`. Each rule returns the new weight and moments, None for one that it has not."""
+    decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
+    decayed = w * decay
+    m_new = m + (g - m) * one_minus_beta1
+    v_new = v * beta2 + (one_minus_beta2 * g) * g
+    denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
+    return decayed - tl.math.div_rn(step_size * m_new, denominator), m_new, v_new
+
+
+@triton.jit
+def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
+    """Lion; see `megatrain.optim.elementwise.Lion`."""
+    decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr = scalars
+    decayed = w * decay
+    direction = m * beta1 + g * one_minus_beta1
+    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
+    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
+    return decayed - step, m * beta2 + g * one_minus_beta2, v
+
+
+@triton.jit
+def _sgd(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
+    """SGD; see `megatrain.optim.elementwise.SGD`. Without momentum `m` is None."""
+    decay, momentum, lr = scalars
+    m_new = g + w * decay
+    if m is not None:
+        m_new = m * momentum + m_new
+    return w - m_new * lr, m_new, v
+
+
+@triton.jit
+def _nesterov(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -> tl.tuple:
+    """SGD with the momentum of Nesterov; see `megatrain.optim.elementwise.SGD`."""
+    decay, momentum, lr = scalars
+    decayed = g + w * decay
+    m_new = m * momentum + decayed
+    return w - (decayed + m_new * momentum) * lr, m_new, v
+
+
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def adamw(
+def update(
     rows: tl.tensor,
     num_rows: tl.tensor,
     decision: tl.tensor,
@@ -222,19 +269,14 @@ def adamw(
     first: tl.tensor,
     num_elements: tl.tensor,
     grad_scale: tl.tensor,
-    decay: tl.tensor,
-    one_minus_beta1: tl.tensor,
-    beta2: tl.tensor,
-    one_minus_beta2: tl.tensor,
-    correction2_sqrt: tl.tensor,
-    eps: tl.tensor,
-    step_size: tl.tensor,
+    scalars: tl.tuple,
+    rule: tl.constexpr,
     block_elements: tl.constexpr,
 ) -> None:
-    """AdamW; see `elementwise.AdamW`. Programs take `block_elements` each; without a split `low` is None.
+    """Update elements by a rule of `RULES`. Programs take `block_elements` each; without a split `low` is None.
 
-    Of the rest each format of moments uses its own: int8 scales and codes, bf16 the key and the number of the first
-    element.
+    A moment that the rule has not is None. Of the rest each format of moments uses its own: int8 scales and codes, bf16
+    the key and the number of the first element.
     """
     if rows is None:
         at = _positions(block_elements)
@@ -251,14 +293,11 @@ def adamw(
         grad_scale = tl.load(decision)
     inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
+    g = _load_gradient(grad, at, inside, grad_scale)
     m_old = _load_moment(m, m_scale, signed, at, inside)
     v_old = _load_moment(v, v_scale, unsigned, at, inside)
 
-    decayed = w * decay
-    g = _load_gradient(grad, at, inside, grad_scale)
-    m_new = m_old + (g - m_old) * one_minus_beta1
-    v_new = v_old * beta2 + (one_minus_beta2 * g) * g
-    denominator = tl.math.div_rn(tl.math.sqrt_rn(v_new), correction2_sqrt) + eps
+    w_new, m_new, v_new = rule(w, g, m_old, v_old, scalars)
 
     bits = _random_bits(first_key, second_key, first, at)
     _store_moment(
@@ -267,110 +306,11 @@ def adamw(
     _store_moment(
         v, v_scale, unsigned, unsigned_cells, at, inside, v_new, bits >> 16, num_elements, decision, block_elements
     )
-    _store_master(weight, low, at, inside, decayed - tl.math.div_rn(step_size * m_new, denominator))
+    _store_master(weight, low, at, inside, w_new)
 
 
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def lion(
-    rows: tl.tensor,
-    num_rows: tl.tensor,
-    decision: tl.tensor,
-    weight: tl.tensor,
-    low: tl.tensor,
-    m: tl.tensor,
-    grad: tl.tensor,
-    m_scale: tl.tensor,
-    signed: tl.tensor,
-    signed_cells: tl.tensor,
-    first_key: tl.tensor,
-    second_key: tl.tensor,
-    first: tl.tensor,
-    num_elements: tl.tensor,
-    grad_scale: tl.tensor,
-    decay: tl.tensor,
-    beta1: tl.tensor,
-    one_minus_beta1: tl.tensor,
-    beta2: tl.tensor,
-    one_minus_beta2: tl.tensor,
-    lr: tl.tensor,
-    block_elements: tl.constexpr,
-) -> None:
-    """Lion; see `megatrain.optim.elementwise.Lion`. Arguments as of `adamw`."""
-    if rows is None:
-        at = _positions(block_elements)
-    else:
-        row = _row_of_program(rows, num_rows)
-        at = _positions_in_row(row, block_elements)
-        num_elements = _length_of_row(row)
-        weight = _array_of_row(row, 2, weight)
-        low = _array_of_row(row, 3, low)
-        grad = _array_of_row(row, 4, grad)
-        m = _array_of_row(row, 5, m)
-    if decision is not None:
-        grad_scale = tl.load(decision)
-    inside = _where_used(at < num_elements, decision)
-    decayed = _load_master(weight, low, at, inside) * decay
-    g = _load_gradient(grad, at, inside, grad_scale)
-    m_old = _load_moment(m, m_scale, signed, at, inside)
-
-    direction = m_old * beta1 + g * one_minus_beta1
-    minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
-    step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
-
-    m_new = m_old * beta2 + g * one_minus_beta2
-    bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
-    _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, decision, block_elements)
-    _store_master(weight, low, at, inside, decayed - step)
-
-
-@triton.jit(do_not_specialize=_NOT_SPECIALIZED)
-def sgd(
-    rows: tl.tensor,
-    num_rows: tl.tensor,
-    decision: tl.tensor,
-    weight: tl.tensor,
-    low: tl.tensor,
-    m: tl.tensor,
-    grad: tl.tensor,
-    m_scale: tl.tensor,
-    signed: tl.tensor,
-    signed_cells: tl.tensor,
-    first_key: tl.tensor,
-    second_key: tl.tensor,
-    first: tl.tensor,
-    num_elements: tl.tensor,
-    grad_scale: tl.tensor,
-    decay: tl.tensor,
-    momentum: tl.tensor,
-    lr: tl.tensor,
-    nesterov: tl.constexpr,
-    block_elements: tl.constexpr,
-) -> None:
-    """SGD; see `megatrain.optim.elementwise.SGD`. Arguments as of `adamw`; without momentum `m` is None."""
-    if rows is None:
-        at = _positions(block_elements)
-    else:
-        row = _row_of_program(rows, num_rows)
-        at = _positions_in_row(row, block_elements)
-        num_elements = _length_of_row(row)
-        weight = _array_of_row(row, 2, weight)
-        low = _array_of_row(row, 3, low)
-        grad = _array_of_row(row, 4, grad)
-        m = _array_of_row(row, 5, m)
-    if decision is not None:
-        grad_scale = tl.load(decision)
-    inside = _where_used(at < num_elements, decision)
-    w = _load_master(weight, low, at, inside)
-    direction = _load_gradient(grad, at, inside, grad_scale) + w * decay
-    if m is not None:
-        m_new = _load_moment(m, m_scale, signed, at, inside) * momentum + direction
-        bits = _random_bits(first_key, second_key, first, at) & 0xFFFF
-        _store_moment(m, m_scale, signed, signed_cells, at, inside, m_new, bits, num_elements, decision, block_elements)
-        if nesterov:
-            direction = direction + m_new * momentum
-        else:
-            direction = m_new
-    _store_master(weight, low, at, inside, w - direction * lr)
+RULES = {"adamw": _adamw, "lion": _lion, "nesterov": _nesterov, "sgd": _sgd}
+"""The rule of each elementwise optimizer, by `ElementwiseOptimizer.kernel_name`."""
 
 
 @triton.jit
@@ -441,5 +381,5 @@ def sum_in_order(values: tl.tensor, total: tl.tensor, count: tl.tensor) -> None:
     tl.store(total, found)
 
 
-IS_INTERPRETED = not isinstance(adamw, triton.JITFunction)
+IS_INTERPRETED = not isinstance(update, triton.JITFunction)
 """Whether kernels run in Triton's interpreter (TRITON_INTERPRET=1), on tensors of the host."""

@@ -22,11 +22,12 @@ CAPABILITIES = (80, 86, 89, 90, 100, 103, 120, 121)
 MODULES = {name: f"megatrain.{name}.triton_kernels" for name in ("engine", "optim")}
 MOST_REGISTERS = 128
 WIDE = re.compile(r"(?:ld|st)\.global(?:\.\w+)*\.v4\.b32")
-NO_CODE = dict.fromkeys(("m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"))
-CODE = {
-    **dict.fromkeys(("m_scale", "v_scale", "signed", "unsigned"), "*fp32"),
-    **dict.fromkeys(("signed_cells", "unsigned_cells"), "*u8"),
+CODES = {
+    "m": {"m_scale": "*fp32", "signed": "*fp32", "signed_cells": "*u8"},
+    "v": {"v_scale": "*fp32", "unsigned": "*fp32", "unsigned_cells": "*u8"},
 }
+#: Rule -> its moments, and the number of its scalars.
+RULES = {"adamw": (("m", "v"), 7), "lion": (("m",), 6), "sgd": (("m",), 3), "nesterov": (("m",), 3)}
 KEYS = dict.fromkeys(("num_rows", "first_key", "second_key", "first", "num_elements"), "i32")
 
 
@@ -35,13 +36,14 @@ class Case:
     """One form of a kernel.
 
     Attributes:
-        types: parameter -> Triton's type; all others are ``scalars``. constants: parameter -> value in the code.
+        types: parameter -> Triton's type; all others are ``scalars``. constants: parameter -> value in the code, a rule
+            by its name.
         aligned: parameters that a launch finds to be multiples of 16. is_wide: whether threads move 16 bytes at once.
     """
 
     module: str
     kernel: str
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     scalars: str = "i32"
     aligned: tuple[str, ...] = ()
@@ -49,35 +51,37 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-def update(
-    kernel: str, grad: str, moments: str, names: tuple[str, ...], *, is_table: bool = False, **constants: Any
-) -> Case:
+def update(rule: str, grad: str, format_of_moments: str, *, is_table: bool = False) -> Case:
     """Return a form of an update: of one range whose arrays are arguments, or of the ranges of a table."""
-    moment = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[moments]
-    types = {"weight": "*i16", "low": "*i16", "grad": grad, **dict.fromkeys(names, moment), **KEYS}
-    types |= CODE if moments == "int8" else {}
+    moments, num_scalars = RULES[rule]
+    moment = {"fp32": "*fp32", "bf16": "*i16", "int8": "*u8"}[format_of_moments]
+    types = {"weight": "*i16", "low": "*i16", "grad": grad, **dict.fromkeys(moments, moment), **KEYS}
+    codes = {name: kind for each in moments for name, kind in CODES[each].items()}
+    types |= codes if format_of_moments == "int8" else {}
     types |= {"rows": "*i64", "decision": "*fp32"} if is_table else {}
-    aligned = tuple(name for name, kind in types.items() if kind.startswith("*"))
-    constants = {"block_elements": 1024, **({} if moments == "int8" else NO_CODE), **constants}
-    constants |= {} if is_table else {"rows": None, "decision": None}
-    return Case("optim", kernel, types, constants, "fp32", (*aligned, "num_elements"), is_wide=True)
+    optional = ("m", "v", "rows", "decision", *CODES["m"], *CODES["v"])
+    constants = {"block_elements": 1024, "rule": rule, **{name: None for name in optional if name not in types}}
+    aligned = (*(name for name, kind in types.items() if kind.startswith("*")), "num_elements")
+    scalars = {"scalars": ("fp32",) * num_scalars}
+    return Case("optim", "update", {**types, **scalars}, constants, "fp32", aligned, is_wide=True)
 
 
 BLOCK, WARPS = device_kernels._BLOCK_COLUMNS, device_kernels._LOGIT_WARPS
 FACTORS = dict.fromkeys(("divisor", "z_factor", "share", "at_label"), "fp32")
 LOGITS = {"logits": "*bf16", "labels": "*i64"}
 CASES = {
-    "adamw, bf16 gradients": update("adamw", "*i16", "fp32", ("m", "v")),
-    "adamw, fp32 gradients": update("adamw", "*fp32", "fp32", ("m", "v")),
-    "adamw, bf16 moments": update("adamw", "*fp32", "bf16", ("m", "v")),
-    "adamw, int8 moments": update("adamw", "*fp32", "int8", ("m", "v")),
-    "lion, int8 moments": update("lion", "*fp32", "int8", ("m",)),
-    "sgd, int8 moments": update("sgd", "*fp32", "int8", ("m",), nesterov=True),
-    "adamw, a table": update("adamw", "*fp32", "fp32", ("m", "v"), is_table=True),
-    "lion": update("lion", "*i16", "fp32", ("m",)),
-    "lion, a table": update("lion", "*i16", "fp32", ("m",), is_table=True),
-    "sgd": update("sgd", "*i16", "fp32", ("m",), nesterov=True),
-    "sgd, a table": update("sgd", "*i16", "fp32", ("m",), is_table=True, nesterov=True),
+    "adamw, bf16 gradients": update("adamw", "*i16", "fp32"),
+    "adamw, fp32 gradients": update("adamw", "*fp32", "fp32"),
+    "adamw, bf16 moments": update("adamw", "*fp32", "bf16"),
+    "adamw, int8 moments": update("adamw", "*fp32", "int8"),
+    "lion, int8 moments": update("lion", "*fp32", "int8"),
+    "nesterov, int8 moments": update("nesterov", "*fp32", "int8"),
+    "adamw, a table": update("adamw", "*fp32", "fp32", is_table=True),
+    "lion": update("lion", "*i16", "fp32"),
+    "lion, a table": update("lion", "*i16", "fp32", is_table=True),
+    "sgd": update("sgd", "*i16", "fp32"),
+    "nesterov": update("nesterov", "*i16", "fp32"),
+    "nesterov, a table": update("nesterov", "*i16", "fp32", is_table=True),
     "average": Case(
         "optim", "average", {"weight": "*i16", "low": "*i16", "ema": "*fp32", "share": "fp32"},
         {"block_elements": 1024},
@@ -162,7 +166,8 @@ def test_a_kernel_spills_nothing(capability: int, name: str, compiler: dict[str,
     module = compiler[case.module]
     kernel = getattr(module, case.kernel)
     constants = {key: value for key, value in case.constants.items() if key in kernel.arg_names}
-    signature = dict.fromkeys(kernel.arg_names, case.scalars)
+    constants |= {"rule": module.RULES[constants["rule"]]} if "rule" in constants else {}
+    signature: dict[str, Any] = dict.fromkeys(kernel.arg_names, case.scalars)
     signature |= {key: kind for key, kind in case.types.items() if key in signature}
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(kernel.arg_names.index(key),): [["tt.divisibility", 16]] for key in case.aligned if key in signature}

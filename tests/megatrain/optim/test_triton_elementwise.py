@@ -303,15 +303,8 @@ def test_norms_are_compiled_for_a_gpu(kernels: ModuleType) -> None:
         assert ptx.count("ld.global") >= 16, "loads of as many rows are under way at once"
 
 
-#: Kernel -> pointers that it takes besides weights, and scalars that it has no use for as fp32.
-STATES = {"adamw": ("m", "v"), "lion": ("m",), "sgd": ("m",)}
-FORMS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "lion": {},
-    "sgd": {"nesterov": False},
-    "sgd, nesterov": {"nesterov": True},
-    "sgd without momentum": {"nesterov": False, "m": None},
-}
+#: Updates of no matter which numbers.
+STEP = Segment(0, 16, 0.1), Update(step=1, lr=0.1)
 #: Operations of one element: what the numba loops write out, line by line.
 PER_ELEMENT = {
     "adamw": {"mul": 7, "add": 4, "sub": 2, "div.rn": 2, "sqrt.rn": 1},
@@ -328,19 +321,16 @@ def operations(
     """Return how often each fp32 operation occurs in the PTX of a device of compute capability 9.0."""
     triton = importlib.import_module("triton")
     target = importlib.import_module("triton.backends.compiler").GPUTarget("cuda", 90, 32)
-    bits = {torch.float32: "*fp32", torch.bfloat16: "*i16"}
-    name = form.split()[0].rstrip(",")
-    kernel = getattr(kernels, name)
-    signature = dict.fromkeys(kernel.arg_names, "fp32")
-    signature |= {"weight": "*i16" if split_master else "*fp32", "low": "*i16" if split_master else "constexpr"}
-    signature |= dict.fromkeys(STATES[name], "*fp32") | {"grad": bits[grad_dtype], "num_elements": "i32"}
-    constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS, **FORMS[form]}
-    if not split_master:
-        constants["low"] = None
-    unused = {"m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"}  # by moments in fp32
-    constants |= dict.fromkeys(unused & set(kernel.arg_names))
-    signature |= {"first_key": "i32", "second_key": "i32", "first": "i32", "num_rows": "i32"}
-    signature |= {"rows": "*i64", "decision": "*fp32"}
+    bits, host = {torch.float32: "*fp32", torch.bfloat16: "*i16"}, HOSTS[form]
+    kernel = kernels.update
+    signature: dict[str, Any] = dict.fromkeys(kernel.arg_names, "i32")
+    signature |= {"weight": "*i16" if split_master else "*fp32", "low": "*i16"} | dict.fromkeys(host.moments, "*fp32")
+    signature |= {"grad": bits[grad_dtype], "rows": "*i64", "decision": "*fp32", "grad_scale": "fp32"}
+    signature |= {"scalars": ("fp32",) * len(host.scalars(*STEP)[1])}
+    constants: dict[str, Any] = {"block_elements": kernels.BLOCK_ELEMENTS, "rule": kernels.RULES[host.kernel_name]}
+    constants |= {} if split_master else {"low": None}
+    constants |= dict.fromkeys({"m", "v"} - set(host.moments))
+    constants |= dict.fromkeys(("m_scale", "v_scale", "signed", "signed_cells", "unsigned", "unsigned_cells"))
     constants |= {} if has_rows else {"rows": None, "decision": None}
     signature |= dict.fromkeys(constants, "constexpr")
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants)
@@ -352,7 +342,7 @@ def operations(
     return Counter(re.findall(r"^\s+(?:@\S+ )?([a-z]+(?:\.[a-z0-9]+)*)\.f32\b", ptx, re.MULTILINE))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", HOSTS)
 @pytest.mark.parametrize(("split_master", "grad_dtype"), FORMATS)
 @pytest.mark.parametrize("has_rows", [False, True])
 def test_machine_code_rounds_every_operation_to_nearest(
