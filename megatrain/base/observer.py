@@ -7,14 +7,48 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
 
 from tiered.units import GiB, MiB, format_duration, format_size
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of dataclasses that are stored as JSON objects."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON values; floats that are not finite become text, as strict JSON has no NaN."""
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Return the record that ``to_json`` gave; unknown keys are ignored.
+
+        Raises:
+            TypeError: a field is missing or has the wrong type.
+            ValueError: a text is no number.
+        """
+        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
+        read = {each.name: _READERS[str(each.type)] for each in fields(cls) if str(each.type) in _READERS}
+        return cls(**{name: read[name](value) if name in read else value for name, value in known.items()})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    is_text = isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value))
+    return str(value) if is_text else value
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +70,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics:
+class StepMetrics(Record):
     """Figures of one optimizer step.
 
     Attributes:
@@ -113,32 +147,17 @@ class StepMetrics:
         return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; floats that are not finite become text, as strict JSON has no NaN."""
-        values = asdict(self)
+        """Return JSON values; see ``Record.to_json``."""
+        values = Record.to_json(self)
         if not self.ranks:
             del values["ranks"]
         for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
             values[rate] = round(getattr(self, rate), 3)
-        return _finite_or_text(values)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> StepMetrics:
-        """Return the record that ``to_json`` gave; unknown keys are ignored.
-
-        Raises:
-            TypeError: a field is missing.
-            ValueError: a text is no number.
-        """
-        known: Mapping[str, Any] = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        finite: dict[str, Any] = {
-            name: float(value) if isinstance(value, str) else value for name, value in known.items()
-        }
-        finite["preferences"] = _numbers(values.get("preferences", {}))
-        return cls(**finite)
+        return values
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Record):
     """What the model makes of a row of an evaluation set.
 
     Attributes:
@@ -152,7 +171,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationMetrics:
+class EvaluationMetrics(Record):
     """Figures of one evaluation set at one step.
 
     Attributes:
@@ -188,49 +207,15 @@ class EvaluationMetrics:
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; floats that are not finite become text."""
-        values = {**asdict(self), "perplexity": self.perplexity}
+        """Return JSON values; see ``Record.to_json``."""
+        values = {**Record.to_json(self), "perplexity": _plain(self.perplexity)}
         if not self.samples:
             del values["samples"]
-        return _finite_or_text(values)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> EvaluationMetrics:
-        """Return the record that ``to_json`` gave.
-
-        Raises:
-            KeyError: a field is missing.
-            TypeError: a field has the wrong type.
-            ValueError: a text is no number.
-        """
-        return cls(
-            int(values["step"]),
-            int(values["max_steps"]),
-            str(values["name"]),
-            float(values["loss"]),
-            int(values["num_tokens"]),
-            float(values["seconds"]),
-            _numbers(values.get("preferences", {})),
-            tuple(Sample(**each) for each in values.get("samples", ())),
-        )
-
-
-def _finite_or_text(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in values.items()}
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        return values
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointMetrics:
+class CheckpointMetrics(Record):
     """Figures of one checkpoint, once it is on disk.
 
     Attributes:
@@ -251,13 +236,9 @@ class CheckpointMetrics:
     seconds: float
     stall_s: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**asdict(self), "path": str(self.path)}
-
 
 @dataclass(frozen=True, slots=True)
-class RunSummary:
+class RunSummary(Record):
     """What a run did.
 
     Attributes:
@@ -302,14 +283,16 @@ class RunSummary:
     num_averaged: int = 0
     num_processes: int = 1
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values; floats that are not finite become text."""
-        return {
-            **_finite_or_text(asdict(self)),
-            "mean_losses": None if self.mean_losses is None else [_plain(loss) for loss in self.mean_losses],
-            "export_dir": str(self.export_dir) if self.export_dir else None,
-            "evaluations": {name: metrics.to_json() for name, metrics in self.evaluations.items()},
-        }
+
+#: Annotation of a field -> what makes its value of one of JSON.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": int,
+    "float": float,
+    "str": str,
+    "Mapping[str, float]": _numbers,
+    "Sequence[Sample]": lambda values: tuple(Sample.from_json(each) for each in values),
+    "StepMetrics | None": lambda values: None if values is None else StepMetrics.from_json(values),
+}
 
 
 class RunObserver:
@@ -346,33 +329,17 @@ class Observers(RunObserver):
     def __init__(self, observers: Iterable[RunObserver]) -> None:
         self._observers = tuple(observers)
 
-    def on_ready(self, step: int | None) -> None:
-        for observer in self._observers:
-            observer.on_ready(step)
 
-    def on_start(self, info: RunInfo) -> None:
+def _to_all(name: str) -> Callable[..., None]:
+    def call(self: Observers, *arguments: Any) -> None:
         for observer in self._observers:
-            observer.on_start(info)
+            getattr(observer, name)(*arguments)
 
-    def on_step(self, metrics: StepMetrics) -> None:
-        for observer in self._observers:
-            observer.on_step(metrics)
+    return call
 
-    def on_evaluation(self, metrics: EvaluationMetrics) -> None:
-        for observer in self._observers:
-            observer.on_evaluation(metrics)
 
-    def on_checkpoint(self, metrics: CheckpointMetrics) -> None:
-        for observer in self._observers:
-            observer.on_checkpoint(metrics)
-
-    def on_message(self, text: str) -> None:
-        for observer in self._observers:
-            observer.on_message(text)
-
-    def on_end(self, summary: RunSummary) -> None:
-        for observer in self._observers:
-            observer.on_end(summary)
+for _name in [name for name in vars(RunObserver) if name.startswith("on_")]:
+    setattr(Observers, _name, _to_all(_name))
 
 
 def format_checkpoint(metrics: CheckpointMetrics) -> str:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
+
+from megatrain.base.observer import Record
 
 __all__ = ["Activity", "Moment", "Saving"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(Record):
     """What a run was doing at one moment.
 
     Attributes:
@@ -43,13 +44,6 @@ class Moment:
     num_bytes: int = 0
     saved_bytes: int = 0
     checkpoint_bytes: int = 0
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Moment:
-        """Return the moment that ``dataclasses.asdict`` gave; unknown keys are ignored, missing ones are defaults."""
-        default = cls()
-        known = {name: type(getattr(default, name))(values[name]) for name in cls.__slots__ if name in values}
-        return cls(**known)
 
 
 class Saving(Protocol):

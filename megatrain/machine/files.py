@@ -26,7 +26,7 @@ from megatrain.machine.machine import (
     PlannedMachine,
     is_one_memory,
 )
-from tiered.units import GB, GiB, format_decimal_size, parse_size
+from tiered.units import GB, GiB, parse_size
 
 __all__ = ["Figure", "MachineFile", "MachineFileError", "find_machine", "machine_names", "machine_toml", "read_machine"]
 
@@ -82,26 +82,11 @@ class Figure(_MachineTable):
             raise ValueError("a figure needs one of source, estimate and measured: where it comes from")
         return self
 
-    @property
-    def origin(self) -> str:
-        """Where it comes from, in words."""
-        return self.source or (f"estimated: {self.estimate}" if self.estimate else f"measured {self.measured}")
-
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value:,}"
-
 
 class ByteFigure(Figure):
     """Bytes."""
 
     value: Annotated[float, BeforeValidator(_size), Field(alias="is", gt=0)]
-
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return format_decimal_size(int(self.value))
 
 
 class Bandwidth(Figure):
@@ -109,21 +94,11 @@ class Bandwidth(Figure):
 
     value: Annotated[float, BeforeValidator(parse_rate), Field(alias="is", gt=0)]
 
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value / GB:,.4g} GB/s"
-
 
 class Flops(Figure):
     """Floating-point operations per second of large matrix products, as achieved."""
 
     value: Annotated[float, _per_second("FLOP", "794TFLOP/s"), Field(alias="is", gt=0)]
-
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value / 1e12:,.4g} TFLOP/s"
 
 
 class Updates(Figure):
@@ -131,21 +106,11 @@ class Updates(Figure):
 
     value: Annotated[float, _per_second("param", "6.5Gparam/s"), Field(alias="is", gt=0)]
 
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value / 1e9:,.3g} G parameters/s"
-
 
 class Launches(Figure):
     """Operators that one thread calls per second, with the Python code of a step around them."""
 
     value: Annotated[float, _per_second("launch", "28klaunch/s"), Field(alias="is", gt=0)]
-
-    @property
-    def shown(self) -> str:
-        """The value with its unit."""
-        return f"{self.value / 1e3:,.3g} k launches/s"
 
 
 class Count(Figure):

@@ -13,11 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from megatrain.base.observer import RunObserver, StepMetrics
+from megatrain.base.observer import Record, RunObserver, StepMetrics
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.state import now_text
@@ -49,7 +49,7 @@ FINAL_STATES: tuple[State, ...] = ("done", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus:
+class RunStatus(Record):
     """Where a run stands. Times are ISO 8601, UTC.
 
     Attributes:
@@ -83,25 +83,6 @@ class RunStatus:
     updated_at: str = ""
     message: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values; floats that are not finite become text."""
-        values = asdict(replace(self, metrics=None))
-        return {**values, "metrics": None if self.metrics is None else self.metrics.to_json()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> RunStatus:
-        """Return the status that ``to_json`` gave; keys of newer versions are ignored.
-
-        Raises:
-            ValueError: a number cannot be read.
-            TypeError: a field has the wrong type.
-            KeyError: there is no state.
-        """
-        known = {each.name: values[each.name] for each in fields(cls) if each.name in values}
-        if known.get("metrics") is not None:
-            known["metrics"] = StepMetrics.from_json(known["metrics"])
-        return cls(**{"state": values["state"], **known})
-
 
 def read_status(path: Path | str) -> RunStatus | None:
     """Return what a run last wrote into its folder, or None if nothing can be read."""
@@ -111,7 +92,7 @@ def read_status(path: Path | str) -> RunStatus | None:
         except ValueError:  # half written, on a full drive
             if attempt + 1 < _READ_ATTEMPTS:
                 time.sleep(_READ_RETRY_S)
-        except (OSError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        except (OSError, TypeError, AttributeError, RecursionError, OverflowError):
             return None
     return None
 
