@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatrain.optim.base import FORMATS, GRADIENT_DTYPES, Format, Segment, StateKind, Update, master_kinds
-from megatrain.optim.moments import BLOCK_ELEMENTS, code_of, moment_kinds, rounding_key
+from megatrain.optim.moments import BLOCK_ELEMENTS, code_of, is_signed, moment_kinds, rounding_key
 from megatrain.optim.table import StateDtype
 from megatrain.optim.threads import KernelThreads, cut
 
@@ -118,22 +118,24 @@ class ElementwiseOptimizer(ABC):
         assert update.step >= 1, update.step
         in_bytes = self.state_dtype == "int8"
         of_this = kernels.UPDATES[self.kernel_name]
-        scales = [(arrays.get(f"{name}_scale"), BLOCK_ELEMENTS) for name in MOMENTS]
-        moments = [(arrays.get(name), 1) for name in MOMENTS]
-        if in_bytes:
-            moments = [each for pair in zip(moments, scales, strict=True) for each in pair]
-        flats = [(arrays["weight"], 1), (arrays["low"], 1), *moments, (gradient, 1)]
+        flats = [arrays["weight"], arrays["low"], *(arrays.get(name) for name in MOMENTS), gradient]
         for segment in segments:
             assert 0 <= segment.start <= segment.stop <= gradient.size, (segment, gradient.size)
             assert not in_bytes or segment.start % BLOCK_ELEMENTS == 0, segment
             scalars = self.scalars(segment, update)
             for start, stop in cut(segment.start, segment.stop):
-                inside = [flat if flat is None else flat[start // size : -(-stop // size)] for flat, size in flats]
+                weight, low, m, v, grad = (flat if flat is None else flat[start:stop] for flat in flats)
                 if in_bytes:
-                    yield partial(of_this.in_bytes, *inside, (code_of(True), code_of(False)), *scalars)
+                    scales = slice(start // BLOCK_ELEMENTS, -(-stop // BLOCK_ELEMENTS))
+                    moments = tuple(
+                        (codes, arrays[f"{name}_scale"][scales], code_of(is_signed(name)))  # type: ignore[index]
+                        for name, codes in zip(MOMENTS, (m, v), strict=True)
+                        if codes is not None
+                    )
+                    yield partial(of_this.in_bytes, weight, low, moments, grad, *scalars)
                 else:
                     key = self.rounding(segment, update, start - segment.start)
-                    yield partial(of_this.update, *inside, key, *scalars)
+                    yield partial(of_this.update, weight, low, m, v, grad, key, *scalars)
 
     def rounding(self, segment: Segment, update: Update, start: int = 0) -> tuple[Any, ...] | None:
         """Return the key of the random bits for a segment from its element `start` on; None: nothing is rounded so."""

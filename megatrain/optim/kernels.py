@@ -65,6 +65,7 @@ Key = tuple[np.uint32, np.uint32, np.int64] | None
 Codes = NDArray[np.uint8]
 Scalars = tuple[np.float32, ...]
 Code = tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.uint8]]
+BytesOfMoments = tuple[tuple[Codes, NDArray[np.float32], Code], ...]
 Gradient = NDArray[np.float32] | NDArray[np.uint16]
 Rows = NDArray[np.int64]
 
@@ -293,40 +294,48 @@ def update_range(
 
 
 @njit(fastmath=False, error_model="numpy")
-def load_moments(codes: Codes | None, scales: Any, block: int, code: Code, moments: Float32) -> Any:
-    """Return the numbers that the bytes of a block stand for, in `moments`; None without such a moment."""
-    if codes is None:
-        return None
-    values, scale = code[0], scales[block]
-    inside = codes[block * BLOCK_ELEMENTS : (block + 1) * BLOCK_ELEMENTS]
-    for i in range(inside.size):
-        moments[i] = values[inside[i]] * scale
-    return moments
+def load_moments(codes: Codes, scale: np.float32, code: Code, moments: Float32) -> None:
+    """Write the numbers that bytes stand for."""
+    values = code[0]
+    for i in range(codes.size):
+        moments[i] = values[codes[i]] * scale
 
 
 @njit(fastmath=False, error_model="numpy")
-def store_moments(codes: Codes | None, scales: Any, block: int, code: Code, moments: Float32) -> None:
-    """Write the bytes nearest to numbers, and their scale. The smaller of two equally near ones is taken.
+def store_moments(moments: Float32, code: Code, codes: Codes) -> Any:
+    """Write the bytes nearest to numbers; return their scale. The smaller of two equally near ones is taken.
 
-    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block. The scale
-    is the largest magnitude of its block, so the new numbers must all be known before the first is rounded.
+    Bits are compared for the scale: a NaN is above all others, so that it shows in all moments of its block.
     """
-    if codes is None:
-        return
-    inside = codes[block * BLOCK_ELEMENTS : (block + 1) * BLOCK_ELEMENTS]
     largest = np.uint32(0)
-    for i in range(inside.size):
+    for i in range(codes.size):
         magnitude = np.uint32(np.float32(moments[i]).view(np.uint32) & np.uint32(0x7FFFFFFF))
         largest = magnitude if magnitude > largest else largest
     scale = np.uint32(largest).view(np.float32)
     divisor = np.float32(1.0) if scale == np.float32(0.0) else scale
     borders, cells = code[1], code[2]
-    for i in range(inside.size):
+    for i in range(codes.size):
         ratio = moments[i] / divisor
         ratio = np.float32(0.0) if np.isnan(ratio) else ratio
         below = cells[np.float32(ratio).view(np.uint32) >> np.uint32(16)]
-        inside[i] = np.uint8(below + np.uint8(ratio > borders[below]))
-    scales[block] = scale
+        codes[i] = np.uint8(below + np.uint8(ratio > borders[below]))
+    return scale
+
+
+def second_of(moments: BytesOfMoments, new: NDArray[np.float32]) -> Any:
+    """Return the second row of an array that has one for each moment; None for a single moment."""
+    raise NotImplementedError("only compiled code calls this")
+
+
+@overload(second_of)
+def _second_of(moments: Any, new: Any) -> Any:
+    def nothing(moments: Any, new: Any) -> Any:
+        return None
+
+    def row(moments: Any, new: Any) -> Any:
+        return new[1]
+
+    return nothing if len(moments) == 1 else row
 
 
 @intrinsic
@@ -361,8 +370,8 @@ class UpdateKernels:
 
     Attributes:
         update: `(weight, low, m, v, grad, key, grad_scale, scalars)`, arrays of one length.
-        in_bytes: `(weight, low, m, m_scale, v, v_scale, grad, codes, grad_scale, scalars)`, where the first of the
-            codes is that of signed numbers, for `m`. A block of moments becomes fp32, is updated, and becomes bytes.
+        in_bytes: `(weight, low, moments, grad, grad_scale, scalars)`, where a moment is its bytes, their scales, and
+            the code. A block of moments becomes fp32, is updated, and becomes bytes again.
         rows: `(rows, weight, low, m, v, grad, grad_scale, scalars)`. A row of a parameter has the addresses of these
             arrays, then their size. The arrays in the arguments are empty: only their dtypes count.
     """
@@ -394,27 +403,22 @@ def _kernels_of(rule: Any) -> UpdateKernels:
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
     def in_bytes(
-        weight: Master,
-        low: Low,
-        m: Codes,
-        m_scale: Float32,
-        v: Codes | None,
-        v_scale: Float32 | None,
-        grad: Gradient,
-        codes: tuple[Code, Code],
-        grad_scale: np.float32,
-        scalars: Scalars,
+        weight: Master, low: Low, moments: BytesOfMoments, grad: Gradient, grad_scale: np.float32, scalars: Scalars
     ) -> None:
-        m_room, v_room = np.empty(BLOCK_ELEMENTS, np.float32), np.empty(BLOCK_ELEMENTS, np.float32)
-        for block in range(m_scale.size):
+        new = np.empty((len(moments), BLOCK_ELEMENTS), np.float32)
+        m_new, v_new = new[0], second_of(moments, new)
+        for block in range(moments[0][1].size):
             start, stop = block * BLOCK_ELEMENTS, min((block + 1) * BLOCK_ELEMENTS, grad.size)
-            m_new = load_moments(m, m_scale, block, codes[0], m_room)
-            v_new = load_moments(v, v_scale, block, codes[1], v_room)
+            for number in range(len(moments)):
+                codes, scales, code = moments[number]
+                load_moments(codes[start:stop], scales[block], code, new[number])
             own_low = None if low is None else low[start:stop]
             own_grad = grad[start:stop]
             update_range(rule, weight[start:stop], own_low, m_new, v_new, own_grad, None, grad_scale, scalars)
-            store_moments(m, m_scale, block, codes[0], m_room)
-            store_moments(v, v_scale, block, codes[1], v_room)
+            # A scale is the largest magnitude of its block: all new moments are known before the first is rounded.
+            for number in range(len(moments)):
+                codes, scales, code = moments[number]
+                scales[block] = store_moments(new[number], code, codes[start:stop])
 
     @njit(nogil=True, cache=True, fastmath=False, error_model="numpy")
     def rows(
