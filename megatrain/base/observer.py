@@ -16,7 +16,7 @@ from tiered.units import GiB, MiB, format_duration, format_size
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class StoredRecord:
     """Base of dataclasses that are stored as JSON objects."""
 
     def to_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Record:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Record):
+    if isinstance(value, StoredRecord):
         return value.to_json()
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
@@ -70,7 +70,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class StepMetrics(Record):
+class StepMetrics(StoredRecord):
     """Figures of one optimizer step.
 
     Attributes:
@@ -147,8 +147,8 @@ class StepMetrics(Record):
         return self.hardware_flops / self.step_s if self.step_s > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; see ``Record.to_json``."""
-        values = Record.to_json(self)
+        """Return JSON values; see ``StoredRecord.to_json``."""
+        values = StoredRecord.to_json(self)
         if not self.ranks:
             del values["ranks"]
         for rate in ("real_tokens_per_s", "trained_tokens_per_s", "model_flops_per_s", "hardware_flops_per_s"):
@@ -157,7 +157,7 @@ class StepMetrics(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Sample(Record):
+class Sample(StoredRecord):
     """What the model makes of a row of an evaluation set.
 
     Attributes:
@@ -171,7 +171,7 @@ class Sample(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class EvaluationMetrics(Record):
+class EvaluationMetrics(StoredRecord):
     """Figures of one evaluation set at one step.
 
     Attributes:
@@ -207,15 +207,15 @@ class EvaluationMetrics(Record):
         return format_preferences(self.preferences) or f"perplexity {self.perplexity:.2f}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values; see ``Record.to_json``."""
-        values = {**Record.to_json(self), "perplexity": _plain(self.perplexity)}
+        """Return JSON values; see ``StoredRecord.to_json``."""
+        values = {**StoredRecord.to_json(self), "perplexity": _plain(self.perplexity)}
         if not self.samples:
             del values["samples"]
         return values
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointMetrics(Record):
+class CheckpointMetrics(StoredRecord):
     """Figures of one checkpoint, once it is on disk.
 
     Attributes:
@@ -238,7 +238,7 @@ class CheckpointMetrics(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RunSummary(Record):
+class RunSummary(StoredRecord):
     """What a run did.
 
     Attributes:

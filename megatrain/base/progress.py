@@ -6,13 +6,13 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatrain.base.observer import Record
+from megatrain.base.observer import StoredRecord
 
 __all__ = ["Activity", "Moment", "Saving"]
 
 
 @dataclass(frozen=True, slots=True)
-class Moment(Record):
+class Moment(StoredRecord):
     """What a run was doing at one moment.
 
     Attributes:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from megatrain.base.observer import Record, RunObserver, StepMetrics
+from megatrain.base.observer import RunObserver, StepMetrics, StoredRecord
 from megatrain.base.progress import Activity
 from megatrain.checkpoint.scan import usable_checkpoint
 from megatrain.checkpoint.state import now_text
@@ -49,7 +49,7 @@ FINAL_STATES: tuple[State, ...] = ("done", "stopped", "failed")
 
 
 @dataclass(frozen=True, slots=True)
-class RunStatus(Record):
+class RunStatus(StoredRecord):
     """Where a run stands. Times are ISO 8601, UTC.
 
     Attributes:
