@@ -171,8 +171,6 @@ class _Launcher:
                     self._take(rank, message)
                 if not messages:
                     break
-        if not ready and timeout_s and not any(rank.is_open for rank in self._ranks):
-            time.sleep(timeout_s)
 
     def _take(self, rank: _Rank, message: Mapping[str, Any]) -> None:
         if "failed" in message:
