@@ -29,7 +29,7 @@ class ByName:
 
     def default_home(self) -> str:
         """Return the slowest tier that can be written."""
-        return next(name for name in reversed(self._movement.order) if name not in self._movement.read_only_tiers)
+        return self._movement.slowest_writable
 
     def write(self, spec: BlockSpec, tensor: torch.Tensor, start: int | None) -> None:
         """Write a whole block (``start`` None) or some of its rows, in the nearest tier that a lease can be in."""

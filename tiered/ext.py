@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tiered.file_io import read_all as read_all
     from tiered.file_io import read_document_file as read_document_file
     from tiered.file_io import replace_file as replace_file
-    from tiered.hops import route as route
+    from tiered.hops import Routes as Routes
     from tiered.links.base import Link as Link
     from tiered.links.base import LinkedTier as LinkedTier
     from tiered.links.base import LinkUsage as LinkUsage

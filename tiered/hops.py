@@ -1,8 +1,9 @@
-"""The hops between tiers by which a copy comes and goes."""
+"""The ways that copies take between tiers. The store and plans share them."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tiered.schedule import Access
@@ -11,31 +12,50 @@ if TYPE_CHECKING:
     from tiered.records import Block
 
 
-def route(order: Sequence[str], src: str, dst: str, direct: Container[tuple[str, str]] = ()) -> list[tuple[str, str]]:
-    """Return the links that a copy takes: from each tier the one that goes furthest. Plans use the same rule.
+@dataclass(frozen=True)
+class Routes:
+    """The graph of tiers: which way a copy takes from one tier to another.
 
-    Args:
-        order: names of the tiers, fast to slow.
-        direct: pairs of tiers with a link between them; neighbours need not be named.
+    Attributes:
+        links: Pairs (source, destination), one for each direction of a link. Of ways with equally few links, the first
+            one in this order is taken.
     """
-    here, end = order.index(src), order.index(dst)
-    step = 1 if end > here else -1
-    links = []
-    while here != end:
-        onward = (there for there in range(end, here, -step) if (order[here], order[there]) in direct)
-        there = next(onward, here + step)
-        links.append((order[here], order[there]))
-        here = there
-    return links
+
+    links: tuple[tuple[str, str], ...] = ()
+    _found: dict[tuple[str, str], tuple[tuple[str, str], ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def between(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
+        """Return the links that a copy takes: as few as possible; none within a tier.
+
+        Raises:
+            ValueError: no links lead there.
+        """
+        if (src, dst) not in self._found:
+            self._found[src, dst] = self._search(src, dst)
+        return self._found[src, dst]
+
+    def passed(self, src: str, dst: str) -> tuple[str, ...]:
+        """Return the tiers that a copy passes between its two ends."""
+        return tuple(here for here, _ in self.between(src, dst)[1:])
+
+    def _search(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
+        ways: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
+        reached = [src]
+        for here in reached:  # grows: the nearest tiers come first
+            for link in self.links:
+                if link[0] == here and link[1] not in ways:
+                    ways[link[1]] = (*ways[here], link)
+                    reached.append(link[1])
+        if dst not in ways:
+            raise ValueError(f"no links lead from tier '{src}' to tier '{dst}'")
+        return ways[dst]
 
 
-def stops(order: Sequence[str], block: Block, access: Access, direct: Container[tuple[str, str]] = ()) -> Sequence[str]:
-    """Return the tiers between a block's home and an access in which it has or will have a copy on its way.
-
-    Args:
-        order: names of the tiers, fast to slow.
-    """
-    between = [src for src, _ in route(order, block.spec.home, access.tier, direct)[1:]]
+def stops(routes: Routes, block: Block, access: Access) -> Sequence[str]:
+    """Return the tiers between a block's home and an access in which it has or will have a copy on its way."""
+    between = routes.passed(block.spec.home, access.tier)
     target = block.copies.get(access.tier)
     if access.mode == "r" and target is not None and target.state.is_valid:  # it came by, and will not go back
         return [name for name in between if name in block.copies and block.copies[name].slot is not None]

@@ -15,7 +15,7 @@ from tiered.block import CopyState
 from tiered.condition import StoreCondition
 from tiered.errors import UninitializedBlockError
 from tiered.events import Counters, DueBytes, Event, EventSink
-from tiered.hops import route
+from tiered.hops import Routes
 from tiered.links.base import Link
 from tiered.occupancy import Occupancy
 from tiered.policies import Candidate, EvictionPolicy
@@ -38,6 +38,7 @@ class Movement:
         durable_tiers: by name, those whose files commits keep by links.
         pausing_tiers: those whose writes may wait for room.
         read_only_tiers: names of those whose homes hold their contents from the start.
+        routes: the ways between all tiers.
         time_s: the clock that stalls are measured with.
         due: bytes per link, by the use that they move for.
         inflight_bytes: sum over the transfers that bring a copy in.
@@ -66,10 +67,9 @@ class Movement:
         self.pausing_tiers = [tier for tier in tiers if isinstance(tier, PausingTier)]
         self.durable_tiers = {tier.name: tier for tier in tiers if isinstance(tier, DurableTier)}
         self.read_only_tiers = {tier.name for tier in tiers if isinstance(tier, ReadOnlyTier) and tier.is_read_only}
-        # A read-only tier is beside the others: nothing passes it, and what is at home there has no nearer place.
-        writable = [name for name in self.order if name not in self.read_only_tiers]
-        self._distance = {name: len(self.order) for name in self.order} | {n: at for at, n in enumerate(writable)}
+        self._place = {name: at for at, name in enumerate(self.order)}
         self.links = {(link.src, link.dst): link for link in links}
+        self.routes = Routes(tuple(self.links))
         self.policy = policy
         self.counters = Counters()
         self.due = DueBytes()
@@ -87,6 +87,11 @@ class Movement:
         self.occupancy.num_changes += 1
         self.blocks[block.spec.key] = block
         self.prefetcher.know(block)
+
+    @property
+    def slowest_writable(self) -> str:
+        """The home of a block for which none is named."""
+        return next(name for name in reversed(self.order) if name not in self.read_only_tiers)
 
     def nearest_addressable(self, home: str) -> str:
         """Return the tier nearest to ``home``, on the fast side, that a lease can be in."""
@@ -125,7 +130,7 @@ class Movement:
             if block.home.state is CopyState.FILLING:
                 return Waiting("fill", block.home.transfer)
             raise UninitializedBlockError(block.spec.key)
-        hop = self._hop_towards(source.tier, tier)
+        hop = self.routes.between(source.tier, tier)[-1][0]
         if hop != source.tier:
             waiting = self.bring(block, hop, for_use=for_use, demand=demand)
             return waiting or self.bring(block, tier, for_use=for_use, demand=demand)
@@ -144,13 +149,10 @@ class Movement:
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
-        here = self._distance[tier]
-        valid = [copy for copy in block.copies.values() if copy.state.is_valid]
-        return min(valid, key=lambda copy: abs(self._distance[copy.tier] - here), default=None)
+        def distance(copy: Copy) -> tuple[int, int]:
+            return len(self.routes.between(copy.tier, tier)), abs(self._place[copy.tier] - self._place[tier])
 
-    def _hop_towards(self, src: str, dst: str) -> str:
-        """Return the tier from which ``dst`` is filled on the way from ``src``: ``src`` itself or a neighbour."""
-        return route(self.order, src, dst, self.links)[-1][0]
+        return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
 
     def _fill(self, block: Block, source: Copy, target: Copy, for_use: int) -> None:
         assert source.slot is not None and target.slot is not None
@@ -195,11 +197,12 @@ class Movement:
         assert copy.state is CopyState.DIRTY and copy.slot is not None and block.home.slot is not None
         if block.writer is not None:
             return Waiting("lease")
-        hop = self._hop_towards(block.spec.home, copy.tier)
+        hops = list(self.routes.between(copy.tier, block.spec.home))
+        hop = hops[0][1]
         middle = None if hop == block.spec.home else block.copy_in(hop)
-        hops = [(copy.tier if middle is None else hop, block.spec.home)]
-        if middle is not None and not middle.state.is_valid:
-            hops.append((copy.tier, hop))
+        if middle is not None and middle.state.is_valid:
+            hops.pop(0)
+        elif middle is not None:
             if middle.state is CopyState.FILLING:  # a fetch of these very bytes: send them on from there
                 return Waiting("fill", middle.transfer)
             slot = self.make_room(block, hop, for_use=self.prefetcher.now, demand=True, waits=False)
@@ -386,7 +389,7 @@ class Movement:
         """Return how many slots of which size write-backs will take on their way that are held up, by tier and size."""
         slots = Counter[tuple[str, int]]()
         for copy, block in self._held_up.items():
-            hop = self._hop_towards(block.spec.home, copy.tier)
+            hop = self.routes.between(block.spec.home, copy.tier)[-1][0]
             if hop != block.spec.home:
                 slots[hop, self.occupancy.slot_bytes(block, hop)] += 1
         return slots
@@ -440,7 +443,7 @@ def due_bytes(movement: Movement) -> Mapping[tuple[str, str], int]:
     """Return the bytes per link that all uses up to the present tick take, whenever they move."""
     found = Counter(movement.due.up_to(movement.prefetcher.now))
     for copy, block in movement._held_up.items():
-        for hop in route(movement.order, copy.tier, block.spec.home, movement.links):
+        for hop in movement.routes.between(copy.tier, block.spec.home):
             found[hop] += block.spec.nbytes
     return found
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from tiered.block import CopyState
-from tiered.hops import stops
+from tiered.hops import Routes, stops
 from tiered.schedule import Access, Schedule
 
 if TYPE_CHECKING:
-    from tiered.links.base import Link
     from tiered.occupancy import Occupancy
     from tiered.records import Block
     from tiered.transfer import Waiting
@@ -147,7 +146,7 @@ class Mover(Protocol):
 
     blocks: dict[str, Block]
     order: list[str]
-    links: dict[tuple[str, str], Link]
+    routes: Routes
     occupancy: Occupancy
     inflight_bytes: int
 
@@ -270,9 +269,9 @@ class Prefetcher:
 
     def _passing(self, access: Access) -> dict[str, int]:
         block = self._mover.blocks.get(access.key)
-        if block is None or (block.spec.home, access.tier) in self._mover.links:
+        if block is None:
             return {}
-        names = stops(self._mover.order, block, access, self._mover.links)
+        names = stops(self._mover.routes, block, access)
         return {name: self._mover.occupancy.slot_bytes(block, name) for name in names}
 
     def _prefetch(self, access: Access) -> str:

@@ -65,6 +65,7 @@ class SimulatedTier:
     Args:
         slot_bytes: size of a slot for contents of so many bytes.
         addressable: False: reached only through links.
+        is_read_only: Home slots hold their contents from the start.
 
     Attributes:
         num_drops: buffers that were given back for those of other sizes.
@@ -74,10 +75,17 @@ class SimulatedTier:
     durable = False
 
     def __init__(
-        self, name: str, capacity_bytes: int, slot_bytes: Callable[[int], int], *, addressable: bool = True
+        self,
+        name: str,
+        capacity_bytes: int,
+        slot_bytes: Callable[[int], int],
+        *,
+        addressable: bool = True,
+        is_read_only: bool = False,
     ) -> None:
         self.name, self.capacity_bytes, self.slot_bytes = name, capacity_bytes, slot_bytes
         self.device = torch.device("cpu") if addressable else None
+        self.is_read_only = is_read_only
         self.num_drops = 0
         self._ledger = Ledger(name, capacity_bytes)
         self._pool = SlabPool(self._ledger, make=lambda nbytes: nbytes, drop=self._drop)

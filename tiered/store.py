@@ -46,7 +46,7 @@ class TieredStore(BlockMapping):
     Args:
         tiers: fast to slow; a tier's ``capacity_bytes`` is never exceeded.
         policy: ranks what to evict; default ``LRU()``. ``Belady()`` uses the schedule.
-        links: default: the cheapest known link between neighbouring tiers, and what a tier asks for beside them.
+        links: Default: ``default_links``, which link each tier with the next faster one that it knows a way to.
         path: directory of committed generations; default: the first path of a durable tier.
         keep_generations: how many of the last generations a commit leaves.
         overwrite: start empty although ``path`` holds committed generations. Commits of this store then prune them, as
@@ -163,9 +163,13 @@ class TieredStore(BlockMapping):
         self._generations.keep_also = named
         self._generations.num_kept = 0
 
-    def is_linked(self, src: str, dst: str) -> bool:
-        """Return whether a copy goes from one tier to the other without passing a third."""
-        return (src, dst) in self._movement.links
+    def tiers_between(self, src: str, dst: str) -> Sequence[str]:
+        """Return the tiers that a copy passes on its way from one tier to another.
+
+        Raises:
+            ValueError: no links lead there.
+        """
+        return self._movement.routes.passed(src, dst)
 
     # -- declare -----------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from tiered.units import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from megatrain.base.progress import Activity
     from megatrain.checkpoint.copier import CheckpointCopier
@@ -30,7 +31,7 @@ class Saver:
     """Saves a run. Used by the thread that trains.
 
     Args:
-        begin: makes weights and state those after the last step, and nothing but the next step changes them again.
+        ready: A context in which weights and state are those after the last step, and only the next step changes them.
         copier: makes whole copies of what was saved.
         should_stop: whether a stop was requested; polled while the saver waits for disk space.
         written_bytes: what this rank writes of one checkpoint to the drive of ``output_dir``.
@@ -47,7 +48,7 @@ class Saver:
         store: TieredStore,
         writer: CheckpointWriter,
         observer: RunObserver,
-        begin: Callable[[], None],
+        ready: Callable[[], AbstractContextManager[None]],
         copier: CheckpointCopier,
         activity: Activity,
         *,
@@ -59,7 +60,7 @@ class Saver:
         self._writer, self._saved = writer, saved
         self.is_waiting = False
         self._table, self._on_full = spec.table, spec.on_full
-        self._store, self._observer, self._begin = store, observer, begin
+        self._store, self._observer, self._ready = store, observer, ready
         self._copier, self._should_stop, self._activity = copier, should_stop, activity
         self._written_bytes = written_bytes * len(writer.folder.paths)
         self._steps_per_epoch = steps_per_epoch
@@ -104,10 +105,10 @@ class Saver:
             self.finish()
             self._wait_for_room(state.step)
             self._copier.wait_for_pruned(self._writer.outgoing(), self._should_stop)
-            self._begin()
-            self._writer.begin()
-            state = replace(state, save_number=self._writer.next_save_number())
-            commit = self._store.commit(state.to_meta())
+            with self._ready():
+                self._writer.begin()
+                state = replace(state, save_number=self._writer.next_save_number())
+                commit = self._store.commit(state.to_meta())
             self._activity.saving = commit
             self._in_flight = commit, state, time.perf_counter() - start_s
             self._last_s = time.monotonic()

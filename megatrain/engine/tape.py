@@ -227,10 +227,8 @@ class TapeStore:
             return
         if use.key in self._pinned:
             self._store.unpin(use.key, self._pinned.pop(use.key))
-        self._store.evict(use.key, tier)
-        home = self._homes[use.key]
-        if tier == "gpu" and home not in ("ram", "gpu"):
-            self._store.evict(use.key, "ram")
+        for name in (tier, *self._store.tiers_between(self._homes[use.key], tier)):
+            self._store.evict(use.key, name)
 
     def released(self, uses: Sequence[Use], tier: str) -> None:
         """Release copies as the tape says. Call it after their leases have ended."""
@@ -246,12 +244,11 @@ class TapeStore:
     def _keep_or_evict(self, use: Use, tier: str) -> None:
         """Release a copy that is not at home and whose contents live on."""
         key = use.key
-        home = self._homes[key]
-        passed_ram = tier == "gpu" and home not in ("ram", "gpu") and not self._store.is_linked(home, "gpu")
-        if passed_ram and not use.was_pinned:
-            # The copy in RAM, on the way between drive and GPU, first: while it is there, the prefetcher could
+        if not use.was_pinned:
+            # Copies on the way, such as in RAM between drive and GPU, first: while one is there, the prefetcher could
             # fetch the next use from it. A pinned copy left none: one in RAM then was fetched for a use there.
-            self._store.evict(key, "ram")
+            for name in self._store.tiers_between(self._homes[key], tier):
+                self._store.evict(key, name)
         if use.release is Release.PIN:
             # A pin also keeps the room: the store evicts nothing that is pinned, and counts its bytes as taken.
             self._store.pin(key, tier)

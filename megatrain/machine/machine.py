@@ -42,7 +42,6 @@ STALE_DAYS = 30
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-
 #: Rates that earlier versions stored, and no plan reads.
 _ENDED_RATES = frozenset(
     f"{name}_bytes_per_s" for name in ("bare_read", "bare_write", "bare_mixed", "ram_read", "ram_copy")

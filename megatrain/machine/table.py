@@ -8,6 +8,7 @@ from megatrain.base.sizes import Size
 from megatrain.base.table import ConfigPath, Listed, PlainSize, Rate, Table, all_alter, key
 
 AUTO_SIZE = Size("auto")
+TierName = Literal["gpu", "ram", "folder", "nvme"]  # those of ``[tiers]``, and the model's folder
 
 
 class GpuTierConfig(Table):

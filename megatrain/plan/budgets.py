@@ -1,4 +1,4 @@
-"""The tiers of a run, fast to slow: which there are, and what each may hold."""
+"""The tiers of a run, fast to slow: what each may hold, and the links between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatrain.base.precision import MASTER_ELEMENTS
 from megatrain.engine.program import state_key, stored_keys
 from megatrain.machine import machine
 from megatrain.optim.average import EMA
-from megatrain.plan.placement import FOLDER, Residency, TierBudget
+from megatrain.plan.placement import Residency, TierBudget
 from tiered.ext import check_rates, plan_chunks
 from tiered.units import PAGE_BYTES, GiB, round_up
 
@@ -23,19 +23,21 @@ if TYPE_CHECKING:
     from megatrain.machine.machine import MachineProfile, TierSpecs
     from megatrain.plan.plan import RunSpec
 
+#: Name of the tier that is the model's folder.
+FOLDER = "folder"
 _GPU_ALIGNMENT_BYTES = 512
 #: RAM that each process of a host is left for Python, torch and libraries, where the tier takes what is free.
 _RANK_BYTES = GiB
 
 
 def tier_names(tiers: TierSpecs, device: torch.device) -> list[str]:
-    """Return the tiers of a run, fast to slow."""
+    """Return the tiers of a run that it writes to, fast to slow."""
     first = ["gpu"] if machine.compute_tier(tiers, device) == "gpu" else []
     return [*first, "ram", *(["nvme"] if tiers.table.nvme else [])]
 
 
 def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
-    """Return the tiers of a run, fast to slow, with their capacities and roundings.
+    """Return the tiers of a run that it writes to, fast to slow, with their capacities, roundings and links.
 
     Args:
         workspace: Bytes that a step takes beside blocks in the compute tier.
@@ -47,7 +49,9 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
     if on_gpu:
         capacity = machine.gpu_capacity_bytes(tiers, device)
         alignment = PAGE_BYTES if is_direct else _GPU_ALIGNMENT_BYTES
-        budgets["gpu"] = TierBudget("gpu", capacity, lambda n: round_up(n, alignment), workspace)
+        budgets["gpu"] = TierBudget(
+            "gpu", capacity, lambda n: round_up(n, alignment), workspace, links=both_ways("gpu", "ram")
+        )
     capacity = machine.ram_capacity_bytes(tiers)
     if tiers.table.ram.size.is_auto and not run.world.is_single:
         capacity -= run.world.local_size * _RANK_BYTES
@@ -67,7 +71,9 @@ def tier_budgets(run: RunSpec, workspace: int) -> dict[str, TierBudget]:
             capacity,
             functools.cache(lambda n: plan_chunks(n, shares, tiers.file_bytes).slot_bytes),  # blocks have few sizes
             generations=run.checkpoint.table.num_generations,
-            direct_to=frozenset({"gpu"} if is_direct else ()),
+            links=(*both_ways("ram", "nvme"), *(both_ways("gpu", "nvme") if is_direct else ())),
+            is_addressable=False,
+            is_durable=True,
             num_processes=run.world.local_size,
         )
     return budgets
@@ -82,12 +88,20 @@ def with_folder(budgets: Mapping[str, TierBudget], program: StepProgram, reader_
     nbytes = sum(block.nbytes for block in program.blocks.values() if block.in_place)
     if not nbytes:
         return dict(budgets)
-    ram = budgets["ram"]
-    ram = replace(ram, workspace_bytes=ram.workspace_bytes + reader_bytes)
-    folder = TierBudget(FOLDER, nbytes, lambda n: n)
-    order = [name for name in budgets if name != "nvme"]
-    found = {**{name: budgets[name] for name in order}, "ram": ram, FOLDER: folder}
-    return found | {name: budget for name, budget in budgets.items() if name == "nvme"}
+    found: dict[str, TierBudget] = {}
+    for name, budget in budgets.items():
+        found[name] = budget
+        if name == "ram":
+            found[name] = replace(budget, workspace_bytes=budget.workspace_bytes + reader_bytes)
+            found[FOLDER] = TierBudget(
+                FOLDER, nbytes, lambda n: n, links=((FOLDER, "ram"),), is_addressable=False, is_read_only=True
+            )
+    return found
+
+
+def both_ways(fast: str, slow: str) -> tuple[tuple[str, str], ...]:
+    """Return the two links between two tiers."""
+    return (fast, slow), (slow, fast)
 
 
 def teacher_bytes(run: RunSpec) -> int:

@@ -28,9 +28,10 @@ from megatrain.optim.average import WeightAverage
 from megatrain.optim.base import MatrixOptimizer, bytes_per_parameter
 from megatrain.optim.elementwise import AdamW, ElementwiseOptimizer
 from megatrain.optim.muon import Muon
+from megatrain.plan.budgets import FOLDER
 from megatrain.plan.costs import DeviceCosts
 from megatrain.plan.kept import num_parameters_run_once
-from megatrain.plan.placement import FOLDER, Traffic
+from megatrain.plan.placement import Traffic
 from megatrain.plan.plan import Estimate, Occasion, StepShape
 from megatrain.ranks.shards import NETWORK, PEER
 from megatrain.trace.trace import is_counted
@@ -146,7 +147,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     masters = [block for block in durable if block.kind == "weights" or block.key.endswith("/low")]
     masters_on_drives = sum(block.nbytes for block in masters if homes[block.key] == "nvme")
     weights = [block for block in durable if block.kind == "weights"]
-    in_place = sum(block.nbytes for block in weights if homes[block.key] == FOLDER)
+    in_place = sum(block.nbytes for block in weights if plan.budgets_by_tier[homes[block.key]].is_read_only)
     loaded = 1 - in_place / max(1, sum(block.nbytes for block in weights))  # the rest is read when it is used
     folder_bytes = 0 if run.model.table.train_from_scratch else int(loaded * weight_file_bytes(run.model.folder))
     layouts = plan.graph.layouts.values()
@@ -170,7 +171,7 @@ def _occasions(plan: Plan, shape: StepShape, machine: MachineProfile | None) -> 
     if run.checkpoint.table.is_on:
         written = plan.checkpoint_bytes_in_output_dir
         cost = seconds({}, {run.output_dir: float(written)})
-        yield Occasion("checkpoint", 0, written, on_drives, cost)
+        yield Occasion("checkpoint", sum(plan.checkpoint_traffic.values()), written, on_drives, cost)
     from_drives[run.output_dir] = from_drives.get(run.output_dir, 0.0) + exported
     cost = seconds(from_drives, {run.output_dir: float(exported)})
     yield Occasion("export", masters_on_drives + exported, exported, seconds=cost)
@@ -486,13 +487,12 @@ class _Costs:
     def _links_s(self, traffic: Mapping[str, int]) -> dict[str, float | None]:
         """Return the seconds of every link that moves something; None for one that was not measured."""
         seconds: dict[str, float | None] = {}
-        read = sum(nbytes for link, nbytes in traffic.items() if link.startswith("nvme->"))
-        num_ranks = self._plan.run.world.local_size  # which share the drives
-        if read or into_nvme(traffic):
-            seconds["nvme"] = self._nvme_s(num_ranks * read, num_ranks * into_nvme(traffic))
-        if from_folder := traffic.get(f"{FOLDER}->ram", 0):
-            drive = self._folder_drive()
-            seconds[FOLDER] = None if drive is None else nvme_seconds(from_folder, 0, drive)
+        for name, budget in self._plan.budgets_by_tier.items():
+            if not budget.is_addressable:
+                read = sum(nbytes for link, nbytes in traffic.items() if link.startswith(f"{name}->"))
+                written = sum(nbytes for link, nbytes in traffic.items() if link.endswith(f"->{name}"))
+                if read or written:
+                    seconds[name] = self._storage_s(name, read, written)
         gpu = self._machine.gpu if self._on_gpu else None  # what takes the place of a GPU is not behind its bus
         for link, rate in (
             ("ram->gpu", gpu.h2d_bytes_per_s if gpu else None),
@@ -506,12 +506,20 @@ class _Costs:
                 seconds[link] = None if rate is None else traffic[link] / rate
         return seconds
 
-    def _folder_drive(self) -> DriveProfile | None:
-        """Return the rates of the drive that has the model's folder; of a machine that is planned for its first."""
+    def _storage_s(self, tier: str, read: int, written: int) -> float | None:
+        """Return the seconds of the links of a tier that is no memory; None: they were not measured."""
+        if tier == "nvme":
+            num_ranks = self._plan.run.world.local_size  # which share the drives
+            return self._nvme_s(num_ranks * read, num_ranks * written)
+        if tier != FOLDER:
+            return None
         planned = self._plan.run.tiers.machine
         if planned is None:
-            return self._machine.drives.get(file_system_of(Path(self._plan.run.model.folder)).key)
-        return self._machine.drives.get(planned.drives[0].key) if planned.drives else None
+            key = file_system_of(Path(self._plan.run.model.folder)).key
+        else:  # of a machine that is planned for, its first drive
+            key = planned.drives[0].key if planned.drives else ""
+        drive = self._machine.drives.get(key)
+        return None if drive is None else nvme_seconds(read, 0, drive)
 
     def _nvme_s(self, read: int, written: int) -> float | None:
         """Return the seconds of the drive that takes longest."""
@@ -523,8 +531,7 @@ class _Costs:
     @cached_property
     def _traffic(self) -> Traffic:
         placement = self._plan.placement
-        order = list(self._plan.budgets_by_tier)
-        return Traffic(self._plan.program, order, placement.homes, placement.stays, placement.direct)
+        return Traffic(self._plan.program, placement.routes, placement.homes, placement.stays)
 
     def _stays_as_large(self, key: str) -> bool:
         """Return whether a block is as large whatever the number of tokens."""

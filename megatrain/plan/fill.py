@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from megatrain.engine.program import saving_results
 from megatrain.plan.kept import operations_per_byte, visits_with_results
-from megatrain.plan.placement import FOLDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -94,10 +93,10 @@ def _admitted_in_order(plan: Plan) -> Sequence[_Results]:
 def _room_bytes(plan: Plan) -> float:
     """Return what may come to live beside the homes of a plan; blocks that nobody writes may make way for more."""
     placement, budgets = plan.placement, plan.budgets_by_tier
-    if FOLDER in budgets:
+    if any(budget.is_read_only for budget in budgets.values()):
         return math.inf
     taken = {tier: sum(each.values()) + placement.workspace_bytes[tier] for tier, each in placement.home_bytes.items()}
-    return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if tier != "nvme")
+    return sum(budgets[tier].capacity_bytes - nbytes for tier, nbytes in taken.items() if budgets[tier].is_addressable)
 
 
 def _saving(plan: Plan, admitted: Sequence[_Results]) -> Plan:

@@ -182,8 +182,7 @@ class GenerationPlan:
     def planned_bytes(self, num_passes: int) -> dict[str, int]:
         """Return the bytes that each link moves in so many passes, of which the first one fills the cache."""
         placement = self.plan.placement
-        order = list(self.plan.budgets_by_tier)
-        moved = Counter(Traffic(self.first, order, placement.homes, {}, placement.direct).of_first_step())
+        moved = Counter(Traffic(self.first, placement.routes, placement.homes, {}).of_first_step())
         if num_passes > 1:
             moved.update(placement.run_traffic_bytes(num_passes - 1))
         return {link: nbytes for link, nbytes in moved.items() if nbytes}

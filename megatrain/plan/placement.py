@@ -6,7 +6,7 @@ import bisect
 import heapq
 import math
 from collections import ChainMap, Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median_low
@@ -19,7 +19,7 @@ from megatrain.checkpoint.table import MIN_GENERATIONS
 from megatrain.engine.program import DURABLE_KINDS, KINDS, BlockPlan, Kind, Stays, StepProgram
 from megatrain.engine.tape import BlockUse, Tape, compile_step, follow
 from tiered import Mode
-from tiered.ext import route
+from tiered.ext import Routes
 from tiered.units import format_size
 
 #: Kind of blocks -> tiers that may be their home, preferred first. ``in place``: of weights that a folder has.
@@ -39,38 +39,17 @@ class PlacementSpec:
     residents: frozenset[Kind]
 
 
-#: Name of the tier that is the model's folder.
-FOLDER = "folder"
-
-
-def _route(order: Sequence[str], src: str, dst: str, direct: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the links that a copy takes, as in the store: the model's folder is read into RAM, nothing goes there."""
-    others = [name for name in order if name != FOLDER]
-    if src == FOLDER:
-        return [] if dst == FOLDER else [(FOLDER, "ram"), *route(others, "ram", dst, direct)]
-    return route(others, src, dst, direct)
-
-
 class Traffic:
     """Counts contents by ``"src->dst"``.
 
     Args:
-        order: names of the tiers, fast to slow.
+        routes: The ways between the tiers.
         homes: Block key -> tier.
         stays: Which copies wait for which next use.
-        direct: pairs of tiers that are no neighbours and have a link between them.
     """
 
-    def __init__(
-        self,
-        program: StepProgram,
-        order: Sequence[str],
-        homes: Mapping[str, str],
-        stays: Stays,
-        direct: Collection[tuple[str, str]] = (),
-    ) -> None:
-        self._program, self._order, self._homes, self._direct = program, order, homes, direct
-        self._routes: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    def __init__(self, program: StepProgram, routes: Routes, homes: Mapping[str, str], stays: Stays) -> None:
+        self._program, self._routes, self._homes = program, routes, homes
         self._first = compile_step(program, homes, stays, updates=False)
         self._step = compile_step(program, homes, stays, pinned=self._first.pinned)
         if (pinned := self._step.pinned) != self._first.pinned:
@@ -103,9 +82,7 @@ class Traffic:
         return moved
 
     def _count(self, tape: Tape, counts: Callable[[str], bool] | None = None) -> dict[str, int]:
-        ends = [name for name in self._order if name != FOLDER]
-        pairs = [(a, b) for a in self._order for b in ends if a != b and (a != FOLDER or b == "ram")]
-        moved = {f"{a}->{b}": 0 for src, dst in pairs for a, b in _route(self._order, src, dst, self._direct)}
+        moved = {f"{src}->{dst}": 0 for src, dst in self._routes.links}
         for key, src, dst in tape.transfers(self._homes):
             if counts is None or counts(key):
                 self._add(moved, key, src, dst)
@@ -117,9 +94,7 @@ class Traffic:
         return moved
 
     def _add(self, moved: dict[str, int], key: str, src: str, dst: str) -> None:
-        if (src, dst) not in self._routes:
-            self._routes[src, dst] = _route(self._order, src, dst, self._direct)
-        for a, b in self._routes[src, dst]:
+        for a, b in self._routes.between(src, dst):
             moved[f"{a}->{b}"] += self._program.blocks[key].nbytes
 
 
@@ -697,7 +672,10 @@ class TierBudget:
         generations: committed sets of the durable blocks at home there, beside the live one.
         filling_bytes: what the weights of one layout take here on their way in or out, beside what is durable.
         residency: What decides about homes in the compute tier, if it is not RAM.
-        direct_to: tiers, not neighbours, that copies come from and go to without passing those between.
+        links: Pairs (source, destination) of its links with faster tiers, one for each direction.
+        is_addressable: Blocks can be used in it; else copies in other tiers are.
+        is_read_only: Blocks that have their home there have their contents from the start, and are never written.
+        is_durable: It keeps its part of checkpoints; what other tiers hold of them is written to ``output_dir``.
         num_processes: Processes on this host, which have as much each; the config gives the size of all.
     """
 
@@ -708,7 +686,10 @@ class TierBudget:
     generations: int = 0
     filling_bytes: int = 0
     residency: Residency | None = None
-    direct_to: frozenset[str] = frozenset()
+    links: tuple[tuple[str, str], ...] = ()
+    is_addressable: bool = True
+    is_read_only: bool = False
+    is_durable: bool = False
     num_processes: int = 1
 
     def generation_bytes(self, block: BlockPlan) -> int:
@@ -733,7 +714,7 @@ class Placement:
         workspace_bytes: tier -> bytes outside blocks.
         stays: copies that wait for their next use.
         generation_bytes: tier -> bytes to reserve for committed generations beside the live blocks.
-        direct: pairs of tiers that are no neighbours and have a link between them.
+        routes: The ways between the tiers.
         buffers: tier -> bytes of a slot -> how many copies of that size have a buffer, made before the first step. In
             a tier that is not named buffers of one size give way to those of another, if there are copies at all.
         missing_bytes: tier of a run on a GPU -> what it would need more for buffers that no other size takes.
@@ -750,7 +731,7 @@ class Placement:
     workspace_bytes: Mapping[str, int] = field(default_factory=dict)
     stays: Stays = field(default_factory=dict)
     generation_bytes: Mapping[str, int] = field(default_factory=dict)
-    direct: frozenset[tuple[str, str]] = frozenset()
+    routes: Routes = field(default_factory=Routes)
     buffers: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     missing_bytes: Mapping[str, int] = field(default_factory=dict)
 
@@ -796,8 +777,7 @@ class PlacementSolver:
         self._given = given or {}
         self._tiers = {tier.name: tier for tier in tiers}
         self._order = [tier.name for tier in tiers]
-        ends = [(tier.name, other) for tier in tiers for other in tier.direct_to]
-        self._direct = frozenset(pair for a, b in ends for pair in ((a, b), (b, a)))
+        self._routes = Routes(tuple(link for tier in tiers for link in tier.links))
         self._allowed = allowed
         self._open_bytes = dict(open_bytes or {})
         self._stay_share = stay_share
@@ -901,10 +881,10 @@ class PlacementSolver:
         Over the bus they go once either way, so they are no residents for their own sake.
         """
         residency = self._tiers[self._program.compute_tier].residency
-        if residency is None or "gradients" not in residency.kinds or self._order[-1] == "ram":
+        if residency is None or "gradients" not in residency.kinds:
             return
         for block in self._program.blocks.values():
-            if block.kind == "gradients" and state.homes[block.key] == self._order[-1]:
+            if block.kind == "gradients" and not self._tiers[state.homes[block.key]].is_addressable:
                 state.try_move([block.key], self._program.compute_tier, ahead=ahead)
 
     def _is_resident(self, block: BlockPlan, homes: Mapping[str, str]) -> bool:
@@ -920,7 +900,7 @@ class PlacementSolver:
         """Return the tiers that may be the home of a block, preferred first."""
         if block.key in self._given:
             return (self._given[block.key],)
-        return self._allowed["in place" if block.in_place and FOLDER in self._tiers else block.kind]
+        return self._allowed["in place" if block.in_place else block.kind]
 
     def _promotion_key(self, block: BlockPlan) -> tuple[float, ...]:
         """Most bytes saved per byte held first; then by kind, so that whole kinds stay together."""
@@ -934,9 +914,7 @@ class PlacementSolver:
         """Return the tiers in which a use of a block needs room besides its home."""
         found = self._stops.get((home, used_in))
         if found is None:
-            on_the_way = (b for _, b in _route(self._order, home, used_in, self._direct))
-            found = () if home == used_in else tuple(dict.fromkeys(t for t in (*on_the_way, used_in) if t != home))
-            self._stops[home, used_in] = found
+            found = self._stops[home, used_in] = tuple(tier for _, tier in self._routes.between(home, used_in))
         return found
 
     def _shortfall(self, tier: str, state: _Fill) -> Shortfall:
@@ -985,7 +963,7 @@ class PlacementSolver:
         missing = settled.missing_bytes
         apart = {name: each for name, each in settled.buffer_room.items() if name not in missing}
         stays = choose_stays(self._program, state.homes, slot_bytes, room, apart)
-        traffic = Traffic(self._program, self._order, state.homes, stays, self._direct)
+        traffic = Traffic(self._program, self._routes, state.homes, stays)
         buffers = {name: state.choose_buffers(name, stays) for name in apart}
         return Placement(
             homes=state.homes,
@@ -999,7 +977,7 @@ class PlacementSolver:
             stays=stays,
             workspace_bytes={name: tier.workspace_bytes for name, tier in self._tiers.items()},
             generation_bytes={name: state.generation_bytes(name) for name in self._order},
-            direct=self._direct,
+            routes=self._routes,
             buffers={name: counts for name, counts in buffers.items() if counts},
             missing_bytes=missing,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -534,9 +535,8 @@ class Plan:
 
     @property
     def checkpoint_bytes_in_output_dir(self) -> int:
-        """Bytes of one checkpoint that are written to ``output_dir``: of durable blocks at home in no file tier."""
-        homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.is_saved and homes[b.key] != "nvme")
+        """Bytes of one checkpoint that are written to ``output_dir``: those that no tier keeps."""
+        return self._checkpoint_bytes(is_kept_by_tier=False)
 
     @property
     def guesses(self) -> Sequence[str]:
@@ -546,8 +546,23 @@ class Plan:
     @property
     def checkpoint_bytes_on_drives(self) -> int:
         """Bytes of one checkpoint that stay on the drives, and that a whole copy of it writes to ``output_dir``."""
-        homes, blocks = self.placement.homes, self.program.blocks.values()
-        return sum(b.nbytes for b in blocks if b.is_saved and homes[b.key] == "nvme")
+        return self._checkpoint_bytes(is_kept_by_tier=True)
+
+    @property
+    def checkpoint_traffic(self) -> Mapping[str, int]:
+        """Bytes that a checkpoint moves by link: blocks of tiers that do not keep them are read into RAM."""
+        moved = Counter[str]()
+        for key, home in self.placement.homes.items():
+            budget, block = self.budgets_by_tier[home], self.program.blocks[key]
+            if block.is_saved and not budget.is_addressable and not budget.is_durable:
+                for src, dst in self.placement.routes.between(home, "ram"):
+                    moved[f"{src}->{dst}"] += block.nbytes
+        return moved
+
+    def _checkpoint_bytes(self, *, is_kept_by_tier: bool) -> int:
+        homes = {key: self.budgets_by_tier[tier] for key, tier in self.placement.homes.items()}
+        saved = (block for block in self.program.blocks.values() if block.is_saved)
+        return sum(block.nbytes for block in saved if homes[block.key].is_durable == is_kept_by_tier)
 
     @property
     def device_updates(self) -> Sequence[Tick]:

@@ -166,11 +166,13 @@ def _may_run_one_at_a_time(plan: Plan) -> bool:
 def _needs_drives(plan: Plan) -> bool:
     """Return whether weights and state have no room but on drives."""
     state_nbytes = sum(block.nbytes for block in plan.program.blocks.values() if block.kind in DURABLE_KINDS)
-    return state_nbytes > sum(nbytes for tier, nbytes in plan.budgets.items() if tier != "nvme")
+    others = (each for each in plan.budgets_by_tier.values() if each.is_addressable or each.is_read_only)
+    return state_nbytes > sum(each.capacity_bytes for each in others)
 
 
 def _moves_by_drives(plan: Plan) -> bool:
-    return any(nbytes for link, nbytes in plan.traffic.items() if "nvme" in link)
+    storage = {each.name for each in plan.budgets_by_tier.values() if not (each.is_addressable or each.is_read_only)}
+    return any(nbytes and not storage.isdisjoint(link.split("->")) for link, nbytes in plan.traffic.items())
 
 
 def _is_shorter(plan: Plan, other: Plan) -> bool:

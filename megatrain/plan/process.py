@@ -8,7 +8,6 @@ it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,21 +99,12 @@ def resident_bytes(plan: Plan, tier: str) -> int:
     placement, budget = plan.placement, plan.budgets_by_tier[tier]
     ends: dict[str, set[str]] = {}
     for access in plan.program.accesses(placement.homes):
-        ends.setdefault(access.key, {placement.homes[access.key]}).add(access.tier)
-    copies = [key for key, tiers in ends.items() if placement.homes[key] != tier and _passes(plan, tiers, tier)]
+        used_in = (tier for _, tier in placement.routes.between(placement.homes[access.key], access.tier))
+        ends.setdefault(access.key, set()).update(used_in)
+    copies = [key for key, tiers in ends.items() if tier in tiers]
     room = sum(budget.slot_bytes(plan.program.blocks[key].nbytes) for key in copies)
     least = placement.peak_bytes(tier)
     return max(least, min(budget.capacity_bytes, least - placement.working_bytes[tier] + room))
-
-
-def _passes(plan: Plan, ends: Collection[str], tier: str) -> bool:
-    """Return whether a block that lives and is used in some tiers has copies in this one."""
-    if tier in ends:
-        return True
-    if any((one, other) in plan.placement.direct for one in ends for other in ends):
-        return False
-    numbers = [plan.tiers.index(end) for end in ends]
-    return min(numbers) < plan.tiers.index(tier) < max(numbers)
 
 
 def own_bytes() -> int:

@@ -165,7 +165,7 @@ def _moves(plan: Plan) -> tuple[str, ...]:
         size = format_size(plan.checkpoint_bytes_on_drives)
         count = plan.run.checkpoint.table.num_copies
         updates += (f"save_copy keeps {count} complete copies of checkpoints in output_dir, {size} each",)
-    if placement.direct:
+    if ("nvme", "gpu") in placement.routes.links:
         updates += ("nvme->gpu, gpu->nvme: copies between drives and GPU memory bypass ram",)
     for tier, nbytes in placement.missing_bytes.items():
         updates += (

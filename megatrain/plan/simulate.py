@@ -7,12 +7,11 @@ replaced by the time they take. So a stall that shows here is one of the schedul
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from megatrain.engine.tape import Op, Pinned, TapeStore, compile_step
 from megatrain.plan.estimate import flops_per_token, matrix_flops, tick_flops
-from megatrain.plan.placement import FOLDER
 from megatrain.ranks.shards import NETWORK, PEER
 from tiered import Belady, TieredStore
 from tiered.ext import SimulatedChannel, SimulatedClock, SimulatedLink, SimulatedTier
@@ -41,6 +40,7 @@ class SimulatedRates:
         products_flops_per_s: Rate of products on a GPU that make matrices orthogonal for updates on the host; None:
             there are none, or they are part of ``update_params_per_s``.
         peer_bytes_per_s: Each direction between this rank and the others, on its host or on other hosts.
+        others_bytes_per_s: Rates of the other tiers that are no memory, by name.
         computing_s_per_nvme_byte: what computing loses while a byte of a drive moves.
         seconds_per_nvme_copy: what each of its copies costs the step's thread. Both are used where ticks were timed.
     """
@@ -53,8 +53,12 @@ class SimulatedRates:
     seconds_per_nvme_copy: float = 0.0
     gpu_update_params_per_s: float | None = None
     products_flops_per_s: float | None = None
-    folder_bytes_per_s: float = 1e12
+    others_bytes_per_s: Mapping[str, float] = field(default_factory=dict)
     peer_bytes_per_s: float = 1e12
+
+    def of_storage(self, tier: str) -> float:
+        """Return the rate of a tier that is no memory, reads and writes together."""
+        return self.nvme_bytes_per_s if tier == "nvme" else self.others_bytes_per_s.get(tier, 1e12)
 
 
 def measured_rates(plan: Plan) -> SimulatedRates | None:
@@ -69,11 +73,15 @@ def measured_rates(plan: Plan) -> SimulatedRates | None:
     flops = flops_per_token(plan) * estimate.tokens_per_step
     host_s = seconds.get("host", 0.0)
     computing_s = seconds["compute"] + host_s if plan.device.type == "cpu" else max(seconds["compute"], host_s)
-    on_nvme = sum(nbytes for link, nbytes in traffic.items() if "nvme" in link)
+    storage = {
+        name: sum(nbytes for link, nbytes in traffic.items() if name in link.split("->")) / seconds[name]
+        for name, budget in plan.budgets_by_tier.items()
+        if not budget.is_addressable and name in seconds
+    }
     on_bus = max((traffic[link] / seconds[link] for link in ("ram->gpu", "gpu->ram") if link in seconds), default=1e12)
     return SimulatedRates(
-        nvme_bytes_per_s=on_nvme / seconds["nvme"] if "nvme" in seconds else 1e12,
-        folder_bytes_per_s=traffic[f"{FOLDER}->ram"] / seconds[FOLDER] if FOLDER in seconds else 1e12,
+        nvme_bytes_per_s=storage.pop("nvme", 1e12),
+        others_bytes_per_s=storage,
         flops_per_s=flops / computing_s,
         update_params_per_s=on_host / seconds["optimizer"] if seconds.get("optimizer") else 1e12,
         gpu_update_params_per_s=on_gpu / seconds["gpu optimizer"] if on_gpu and "gpu optimizer" in seconds else None,
@@ -189,18 +197,27 @@ class _Replay:
         self._is_queued = plan.device.type != "cpu" and plan.ticks is None
         self._queued_s = 0.0  # of GPU ticks since the last one on the host: conservative where a queue is longer
         tiers = [
-            SimulatedTier(name, budget.capacity_bytes, budget.slot_bytes, addressable=name not in ("nvme", FOLDER))
-            for name, budget in plan.budgets_by_tier.items()
+            SimulatedTier(
+                name,
+                each.capacity_bytes,
+                each.slot_bytes,
+                addressable=each.is_addressable,
+                is_read_only=each.is_read_only,
+            )
+            for name, each in plan.budgets_by_tier.items()
         ]
         self.store = TieredStore(tiers, Belady(), self._links(), clock=self.clock)
         homes = plan.placement.homes
-        for block in plan.program.blocks.values():
-            self.store.register(block.key, (block.num_elements,), block.dtype, home=homes[block.key])
+        for key, block in plan.program.blocks.items():
+            self.store.register(key, (block.num_elements,), block.dtype, home=homes[key], durable=False)
         for key in plan.program.blocks:
-            tier = "ram" if homes[key] in ("nvme", FOLDER) else homes[key]
+            home = plan.budgets_by_tier[homes[key]]
+            if home.is_read_only:
+                continue
+            tier = home.name if home.is_addressable else "ram"
             with self.store.acquire(key, tier, "w"):
                 pass
-            if homes[key] != tier:
+            if home.name != tier:
                 self.store.evict(key, tier)
         self.store.wait_idle()
         self._copies = TapeStore(self.store, homes)
@@ -212,19 +229,17 @@ class _Replay:
         self.store.set_schedule(plan.program.schedule(homes, _NUM_WARM_STEPS + _NUM_STEPS + 1))
 
     def _links(self) -> list[SimulatedLink]:
-        tiers = self._plan.tiers
-        links = []
-        if "nvme" in tiers:
-            self._drive = drive = SimulatedChannel(self.clock, self._rates.nvme_bytes_per_s)
-            links += [SimulatedLink("nvme", "ram", drive), SimulatedLink("ram", "nvme", drive, priority=1)]
-            for src, dst in sorted(self._plan.placement.direct):  # at the drive's pace: the bus is faster
-                links.append(SimulatedLink(src, dst, drive, priority=int(dst == "nvme")))
-        if FOLDER in tiers:
-            folder = SimulatedChannel(self.clock, self._rates.folder_bytes_per_s)
-            links += [SimulatedLink(FOLDER, "ram", folder), SimulatedLink("ram", FOLDER, folder)]
-        if "gpu" in tiers:
-            for src, dst in (("ram", "gpu"), ("gpu", "ram")):
-                links.append(SimulatedLink(src, dst, SimulatedChannel(self.clock, self._rates.bus_bytes_per_s)))
+        budgets, links = self._plan.budgets_by_tier, []
+        # Both directions of storage share a channel, also those past RAM: the bus is faster.
+        storage = {
+            name: SimulatedChannel(self.clock, self._rates.of_storage(name))
+            for name, budget in budgets.items()
+            if not budget.is_addressable
+        }
+        self._drive = storage.get("nvme")
+        for src, dst in self._plan.placement.routes.links:
+            channel = storage.get(src) or storage.get(dst) or SimulatedChannel(self.clock, self._rates.bus_bytes_per_s)
+            links.append(SimulatedLink(src, dst, channel, priority=int(dst in storage)))
         return links
 
     def step(self, number: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from megatrain.base.sizes import SIZE_SCHEMA, exact_size
 from megatrain.base.table import PlainSize, Table, all_alter, as_tuple, is_not, key, plain_size
+from megatrain.machine.table import TierName
 
 
 def _as_placement(value: object) -> object:
@@ -26,8 +27,7 @@ def _prefetch(value: object) -> object:
     return plain_size(value)
 
 
-TierName = Literal["gpu", "ram", "folder", "nvme"]
-_TIER = {"type": "string", "enum": ["gpu", "ram", "folder", "nvme"]}
+_TIER = {"type": "string", "enum": list(get_args(TierName))}
 Preference = Annotated[
     Literal["auto"] | Annotated[tuple[TierName, ...], Field(min_length=1)],
     BeforeValidator(_as_placement),

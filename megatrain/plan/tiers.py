@@ -17,15 +17,17 @@ from megatrain.engine.program import DURABLE_KINDS, weight_key
 from megatrain.machine.machine import disk_usage, file_system_number, own_drive_bytes
 from megatrain.models.folder import ModelFolderError
 from megatrain.models.in_place import NUM_READERS, FolderSource, frozen_blocks
-from megatrain.plan.placement import FOLDER, DoesNotFitError, Shortfall
+from megatrain.plan.budgets import FOLDER
+from megatrain.plan.placement import DoesNotFitError, Shortfall
 from tiered import LRU, Belady, GpuTier, NvmeTier, RamTier, TieredStore
 from tiered.errors import TieredError
-from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, default_links, plan_chunks, statuses_below
+from tiered.ext import SourceTier, UnifiedTier, check_ours, claim_directory, plan_chunks, statuses_below
 from tiered.units import format_size
 
 if TYPE_CHECKING:
     from megatrain.checkpoint.table import CheckpointSpec
     from megatrain.models.load import WeightLoader
+    from megatrain.plan.placement import TierBudget
     from megatrain.plan.plan import Plan
     from megatrain.ranks.world import World
     from tiered import Event, Schedule, Tier
@@ -69,15 +71,9 @@ def open_store(
     checkpoints = run.world.folder_in(run.output_dir / CHECKPOINTS_NAME)
     tiers = make_tiers(plan, on_notice, loader)
     try:
-        links = default_links([tier for tier in tiers if tier.name != FOLDER])
-        for tier in tiers:
-            if isinstance(tier, SourceTier):
-                ram = next(ram for ram in tiers if ram.name == "ram")
-                links.append(ram.link_from(tier) if isinstance(ram, UnifiedTier) else tier.link_to(ram))
         store = TieredStore(
             tiers,
             LRU() if run.advanced.eviction_policy == "lru" else Belady(),
-            links=links,
             path=str(checkpoints),
             keep_generations=run.checkpoint.table.save_total_limit,
             overwrite=True,  # the run has already chosen what it continues
@@ -128,37 +124,37 @@ def make_tiers(
     Raises:
         ConfigError: the optimizer cannot do where GPU and RAM are one memory what several ranks ask of it.
     """
-    specs = plan.run.tiers
-    tiers: list[Tier] = []
-    for name, budget in plan.budgets_by_tier.items():
-        if name == "gpu":
-            alignment = budget.slot_bytes(1)
-            tiers.append(GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=alignment))
-        elif name == plan.program.compute_tier and plan.device.type == "cuda":
-            tiers.append(UnifiedTier(budget.capacity_bytes, device=str(plan.device)))
-        elif name == "ram":
-            tiers.append(RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda"))
-        elif name == FOLDER:
-            if loader is not None:
-                tiers.append(
-                    SourceTier(_folder_source(plan, loader), name=FOLDER, path="file", num_threads=NUM_READERS)
-                )
-        else:
-            tiers.append(
-                NvmeTier(
-                    [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
-                    budget.capacity_bytes,
-                    rates=specs.rates,
-                    chunk_bytes=specs.file_bytes,
-                    engine=specs.table.engine,
-                    past_ram=bool(budget.direct_to),
-                    verify=specs.table.verify,
-                    on_full=specs.table.on_disk_full,
-                    on_notice=on_notice,
-                    max_written_bytes=[drive.max_written for drive in specs.table.nvme],
-                )
-            )
-    return tiers
+    budgets = plan.budgets_by_tier.values()
+    return [
+        _make_tier(plan, each, on_notice, loader) for each in budgets if loader is not None or not each.is_read_only
+    ]
+
+
+def _make_tier(
+    plan: Plan, budget: TierBudget, on_notice: Callable[[str], None] | None, loader: WeightLoader | None
+) -> Tier:
+    name, specs = budget.name, plan.run.tiers
+    if name == "gpu":
+        return GpuTier(budget.capacity_bytes, device=str(plan.device), alignment_bytes=budget.slot_bytes(1))
+    if name == plan.program.compute_tier and plan.device.type == "cuda":
+        return UnifiedTier(budget.capacity_bytes, device=str(plan.device))
+    if name == "ram":
+        return RamTier(budget.capacity_bytes, pin_memory=plan.device.type == "cuda")
+    if name == FOLDER and loader is not None:
+        return SourceTier(_folder_source(plan, loader), name=FOLDER, path="file", num_threads=NUM_READERS)
+    assert name == "nvme", name
+    return NvmeTier(
+        [str(plan.run.world.folder_in(drive.path)) for drive in specs.table.nvme],
+        budget.capacity_bytes,
+        rates=specs.rates,
+        chunk_bytes=specs.file_bytes,
+        engine=specs.table.engine,
+        past_ram=("nvme", "gpu") in budget.links,
+        verify=specs.table.verify,
+        on_full=specs.table.on_disk_full,
+        on_notice=on_notice,
+        max_written_bytes=[drive.max_written for drive in specs.table.nvme],
+    )
 
 
 def _folder_source(plan: Plan, loader: WeightLoader) -> FolderSource:

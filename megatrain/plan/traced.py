@@ -23,7 +23,7 @@ from megatrain.models.load import open_loader
 from megatrain.optim.factory import check_groups, make_optimizer
 from megatrain.optim.on_device import DeviceKernelError, device_optimizer
 from megatrain.optim.threads import KernelThreads, num_update_threads
-from megatrain.plan.placement import FOLDER
+from megatrain.plan.budgets import FOLDER
 from megatrain.plan.plan import TracedModel
 from megatrain.trace.trace import trace_visits
 

@@ -240,7 +240,7 @@ def traffic_of_passes(plan: Plan, num_passes: int) -> dict[str, int]:
     """
     program = plan.for_passes.program
     placement = plan.placement
-    moved = Traffic(program, list(plan.budgets_by_tier), placement.homes, {}, placement.direct).of_first_step()
+    moved = Traffic(program, placement.routes, placement.homes, {}).of_first_step()
     return {link: num_passes * nbytes for link, nbytes in moved.items()}
 
 

@@ -27,8 +27,8 @@ from megatrain.machine import machine
 from megatrain.machine.machine import TierSpecs
 from megatrain.machine.table import TiersConfig
 from megatrain.models.hub import locate
-from megatrain.plan.budgets import tier_names
-from megatrain.plan.placement import FOLDER, PlacementSpec
+from megatrain.plan.budgets import FOLDER, tier_names
+from megatrain.plan.placement import PlacementSpec
 from megatrain.plan.plan import MICRO_BATCH_TOKENS, BatchSpec, RunSpec
 from megatrain.run.loggers import LoggingSpec
 from megatrain.tasks.evaluation import EvaluationSource, EvaluationSpec
@@ -213,7 +213,7 @@ def _placement(config: RunConfig, tiers: Sequence[str]) -> PlacementSpec:
         names = wanted[kind]
         homes[kind] = default if names == "auto" else [tier for tier in names if tier in tiers] or default
     # Frozen weights are in the folder already: another drive would hold a second copy of them.
-    names = (*(tier for tier in default if tier != "nvme"), FOLDER) if table.weights == "auto" else table.weights
+    names = ("ram", FOLDER) if table.weights == "auto" else table.weights
     homes["in place"] = [tier for tier in names if tier in (*tiers, FOLDER)] or default
     return PlacementSpec(homes, frozenset(kind for kind in KINDS if wanted[kind] == "auto" or "gpu" in wanted[kind]))
 

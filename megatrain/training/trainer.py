@@ -379,7 +379,7 @@ class Trainer:
                     remote_save_number=self.copier.remote_save_number,
                 ),
                 self._observers,
-                self._begin_checkpoint,
+                self._checkpoint,
                 self.copier,
                 self.activity,
                 should_stop=lambda: self.signals.stop_requested,
@@ -538,9 +538,15 @@ class Trainer:
         self.saver.finish()
         self.saver.copy_last()
 
-    def _begin_checkpoint(self) -> None:
-        """Make the pending update; the steps that follow start as the first one does, with none."""
+    @contextmanager
+    def _checkpoint(self) -> Iterator[None]:
+        """Make the pending update; a checkpoint begins inside, and the steps that follow start with no update.
+
+        They are scheduled afterwards: else copies that are fetched ahead could decide what the checkpoint reads.
+        """
         self.opened.finish_updates()
+        self.opened.store.set_schedule(None)
+        yield
         self._schedule_to_next_stop()
 
     def _finish_copies(self) -> None:

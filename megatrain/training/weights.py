@@ -25,7 +25,6 @@ from megatrain.models.graph import cut_otherwise
 from megatrain.models.in_place import FolderSource, frozen_blocks
 from megatrain.models.initialize import Initializer
 from megatrain.optim.average import EMA
-from megatrain.plan.placement import FOLDER
 from tiered.errors import CorruptBlockError, GenerationError
 from tiered.units import PAGE_BYTES, round_up
 
@@ -377,7 +376,8 @@ class Weights:
         self._activity.begin(doing, num_bytes=self._durable_bytes)
         for number, layout in enumerate(layouts):
             self._activity.come_to(number, unit=layout.name, num_parts=len(layouts))
-            if self._plan.placement.homes[self._weight(layout).key] != FOLDER:  # else it is read when it is used
+            home = self._plan.placement.homes[self._weight(layout).key]
+            if not self._plan.budgets_by_tier[home].is_read_only:  # else it is read when it is used
                 self._fill_layout(layout)
 
     def _fill_packed(self, layout: UnitLayout) -> None:

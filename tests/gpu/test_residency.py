@@ -178,7 +178,7 @@ def test_updates_are_shared_where_rates_say_that_it_is_faster(
 def moved_state(plan: Plan) -> int:
     """Return the bytes of optimizer state that a step moves to the device; as many come back."""
     program, placement = plan.program, plan.placement
-    moved = Traffic(program, plan.tiers, placement.homes, placement.stays).of_step(
+    moved = Traffic(program, placement.routes, placement.homes, placement.stays).of_step(
         lambda key: program.blocks[key].kind == "optimizer"
     )
     assert moved["ram->gpu"] == moved["gpu->ram"]

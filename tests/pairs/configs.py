@@ -17,6 +17,8 @@ WORLDS = {"alone": (1, 1), "2ranks": (2, 1), "2hosts": (2, 2)}
 #: Of a tier that has room for all there is, and of one that is to be as small as the plan allows.
 AMPLE, LEAST = "64MiB", "4KiB"
 ON_A_GPU = ("cuda", "one_memory")
+#: Next to the config of a run that has a tier of objects, and the size of the drive before that tier.
+OBJECTS_FOLDER, OBJECTS_DRIVE = "objects", "2MiB"
 #: Steps that weights change after, to the same: a stream draws no row for a later step before it.
 WINDOW_STARTS = (2, 4)
 LAYER_DECAY = 0.5
@@ -140,12 +142,15 @@ def _cut(config: Config, row: Row) -> None:
 
 def _place(config: Config, row: Row, folder: Path) -> None:
     tiers, where = config["tiers"], row["placement"]
-    if where in ("least", "drive", *ON_A_GPU):
+    if where in ("least", "drive", "objects", *ON_A_GPU):
         # Each host has its own drive under the path that all are told: the folder that its processes are in.
         own = Path("/proc/self/cwd") if WORLDS[row["ranks"]][1] > 1 else folder
         tiers["nvme"] = [{"path": str(own / "drive"), "size": "200MiB"}]
-    if where == "least":
+    if where in ("least", "objects"):
         tiers["ram"]["size"] = LEAST
+    if where == "objects":  # behind a drive that holds a part: see ``runs.train_here``
+        tiers["nvme"][0]["size"] = OBJECTS_DRIVE
+        (folder / OBJECTS_FOLDER).mkdir(exist_ok=True)
     elif where == "drive":
         config["placement"] = {kind: ["nvme"] for kind in _KINDS}
     elif where == "emulated":

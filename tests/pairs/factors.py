@@ -14,7 +14,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "base": ("plain", "nf4", "fp8", "mxfp4"),
     "optimizer": ("adamw", "adamw_bf16", "adamw_int8", "lion_int8", "sgd", "adafactor", "muon"),
     "precision": ("fp32", "bf16", "bf16_gradients"),
-    "placement": ("ram", "least", "drive", "emulated", "cuda", "one_memory"),
+    "placement": ("ram", "least", "drive", "objects", "emulated", "cuda", "one_memory"),
     "recompute": ("full", "none", "selective"),
     "cut": ("whole", "parts", "experts", "mlp_rows"),
     "packing": ("rows", "packed", "concat"),
@@ -69,7 +69,7 @@ def absent(why: str, **levels: str | tuple[str, ...]) -> Exclusion:
 
 PREFERENCES = ("dpo", "kto", "orpo")
 IMAGES = ("frozen", "trained")
-ON_CPU = ("ram", "least", "drive", "emulated")
+ON_CPU = ("ram", "least", "drive", "objects", "emulated")
 IN_SOFTWARE = ("cuda", "one_memory")
 SEVERAL = ("2ranks", "2hosts")
 TEXT_MODELS = ("llama", "qwen3_moe", "gpt_oss", "zamba2", "gpt2")

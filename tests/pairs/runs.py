@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fakes.gpu_run import virtual_gpu
 from fakes.liger_packages import stand_in_liger
+from fakes.objects_tier import objects_tier
 from megatrain.base import layout as layouts
 from megatrain.base.layout import PART_ALIGNMENT_ELEMENTS, views
 from megatrain.base.observer import EvaluationMetrics, StepMetrics
@@ -34,11 +35,13 @@ from megatrain.tasks.evaluation import traffic_of_passes
 from megatrain.training.final import FinalExport
 from megatrain.training.trainer import Trainer
 from oracles.whole_run import Told
-from pairs.configs import LENGTH, WORLDS, Config, all_in_place, config_of, to_text
+from pairs.configs import AMPLE, LENGTH, OBJECTS_FOLDER, WORLDS, Config, all_in_place, config_of, to_text
 from pairs.factors import Row
 from pairs.places import Place
 from processes import pair_rank
 from processes.ranks import finish_ranks, start_ranks
+from tiered import TieredStore
+from tiered.units import parse_size
 
 #: A tier that is to be as small as the plan allows is made larger so often, as one need may hide another one.
 _MOST_TRIES = 12
@@ -59,6 +62,7 @@ class RankEnd:
         weights: of a run alone that exports what it has: name -> fp32 weights.
         needs: tier -> the size that it needs, where it was too small; nothing else is filled then.
         interrupted: a signal ended it.
+        num_commits: Checkpoints that were begun.
     """
 
     steps: dict[int, StepMetrics] = field(default_factory=dict)
@@ -70,6 +74,7 @@ class RankEnd:
     weights: dict[str, Tensor] = field(default_factory=dict)
     needs: dict[str, int] = field(default_factory=dict)
     interrupted: bool = False
+    num_commits: int = 0
 
 
 @dataclass
@@ -156,6 +161,7 @@ class WatchedTrainer(Trainer):
             planned.update({link: times * each for link, each in traffic_of_passes(plan, num_passes).items()})
         for sampler in self.prepared.samplers.values():
             planned.update(sampler.planned_bytes)
+        planned.update({link: end.num_commits * each for link, each in self.plan.checkpoint_traffic.items()})
         end.planned = dict(planned)
         end.moved = dict(link_bytes)
         end.wasted = (moved.prefetch_wasted, moved.schedule_misses)
@@ -198,10 +204,13 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         if config.device == "cuda":
             # Without a GPU tier it is one that has no memory of its own.
             stack.enter_context(virtual_gpu(is_integrated=config.tiers.gpu.size.is_auto))
+        if config.tiers.nvme and (objects := path.parent / OBJECTS_FOLDER).exists():
+            stack.enter_context(objects_tier(objects.as_uri(), parse_size(AMPLE)))
         if config.model.use_liger_kernel is True:
             stack.enter_context(stand_in_liger())
         if config.model.compile:
             stack.enter_context(new_compiler())
+        stack.enter_context(counted_commits(end))
         try:
             _train(config, end, stop_after, group)
         except DoesNotFitError as error:
@@ -211,6 +220,19 @@ def train_here(path: Path, cut: str, stop_after: int | None, group: RankGroup | 
         gc.collect()  # what a failed run held goes while its device is there
     assert not failed, failed
     return end
+
+
+@contextmanager
+def counted_commits(end: RankEnd) -> Iterator[None]:
+    """Count the checkpoints of a run."""
+    commit = TieredStore.commit
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        end.num_commits += 1
+        return commit(*arguments, **options)
+
+    with mock.patch.object(TieredStore, "commit", counted):
+        yield
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def test_updates_during_the_backward_move_no_gradient(tiny_model: Path, tmp_path
     moved = {}
     for name, plan in plans.items():
         kinds = {key for key, block in plan.program.blocks.items() if block.kind == "gradients"}
-        traffic = Traffic(plan.program, plan.tiers, plan.placement.homes, plan.placement.stays)
+        traffic = Traffic(plan.program, plan.placement.routes, plan.placement.homes, plan.placement.stays)
         moved[name] = traffic.of_step(kinds.__contains__)
     assert 0 < moved["late"]["nvme->ram"] <= gradient_bytes and 0 < moved["late"]["ram->nvme"] <= gradient_bytes
     # A tied weight's gradient lasts from the head to the embedding, and has to make room meanwhile.

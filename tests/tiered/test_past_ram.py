@@ -13,7 +13,7 @@ import torch
 
 from fakes.lazy_device import LazyDevice
 from tiered import Access, GpuTier, KiB, MiB, NvmeTier, RamTier, Schedule, TieredError, TieredStore, TransferError
-from tiered.hops import route
+from tiered.hops import Routes
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PosixMover
 from tiered.links.probe import probe_kvikio
 from tiered.links.route import default_links, direct_links
@@ -55,13 +55,14 @@ def moved(store: TieredStore) -> dict[str, int]:
 
 
 def test_one_rule_says_which_links_a_copy_takes() -> None:
-    order, direct = ["gpu", "ram", "nvme"], {("nvme", "gpu"), ("gpu", "nvme")}
-    assert route(order, "nvme", "gpu") == [("nvme", "ram"), ("ram", "gpu")]
-    assert route(order, "gpu", "nvme") == [("gpu", "ram"), ("ram", "nvme")]
-    assert route(order, "nvme", "gpu", direct) == [("nvme", "gpu")]
-    assert route(order, "gpu", "nvme", direct) == [("gpu", "nvme")]
-    assert route(order, "ram", "gpu", direct) == [("ram", "gpu")]
-    assert route(order, "ram", "ram", direct) == []
+    line = (("ram", "gpu"), ("gpu", "ram"), ("nvme", "ram"), ("ram", "nvme"))
+    assert Routes(line).between("nvme", "gpu") == (("nvme", "ram"), ("ram", "gpu"))
+    assert Routes(line).between("gpu", "nvme") == (("gpu", "ram"), ("ram", "nvme"))
+    direct = Routes((*line, ("nvme", "gpu"), ("gpu", "nvme")))
+    assert direct.between("nvme", "gpu") == (("nvme", "gpu"),)
+    assert direct.between("gpu", "nvme") == (("gpu", "nvme"),)
+    assert direct.between("ram", "gpu") == (("ram", "gpu"),)
+    assert direct.between("ram", "ram") == ()
 
 
 def test_blocks_go_straight_both_ways(store: TieredStore) -> None:
@@ -71,7 +72,7 @@ def test_blocks_go_straight_both_ways(store: TieredStore) -> None:
     assert store.stats().tiers["ram"].high_water_bytes == 0
     path = store.stats().links["nvme->gpu"].path
     assert path == store.stats().links["nvme->ram"].path and path.startswith("posix-")
-    assert store.is_linked("nvme", "gpu") and store.is_linked("gpu", "nvme")
+    assert store.tiers_between("nvme", "gpu") == store.tiers_between("gpu", "nvme") == ()
 
 
 def test_ram_is_used_where_the_block_is_used_there(store: TieredStore) -> None:

@@ -10,7 +10,7 @@ import torch
 from tiered import NvmeTier, RamTier, TieredStore, TransferError
 from tiered.block import CopyState
 from tiered.errors import LeaseError
-from tiered.ext import ReadPart, SourceTier, default_links, route
+from tiered.ext import ReadPart, Routes, SourceTier
 from tiered.tiers.gpu import GpuTier
 from tiered.units import MiB
 
@@ -41,8 +41,7 @@ def open_store(source: Numbers, *tiers: object) -> TieredStore:
     ram = next(tier for tier in tiers if isinstance(tier, RamTier))
     tier = SourceTier(source)
     at = tiers.index(ram) + 1
-    links = [*default_links(list(tiers)), tier.link_to(ram)]  # type: ignore[arg-type]
-    store = TieredStore([*tiers[:at], tier, *tiers[at:]], links=links)  # type: ignore[list-item]
+    store = TieredStore([*tiers[:at], tier, *tiers[at:]])  # type: ignore[list-item]
     for key in source.values:
         store.register(key, (SIZE,), torch.uint8, home="source", durable=False)
     return store
@@ -122,10 +121,9 @@ def test_beside_a_drive_neither_is_passed(tmp_path: object) -> None:
         assert moved["source->ram"] == SIZE and moved["ram->nvme"] == moved["nvme->ram"] == SIZE
 
 
-def test_route_takes_from_each_tier_the_link_that_goes_furthest() -> None:
-    order = ["gpu", "ram", "source", "nvme"]
-    links = {("source", "ram"), ("nvme", "ram"), ("ram", "nvme")}
-    assert route(order, "source", "gpu", links) == [("source", "ram"), ("ram", "gpu")]
-    assert route(order, "nvme", "gpu", links) == [("nvme", "ram"), ("ram", "gpu")]
-    assert route(order, "gpu", "nvme", links) == [("gpu", "ram"), ("ram", "nvme")]
-    assert route(order, "nvme", "gpu", links | {("nvme", "gpu")}) == [("nvme", "gpu")]
+def test_no_way_leads_into_a_read_only_tier() -> None:
+    routes = Routes((("gpu", "ram"), ("ram", "gpu"), ("source", "ram"), ("nvme", "ram"), ("ram", "nvme")))
+    assert routes.between("source", "gpu") == (("source", "ram"), ("ram", "gpu"))
+    assert routes.passed("source", "nvme") == ("ram",)
+    with pytest.raises(ValueError, match="no links lead from tier 'gpu' to tier 'source'"):
+        routes.between("gpu", "source")

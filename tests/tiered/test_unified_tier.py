@@ -134,7 +134,7 @@ class _Source:
 
 def test_blocks_of_a_source_are_read_into_it() -> None:
     tier, source = UnifiedTier(1 << 20), SourceTier(_Source())
-    with TieredStore([tier, source], links=[tier.link_from(source)]) as store:
+    with TieredStore([tier, source]) as store:
         store.register("a", (SIZE,), torch.uint8, home="source", durable=False)
         with store.acquire("a", "ram", "r") as lease:
             assert lease.tensor.is_cuda and lease.tensor.cpu().tolist() == [5] * SIZE

@@ -130,7 +130,11 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class _Frozen:
-    """One block of a commit: held by a lease, or linked into ``folder`` (then ``version`` tells whether it changed)."""
+    """One block of a commit: held by a lease, or linked into ``folder`` (then ``version`` tells whether it changed).
+
+    Attributes:
+        is_brought: The lease had to bring the copy into its tier.
+    """
 
     block: Block
     folder: Path
@@ -139,6 +143,7 @@ class _Frozen:
     is_flushed: bool
     lease: Lease | None
     linked_bytes: int = 0
+    is_brought: bool = False
 
 
 class FrozenBlocks:
@@ -199,12 +204,14 @@ class FrozenBlocks:
             frozen = self._freeze_block(block)
             if frozen is None:
                 continue
-            if frozen.lease is not None:
+            if (lease := frozen.lease) is not None:
                 held_bytes += array_bytes(block.spec)
-                if frozen.lease.tier != block.spec.home:
-                    with frozen.lease:
+                if lease.tier != block.spec.home:
+                    with lease:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
+                    if frozen.is_brought and not block.copy_in(lease.tier).pins:
+                        self._leasing.evict(block.spec.key, lease.tier)
             self._frozen.append(frozen)
         self._frozen_s = time.perf_counter()
 
@@ -230,9 +237,11 @@ class FrozenBlocks:
         with self._movement.changed:
             if not self._is_at_home_locked(block):
                 return None
-            lease = self._leasing.acquire(spec.key, self._movement.nearest_addressable(spec.home), "r")
+            where = self._movement.nearest_addressable(spec.home)
+            is_brought = block.copy_in(where).slot is None
+            lease = self._leasing.acquire(spec.key, where, "r")
             lease.thread_id = NO_THREAD
-            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease)
+            return _Frozen(block, self.folder / spec.key, block.version, None, False, lease, is_brought=is_brought)
 
     def _link(self, block: Block, tier: DurableTier) -> _Frozen | None:
         with self._movement.changed:  # held while it is linked: no write may come between the wait and the link

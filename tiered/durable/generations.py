@@ -338,7 +338,7 @@ class Generations:
         def registered() -> Iterator[str]:
             for key in reader.blocks:
                 spec = reader.spec(key)
-                home = spec.home if spec.home in self._movement.tiers else self._movement.order[-1]
+                home = spec.home if spec.home in self._movement.tiers else self._movement.slowest_writable
                 register(key, spec.shape, spec.dtype, home=home)
                 yield key  # and is filled before the next one: files that adopting sets free serve that
 

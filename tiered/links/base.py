@@ -72,6 +72,8 @@ class LinkedTier(Protocol):
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
         """Return two links, one each way between this tier and ``neighbour``; None if no way is known.
 
+        A ``ReadOnlyTier`` returns one link, which leads to the neighbour.
+
         Starts no thread and touches no device: links do so with their first transfer.
         """
         ...

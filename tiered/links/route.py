@@ -1,9 +1,8 @@
-"""The links between neighbouring tiers, and those that go past the tiers between."""
+"""The links between tiers: each with the next faster one that it can be linked with, and those past others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 from tiered.errors import TieredError
 from tiered.links.base import HostLink, Link, LinkedTier
@@ -11,7 +10,7 @@ from tiered.links.cuda import CudaLink
 from tiered.links.files import FileEngine, FileReadLink, FileWriteLink, PartMover, PosixMover
 from tiered.links.kvikio import KvikioMover
 from tiered.links.probe import may_open_driver, probe_kvikio
-from tiered.tiers.base import Tier
+from tiered.tiers.base import ReadOnlyTier, Tier
 from tiered.tiers.gpu import GpuTier
 from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import RamTier
@@ -19,22 +18,24 @@ from tiered.units import PAGE_BYTES
 
 
 def default_links(tiers: Sequence[Tier]) -> list[Link]:
-    """Return both directions between each two neighbours of ``tiers`` (fast to slow), then those past others.
+    """Return the links of each tier with the next faster one that it can be linked with.
 
-    Links past others are made between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``.
+    Then those between an ``NvmeTier`` with ``past_ram`` and each ``GpuTier``. Two tiers have one link each way, and a
+    ``ReadOnlyTier`` only one link out. A method ``links_with`` is called first, and that of the slower tier before that
+    of the faster.
 
-    A tier with a method ``links_with`` is asked first, the slower of two before the faster.
+    Args:
+        tiers: Fast to slow.
 
     Starts no thread and touches no device, unless an ``NvmeTier`` is to use kvikio, which does both.
 
     Raises:
-        ValueError: two neighbours that nothing connects, or a tier whose ``links_with`` returns something else than one
-            link each way.
+        ValueError: a tier that nothing connects with a faster one, or one whose ``links_with`` returns other links.
         TieredError: an ``NvmeTier`` is to use kvikio, which is missing or does not work here, or GPUDirect Storage,
             which does not work here.
     """
     has_device = any(isinstance(tier, GpuTier) and not _is_host_memory(tier) for tier in tiers)
-    links = [link for fast, slow in pairwise(tiers) for link in _links_between(fast, slow, has_device)]
+    links = [link for number in range(1, len(tiers)) for link in _links_to_faster(tiers[: number + 1], has_device)]
     known = {(link.src, link.dst) for link in links}
     for nvme in tiers:
         if isinstance(nvme, NvmeTier) and nvme.past_ram:
@@ -62,10 +63,31 @@ def direct_links(gpu: GpuTier, nvme: NvmeTier, engine: FileEngine) -> list[Link]
     return [FileReadLink(nvme, gpu, engine), FileWriteLink(gpu, nvme, engine)]
 
 
-def _links_between(fast: Tier, slow: Tier, has_device: bool) -> Sequence[Link]:
+def _links_to_faster(tiers: Sequence[Tier], has_device: bool) -> Sequence[Link]:
+    """Return the links of the last tier."""
+    *faster, slow = tiers
+    for fast in reversed(faster):
+        if links := links_between(fast, slow, has_device=has_device):
+            return links
+    raise ValueError(
+        f"no link connects tier '{slow.name}' ({type(slow).__name__}) with a faster one, such as '{fast.name}' "
+        f"({type(fast).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
+    )
+
+
+def links_between(fast: Tier, slow: Tier, *, has_device: bool = False) -> Sequence[Link]:
+    """Return the links between two tiers; none where no way is known.
+
+    Args:
+        has_device: Whether files with ``past_ram`` have to be moved by a library that reaches device memory.
+
+    Raises:
+        ValueError: a ``links_with`` returns other links.
+        TieredError: as ``default_links``.
+    """
     for tier, neighbour in ((slow, fast), (fast, slow)):
         if isinstance(tier, LinkedTier) and (links := tier.links_with(neighbour)) is not None:
-            _check_directions(tier, neighbour, links)
+            _check_directions(tier, neighbour, slow, links)
             return links
     if isinstance(slow, NvmeTier) and isinstance(fast, RamTier):
         engine = FileEngine(slow, make_mover(slow, needs_gds=has_device and slow.past_ram))
@@ -74,19 +96,20 @@ def _links_between(fast: Tier, slow: Tier, has_device: bool) -> Sequence[Link]:
         return CudaLink(slow, fast), CudaLink(fast, slow)
     if _is_host_memory(fast) and _is_host_memory(slow):
         return HostLink(slow, fast), HostLink(fast, slow)
-    raise ValueError(
-        f"no link connects tier '{fast.name}' ({type(fast).__name__}) with the next slower one '{slow.name}' "
-        f"({type(slow).__name__}): put a RamTier between them, list tiers from fast to slow, or pass your own links"
-    )
+    return ()
 
 
-def _check_directions(tier: Tier, neighbour: Tier, links: Sequence[Link]) -> None:
+def _check_directions(tier: Tier, neighbour: Tier, slow: Tier, links: Sequence[Link]) -> None:
     found = sorted((link.src, link.dst) for link in links)
-    wanted = sorted([(tier.name, neighbour.name), (neighbour.name, tier.name)])
-    if found != wanted:
+    wanted = {(tier.name, neighbour.name), (neighbour.name, tier.name)}
+    text = "one link each way"
+    if isinstance(slow, ReadOnlyTier) and slow.is_read_only:
+        wanted = {(src, dst) for src, dst in wanted if src == slow.name}
+        text = f"one link out of the read-only '{slow.name}'"
+    if found != sorted(wanted):
         raise ValueError(
-            f"{type(tier).__name__}.links_with must return one link each way between '{tier.name}' and "
-            f"'{neighbour.name}', or None; it returned {[f'{src}->{dst}' for src, dst in found]}"
+            f"{type(tier).__name__}.links_with must return {text} between '{tier.name}' and '{neighbour.name}', or "
+            f"None; it returned {[f'{src}->{dst}' for src, dst in found]}"
         )
 
 

@@ -92,15 +92,11 @@ class SourceTier:
     def close(self) -> None:
         """Do nothing: the links own the threads."""
 
-    def link_to(self, ram: Tier) -> Link:
-        """Return the link that reads blocks into a RamTier; there is none back.
-
-        Raises:
-            ValueError: it is another kind of tier.
-        """
-        if not isinstance(ram, RamTier):
-            raise ValueError(f"tier '{self.name}' is read into a RamTier, not into '{ram.name}' ({type(ram).__name__})")
-        return SourceLink(self, ram, self._source, num_threads=self._num_threads)
+    def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
+        """Return the link that reads blocks into a RamTier; None: the neighbour is another kind of tier."""
+        if not isinstance(neighbour, RamTier):
+            return None
+        return [SourceLink(self, neighbour, self._source, num_threads=self._num_threads)]
 
 
 class SourceLink:

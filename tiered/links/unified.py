@@ -15,11 +15,9 @@ import torch
 
 from tiered.errors import TransferError
 from tiered.links.base import Link, LinkUsage, Workers
-from tiered.links.route import default_links
-from tiered.links.source import SourceTier
+from tiered.links.route import links_between
 from tiered.tiers.base import Slot, Tier
 from tiered.tiers.gpu import DeviceBuffer, GpuTier, buffer_of
-from tiered.tiers.nvme import NvmeTier
 from tiered.tiers.ram import HostSlab, RamTier
 from tiered.transfer import Transfer
 from tiered.units import PAGE_BYTES, round_up
@@ -90,21 +88,15 @@ class UnifiedTier(GpuTier):
         return round_up(nbytes, PAGE_BYTES)
 
     def links_with(self, neighbour: Tier) -> Sequence[Link] | None:
-        """Return the links with files: those of a RamTier, behind what the device has queued. None: no way is known."""
-        if not isinstance(neighbour, NvmeTier):
+        """Return the links that a RamTier would have, behind what the device has queued.
+
+        None if the neighbour is memory, or no way is known.
+        """
+        if neighbour.device is not None:
             return None
-        return [self._behind_device(link) for link in default_links([self._as_ram(), neighbour])]
-
-    def link_from(self, source: SourceTier) -> Link:
-        """Return the link that reads the blocks of a source into this tier; there is none back."""
-        return self._behind_device(source.link_to(self._as_ram()))
-
-    def _as_ram(self) -> RamTier:
-        """Return what links of RAM are made for: it has no slot of its own."""
-        return RamTier(0, name=self.name, pin_memory=False)
-
-    def _behind_device(self, link: Link) -> Link:
-        return LinkBehindDevice(link, self)
+        # Links of RAM are made for it: it has no slot of its own.
+        as_ram = RamTier(0, name=self.name, pin_memory=False)
+        return [LinkBehindDevice(link, self) for link in links_between(as_ram, neighbour)] or None
 
 
 class LinkBehindDevice:

@@ -189,7 +189,7 @@ def test_the_host_moves_blocks_over_the_bus(tmp_path: Path) -> None:
     path = config_at(tmp_path, gpu="24MiB", placement='weights = ["ram"]')
     plan = plan_run(resolve(load_config(path).config))
     blocks, placement = plan.program.blocks, plan.placement
-    traffic = Traffic(plan.program, list(plan.budgets_by_tier), placement.homes, placement.stays, placement.direct)
+    traffic = Traffic(plan.program, placement.routes, placement.homes, placement.stays)
     of_each = {key: traffic.num_transfers("gpu", lambda other, key=key: other == key) for key in blocks}
     over_the_bus = plan.traffic["ram->gpu"] + plan.traffic["gpu->ram"]
     assert sum(count * blocks[key].nbytes for key, count in of_each.items()) == over_the_bus > 0

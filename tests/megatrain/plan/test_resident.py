@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from megatrain.config import load_config
 from megatrain.engine.program import StepProgram
+from megatrain.plan.budgets import both_ways
 from megatrain.plan.placement import PlacementSolver, Residency, ResidentChooser, Traffic, choose_stays
 from megatrain.plan.plan import Plan
 from megatrain.plan.planner import plan_run
@@ -18,6 +19,7 @@ from megatrain.plan.show import messages
 from megatrain.training.resolve import resolve
 from oracles.tiered_run import EXAMPLES, config_text
 from processes.saved_run import command_group
+from tiered.hops import Routes
 from tiered.units import format_size
 
 MODEL = EXAMPLES / "quickstart" / "model"
@@ -42,7 +44,7 @@ def bus_bytes(program: StepProgram, homes: Mapping[str, str]) -> int:
     sizes = {tier: (lambda nbytes: nbytes) for tier in ("gpu", "ram")}
     stays = choose_stays(program, homes, sizes, {tier: [0] * len(program.ticks) for tier in sizes})
     within_a_step = {(start, key): stop for (start, key), stop in stays.items() if stop > start}
-    return sum(Traffic(program, ["gpu", "ram"], homes, within_a_step).of_step().values())
+    return sum(Traffic(program, Routes(both_ways("gpu", "ram")), homes, within_a_step).of_step().values())
 
 
 def homes_after(program: StepProgram, room: int, residency: Residency) -> dict[str, str]:

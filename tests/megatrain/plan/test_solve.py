@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatrain.converters.spec import build_graph
 from megatrain.engine.program import BlockPlan, GroupUpdates, Kind, StepProgram, Tick, state_key, weight_key
-from megatrain.plan.budgets import filling_bytes
+from megatrain.plan.budgets import both_ways, filling_bytes
 from megatrain.plan.placement import (
     DoesNotFitError,
     Placement,
@@ -27,12 +27,14 @@ from megatrain.plan.placement import (
 from megatrain.trace.trace import trace_visits
 from oracles.families import tiny_config
 from oracles.planned_workspace import planned_workspace
+from tiered.hops import Routes
 from tiered.schedule import Mode
 from tiered.units import PAGE_BYTES
 
 SIZES = {"a": 100, "b": 10, "c": 100, "x": 30, "y": 50}
 DRIVE: Mapping[Kind, Sequence[str]] = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), ("nvme",))
 EITHER: Mapping[Kind, Sequence[str]] = dict.fromkeys(DRIVE, ("ram", "nvme"))
+LINKS = both_ways("ram", "nvme")
 
 
 def program(*ticks: Tick, kind: Kind = "weights") -> StepProgram:
@@ -52,7 +54,7 @@ def solve(
     open_bytes: int = 0,
     stay_share: float = 0.0,
 ) -> Placement:
-    tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int)]
+    tiers = [TierBudget("ram", ram, int), TierBudget("nvme", 10_000, int, links=LINKS)]
     return fitting(PlacementSolver(steps, tiers, allowed, {"ram": open_bytes}, stay_share).solve())
 
 
@@ -79,7 +81,7 @@ def test_room_that_is_kept_open_is_no_home(open_bytes: int, home: str) -> None:
 
 @pytest.mark.parametrize(("kind", "kept"), [("weights", 200), ("optimizer", 200), ("gradients", 0), ("activations", 0)])
 def test_generations_take_room_for_what_outlives_a_step(kind: Kind, kept: int) -> None:
-    steps, drive = program(tick([("a", "r")]), kind=kind), TierBudget("nvme", 10_000, int, generations=2)
+    steps, drive = program(tick([("a", "r")]), kind=kind), TierBudget("nvme", 10_000, int, generations=2, links=LINKS)
     placement = PlacementSolver(steps, [TierBudget("ram", 100, int), drive], DRIVE).solve()
     assert placement.generation_bytes["nvme"] == kept and placement.peak_bytes("nvme") == 100 + kept
 
@@ -108,7 +110,7 @@ def test_what_is_newer_than_its_home_is_written_there_once(name: str) -> None:
     (first, second), spent, plain, staying = MODES[name]
     steps = program(tick([("b", first)]), tick([("b", second)], spent=spent))
     for stays, (read, written) in (({}, plain), ({(0, "b"): 1}, staying)):
-        moved = Traffic(steps, ["ram", "nvme"], {"b": "nvme"}, stays).of_step()
+        moved = Traffic(steps, Routes(LINKS), {"b": "nvme"}, stays).of_step()
         assert (moved["nvme->ram"], moved["ram->nvme"]) == (read, written), stays
 
 
@@ -178,8 +180,10 @@ def test_what_is_refused_unseen_would_not_have_fitted(data: st.DataObject) -> No
     )
     gpu, ram, drive = (data.draw(st.integers(80, 500)) for _ in range(3))
     residency = Residency(frozenset(("weights", "optimizer", "gradients")))
-    tiers = [TierBudget("gpu", gpu, int, 7, residency=residency)] if has_gpu else []
-    tiers += [TierBudget("ram", ram, int, 5, filling_bytes=60), TierBudget("nvme", drive, int, generations=2)]
+    bus = both_ways("gpu", "ram")
+    tiers = [TierBudget("gpu", gpu, int, 7, residency=residency, links=bus)] if has_gpu else []
+    tiers.append(TierBudget("ram", ram, int, 5, filling_bytes=60))
+    tiers.append(TierBudget("nvme", drive, int, generations=2, links=LINKS, is_addressable=False))
 
     def solved(solver: PlacementSolver, room: Mapping[str, int]) -> object:
         settled = solver.settle(room)
