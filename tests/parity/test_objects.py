@@ -37,13 +37,13 @@ def run(folder: Path, model: Path, **tables: Any) -> TieredRun:
         {"gpu": "9MiB"},
         {"gpu": "9MiB", "optimizer": 'max_grad_norm = 0\nnonfinite = "ignore"'},
         {"precision": 'compute_dtype = "bfloat16"'},
-        {"frozen": True, "placement": 'weights = ["folder"]', "drive": "64KiB"},
+        {"frozen": True, "placement": 'weights = ["folder"]', "drive": "64KiB", "ram": "8MiB"},
     ],
     ids=["cpu", "gpu", "updates at once", "bf16", "folder"],
 )
 def test_same_bits_and_planned_traffic(tables: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     result = run(tmp_path / "objects", tiny_model, **{"ram": "7MiB", **tables})
-    others = {name: each for name, each in tables.items() if name not in ("gpu", "placement", "drive")}
+    others = {name: each for name, each in tables.items() if name not in ("gpu", "placement", "drive", "ram")}
     plain = text_of(tmp_path / "ram", tiny_model, nvme=0, **others)
     result.assert_same(run_config(plain, tmp_path / "ram", num_steps=NUM_STEPS))
     result.assert_as_planned()
