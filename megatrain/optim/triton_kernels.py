@@ -117,11 +117,8 @@ def _length_of_row(row: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _array_of_row(row: tl.tensor, column: tl.constexpr, example: tl.tensor) -> tl.tensor:
-    """Return the address of an array of the dtype of an example, None without one."""
-    if example is None:
-        return None
-    else:
-        return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
+    """Return the address of an array of the dtype of an example."""
+    return tl.multiple_of(tl.load(row + column).to(example.dtype), _ALIGNMENT)
 
 
 @triton.jit
@@ -154,10 +151,8 @@ def _random_bits(first_key: tl.tensor, second_key: tl.tensor, first: tl.tensor, 
 
 @triton.jit
 def _load_moment(moment: tl.tensor, scale: tl.tensor, code: tl.tensor, at: tl.tensor, inside: tl.tensor) -> tl.tensor:
-    """Return moments in fp32, None without any. `code`: what the bytes stand for, then the borders between these."""
-    if moment is None:
-        return None
-    elif moment.dtype.element_ty == tl.uint8:
+    """Return moments in fp32. `code`: what the bytes stand for, then the borders between these."""
+    if moment.dtype.element_ty == tl.uint8:
         number = tl.load(moment + at, mask=inside, other=0).to(tl.int32)
         return tl.load(code + number) * tl.load(scale + at // _MOMENTS, mask=inside, other=0.0)
     else:
@@ -209,7 +204,7 @@ def _store_moment(
 
 @triton.jit
 def _adamw(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor, scalars: tl.tuple) -> tl.tuple:
-    """AdamW; see `elementwise.AdamW`. Each rule returns the new weight and moments, None for one that it has not."""
+    """AdamW; see `elementwise.AdamW`. Each rule returns the new weight and two moments, any for one that it has not."""
     decay, one_minus_beta1, beta2, one_minus_beta2, correction2_sqrt, eps, step_size = scalars
     decayed = w * decay
     m_new = m + (g - m) * one_minus_beta1
@@ -226,7 +221,8 @@ def _lion(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) 
     direction = m * beta1 + g * one_minus_beta1
     minus_lr = lr * -1.0  # exact; triton may compile `-lr` to `0 - lr`, which is +0 for an lr of 0
     step = tl.where(direction > 0.0, lr, tl.where(direction < 0.0, minus_lr, 0.0))  # of zero and of NaN: none
-    return decayed - step, m * beta2 + g * one_minus_beta2, v
+    m_new = m * beta2 + g * one_minus_beta2
+    return decayed - step, m_new, m_new
 
 
 @triton.jit
@@ -236,7 +232,7 @@ def _sgd(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tuple) -
     m_new = g + w * decay
     if m is not None:
         m_new = m * momentum + m_new
-    return w - m_new * lr, m_new, v
+    return w - m_new * lr, m_new, m_new
 
 
 @triton.jit
@@ -245,7 +241,7 @@ def _nesterov(w: tl.tensor, g: tl.tensor, m: tl.tensor, v: None, scalars: tl.tup
     decay, momentum, lr = scalars
     decayed = g + w * decay
     m_new = m * momentum + decayed
-    return w - (decayed + m_new * momentum) * lr, m_new, v
+    return w - (decayed + m_new * momentum) * lr, m_new, m_new
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -285,17 +281,25 @@ def update(
         at = _positions_in_row(row, block_elements)
         num_elements = _length_of_row(row)
         weight = _array_of_row(row, 2, weight)
-        low = _array_of_row(row, 3, low)
         grad = _array_of_row(row, 4, grad)
-        m = _array_of_row(row, 5, m)
-        v = _array_of_row(row, 6, v)
+        if low is not None:
+            low = _array_of_row(row, 3, low)
+        if m is not None:
+            m = _array_of_row(row, 5, m)
+        if v is not None:
+            v = _array_of_row(row, 6, v)
     if decision is not None:
         grad_scale = tl.load(decision)
     inside = _where_used(at < num_elements, decision)
     w = _load_master(weight, low, at, inside)
     g = _load_gradient(grad, at, inside, grad_scale)
-    m_old = _load_moment(m, m_scale, signed, at, inside)
-    v_old = _load_moment(v, v_scale, unsigned, at, inside)
+    # Here, not in a function: Triton 3.6 has no functions that return None.
+    m_old = None
+    v_old = None
+    if m is not None:
+        m_old = _load_moment(m, m_scale, signed, at, inside)
+    if v is not None:
+        v_old = _load_moment(v, v_scale, unsigned, at, inside)
 
     w_new, m_new, v_new = rule(w, g, m_old, v_old, scalars)
 
