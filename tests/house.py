@@ -16,8 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import prose
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("tiered", "megatrain", "cli")
+PROSE = ("README.md", "docs", *PACKAGES, "bench", "examples", "tests")
 
 #: The rooms, from the ground floor up; each may import those before it. Where a folder has files of two rooms, the
 #: longest prefix of a module's name counts.
@@ -426,6 +429,7 @@ def bounded() -> dict[str, dict[str, int]]:
         "file stems used more than once": {stem: count for stem, count in sorted(stems.items()) if count > 1},
         "one-sided figures in tests": {name: count for name, count in sorted(one_sided.items()) if count},
         "vague entries": {"Args and Attributes": vague_entries()[0]},
+        "odd phrases": {name: prose.count(ROOT / name) for name in PROSE},
     }
 
 
