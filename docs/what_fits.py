@@ -412,14 +412,14 @@ has run the code. For your own machine: `megatrain-tier plan run.toml`. For anot
 
 ## The largest model of each machine
 
-All parameters with AdamW, fp32 masters and moments (12 bytes per parameter), {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
+All parameters with AdamW in bf16, fp32 masters and moments (12 bytes per parameter), bf16 gradients, exact clipping, {TOKENS:,} tokens per step in rows of {LENGTH:,}. *In memory* means that no drive
 holds state. A model that needs drives wears them out: the [selector](#your-model-and-machine) shows how fast.
 
 """
 
 SELECT = """## Your model and machine
 
-<div id="what-fits">The selector needs JavaScript and the built site (`make docs`). The tables below have the same rows.</div>
+<div id="what-fits">The selector needs JavaScript and the built site (`make docs`). The page of all planned rows has the same rows.</div>
 
 Rows: `python docs/what_fits.py` on @DATE@, from the `config.json` of models (`examples/models`) and the figures of machines (`megatrain/machine/machines`, each
 with its source). [All rows as tables](what_fits_tables.md), with the assumptions and with published figures of other systems.
@@ -462,7 +462,7 @@ Where lengths or batches were not published, the number of tokens is an assumpti
 `model.use_liger_kernel = true`, as the others have kernels of their own for norms and MLPs. **Products** is the share of the
 predicted step that matrix products alone take at the assumed rate; the rest is attention, and what other operators read and
 write: rotary embeddings, residual sums, copies, sums of biases. **FLOPs** are those computed for each that a forward and a backward
-need: above 1.00 something is computed again, for want of memory to keep it in.
+need: above 1.00, results are recomputed because there is no memory to keep them.
 
 On an H100 LLMQ measured what is predicted for ours, on an RTX PRO 6000 and an RTX 4090 up to a tenth more. What binds ours there is products
 at the assumed rate and, beside them, operators that its CUDA kernels fuse and ours do not. Its sums of gradients are in bf16 on the
