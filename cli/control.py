@@ -18,7 +18,7 @@ import click
 
 from .main import EXIT_CONFIG, EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED_AND_SAVED, RunFailedError
 from .options import json_option, records_of
-from .terminal import wrap_words
+from .terminal import given_columns, wrap_words
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -162,7 +162,7 @@ def _print(seen: _Seen) -> None:
 
 def echo_wrapped(text: str, *, indent: int = 2) -> None:
     """Print text; wrap and indent its lines on a terminal or with ``COLUMNS``."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+    if sys.stdout.isatty() or given_columns():
         text = "\n".join(wrap_words(text, shutil.get_terminal_size().columns, indent=indent))
     for line in text.splitlines():
         click.echo(line)

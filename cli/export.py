@@ -66,8 +66,8 @@ def command(
     """Write a checkpoint as a Hugging Face folder.
 
     CKPT is the output_dir of a run, its folder final, or the folder snap/<number> of one checkpoint. OUT is a new
-    folder. Needs no GPU and little RAM, and works while the run lives. The token for the hub comes from HF_TOKEN or
-    `hf auth login`.
+    folder, or with --overwrite an earlier export. Needs no GPU and little RAM, and works while the run lives. The token
+    for the hub comes from HF_TOKEN or `hf auth login`.
     """
     if is_private and hub_id is None:
         raise click.UsageError("--private needs --push-to-hub ID")

@@ -67,13 +67,13 @@ _BATCH = tuple(
     "--batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts that share each read of a weight. Default: four micro-batches.",
+    help="Prompts that share each read of a weight: whole micro-batches. Default: four of them.",
 )
 @click.option(
     "--micro-batch-size",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Prompts of one forward, padded to one length. Default: 8.",
+    help="Prompts of one forward, padded to one length. Default: at most 8.",
 )
 @click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Change one key, e.g. tiers.ram.size=8GiB."
@@ -112,8 +112,7 @@ def command(
     prompts = [*given, *(_read(file) if file is not None else ())]
     if not prompts and not is_interactive:
         raise click.UsageError("there are no prompts: name a file with --prompts, or give one with --prompt")
-    rows = micro_batch_size or min(8, len(prompts))
-    together = max(rows, batch_size or min(len(prompts), 4 * rows))
+    rows, together = _batch(len(prompts), batch_size, micro_batch_size)
     with Spinner("reading the config") as spinner:
         loaded = _config(model, overrides, spinner)
         spinner.say("importing torch")
@@ -142,6 +141,20 @@ def command(
         return EXIT_DONE
     _write(_run(generator), out)
     return EXIT_DONE
+
+
+def _batch(num_prompts: int, batch_size: int | None, micro_batch_size: int | None) -> tuple[int, int]:
+    """Return the prompts of a micro-batch, and those that share each read of a weight, a multiple of it."""
+    most = min(8, num_prompts)
+    if batch_size is None:
+        rows = micro_batch_size or most
+        return rows, max(rows, min(num_prompts, 4 * rows))
+    rows = micro_batch_size or max(size for size in range(1, most + 1) if batch_size % size == 0)
+    if batch_size % rows:
+        raise click.UsageError(
+            f"--batch-size {batch_size} is no multiple of --micro-batch-size {rows}: give a multiple"
+        )
+    return rows, batch_size
 
 
 def _run(generator: Generator) -> list[Completion]:

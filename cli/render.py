@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import shlex
 import threading
 from collections import deque
@@ -38,7 +37,7 @@ from megatrain.base.observer import (
 from megatrain.base.progress import Activity, Moment
 from tiered.units import GiB, MiB, format_duration, format_size
 
-from .terminal import wrap_words
+from .terminal import given_columns, wrap_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +57,8 @@ PLAIN_WIDTH = 140  # columns of a table in a file: notes fit on one line
 
 def text_width(console: Console) -> int:
     """Return the columns of text on a console: of a file or a pipe those of ``COLUMNS``, else ``PLAIN_WIDTH``."""
-    return console.width if console.is_terminal or "COLUMNS" in os.environ else max(console.width, PLAIN_WIDTH)
+    # Without a width rich prints nothing at all.
+    return given_columns() or (console.width if console.is_terminal else 0) or PLAIN_WIDTH
 
 
 def print_plan(

@@ -78,8 +78,8 @@ def command(
     """Train, and write a Hugging Face folder at the end.
 
     Continues the newest checkpoint in output_dir. Ctrl-C, SIGTERM or a closed terminal (SIGHUP) saves after the present
-    step and ends with exit code 75; the same command continues. Without a terminal, the output goes into
-    output_dir/run.log.
+    step and ends with exit code 75; the same command continues. If its terminal closes or its pipe breaks, the output
+    continues in output_dir/run.log.
     """
     if max_steps is not None:
         overrides = (*overrides, f"training.max_steps={max_steps}")

@@ -58,6 +58,12 @@ _OBEYED = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
+def given_columns() -> int:
+    """Return the columns that ``COLUMNS`` asks for, or 0."""
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdigit() else 0
+
+
 def wrap_words(text: str, width: int, *, indent: int) -> list[str]:
     """Return the lines of a text, each wrapped between words.
 

@@ -23,6 +23,8 @@ from megatrain.data.rows_report import DataError, RowError
 
 __all__ = ["PREFERENCE", "Preference"]
 
+_LARGEST_MARGIN = 3.4028234663852886e38  # of fp32, which the loss computes with
+
 
 @dataclass(frozen=True, slots=True)
 class Preference(DataRow):
@@ -100,6 +102,10 @@ def _margin(fields: RowFields) -> float:
         return 0.0
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise RowError(fields.where, f"`{fields.names['margin']}` must be a number, this is {kind(margin)}")
+    if abs(margin) > _LARGEST_MARGIN:
+        raise RowError(
+            fields.where, f"`{fields.names['margin']}` must be at most {_LARGEST_MARGIN:g}, this is {margin:g}"
+        )
     return float(margin)
 
 

@@ -203,8 +203,8 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
     )
     predict_with_generate: bool = key(
         "At every evaluation, also continue the first rows of each set with the likeliest tokens, from the start "
-        "of their trained part; rows without a prompt are continued from the middle. The log, metrics.jsonl and "
-        "the report show the samples.",
+        "of their trained part; rows that are trained as a whole are continued from the middle. The log, "
+        "metrics.jsonl and the report show the samples.",
         False,
         same_name="transformers, LLaMA-Factory",
     )
@@ -237,4 +237,4 @@ class EvaluationConfig(Table, json_schema_extra=all_alter("no")):
         ge=0,
         same_name=HF_AXOLOTL,
     )
-    early_stopping_threshold: float = key("Smallest improvement that counts.", 0.0, ge=0, same_name=HF)
+    early_stopping_threshold: float = key("An improvement counts if it exceeds this value.", 0.0, ge=0, same_name=HF)
