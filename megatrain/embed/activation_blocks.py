@@ -128,8 +128,15 @@ class Place:
         start = int(tensor.storage_offset()) * itemsize
         sizes = zip(shape, stride, strict=True)
         dimensions = sorted(((step, count) for count, step in sizes if step and count > 1), reverse=True)
-        counts, strides = tuple(count for _, count in dimensions), tuple(step for step, _ in dimensions)
-        elements = Elements(itemsize, start, counts, strides)
+        merged: list[tuple[int, int]] = []  # a reshaped view has the same elements
+        for step, count in dimensions:
+            if merged and merged[-1][0] == count * step:
+                count *= merged.pop()[1]
+            merged.append((step, count))
+        span = sum((count - 1) * step for step, count in merged) + 1
+        if math.prod(count for _, count in merged) > span:  # overlapping windows repeat elements
+            merged = [(1, span)]
+        elements = Elements(itemsize, start, tuple(count for _, count in merged), tuple(step for step, _ in merged))
         return cls(shape, stride, tensor.dtype, tensor.is_conj(), tensor.is_neg(), start, elements)
 
     def view(self, storage: torch.UntypedStorage, first_byte: int = 0) -> Tensor:

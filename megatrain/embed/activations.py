@@ -191,7 +191,7 @@ class offload_activations:
     def _move(self, tensor: Tensor, *, may_keep: bool) -> SavedTensor | None:
         """Return a stand-in that does not hold the tensor's memory, or None if the tensor stays."""
         place, storage = Place.of(tensor), tensor.untyped_storage()
-        nbytes = min(place.elements.nbytes, storage.nbytes())  # overlapping windows repeat elements
+        nbytes = place.elements.nbytes
         is_small = nbytes < self._min_bytes
         if is_small:
             self._small_bytes += nbytes
@@ -209,6 +209,8 @@ class offload_activations:
             self._deduplicated_bytes += nbytes
         else:
             stored = self._cache.write(source, source.to_store(place), storage)
+            if stored is None and nbytes < storage.nbytes():  # the whole storage has no room
+                stored = self._cache.write(source, place.elements, storage)
         if stored is not None:
             return _Stored(tensor, place, stored, self._cache)
         self._note_no_room(storage.nbytes())

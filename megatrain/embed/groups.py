@@ -46,7 +46,7 @@ class DeviceCopies:
     """Copies between RAM and parameters on CUDA devices.
 
     They run on one stream per device, after everything that was queued before the last ``mark``: backwards that make
-    gradients, and kernels that still read parameters. What is queued later, the next forward, does not delay them.
+    gradients, and kernels that still read parameters.
     Gradients pass one buffer of pinned memory, as large as the largest of them.
 
     Used by one thread at a time. Touches no device before the first call.

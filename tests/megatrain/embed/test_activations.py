@@ -337,6 +337,40 @@ def test_a_part_is_not_read_from_a_much_larger_block(store: TieredStore) -> None
     assert torch.equal(row, expected[7]) and torch.equal(column, expected[:, 5])
 
 
+def test_reshaped_parts_share_a_block(store: TieredStore) -> None:
+    base = torch.randn(3, 100, 64)
+    with offload_activations(store, min_bytes=1) as activations:
+        graph = save(base[0], base[0].view(100, 4, 16))
+    stats = activations.stats()
+    assert (stats.offloaded_bytes, stats.deduplicated_bytes) == (base[0].nbytes, base[0].nbytes)
+    expected = base[0].clone()
+    del base
+    one, other = saved(graph)
+    assert torch.equal(one, expected) and torch.equal(other.reshape(100, 64), expected)
+
+
+def test_overlapping_windows_are_stored_once(store: TieredStore) -> None:
+    base = torch.arange(4096.0)[:512]
+    with offload_activations(store, min_bytes=1) as activations:
+        graph = save(base.unfold(0, 64, 1))
+    assert activations.stats().offloaded_bytes == base.nbytes
+    expected = base.clone().unfold(0, 64, 1)
+    del base
+    assert torch.equal(saved(graph)[0], expected)
+
+
+def test_a_part_is_stored_if_its_storage_has_no_room(tmp_path: Path) -> None:
+    with TieredStore([RamTier(12 * KiB)]) as store:
+        base = torch.arange(4096.0)
+        with offload_activations(store, tier="ram", min_bytes=1) as activations:
+            graph = save(base[:2304])
+        stats = activations.stats()
+        assert (stats.offloaded_bytes, stats.no_room_bytes) == (2304 * 4, 0)
+        expected = base[:2304].clone()
+        del base
+        assert torch.equal(saved(graph)[0], expected)
+
+
 def test_what_somebody_still_has_is_not_read_back(store: TieredStore) -> None:
     base = torch.randn(64, 64)
     with offload_activations(store, min_bytes=1) as activations:
