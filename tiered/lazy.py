@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 
@@ -53,7 +54,8 @@ def lazy_names(
 def _typed_imports(module: str) -> dict[str, str]:
     """Return name -> module of the imports under ``if TYPE_CHECKING`` at the top level of a module."""
     loader: Any = sys.modules[module].__loader__
-    text = loader.get_source(module)
+    read = getattr(loader, "get_source", None)  # a loader of tests may have none
+    text = Path(sys.modules[module].__file__ or "").read_text(encoding="utf-8") if read is None else read(module)
     if text is None:
         raise ImportError(f"'{module}' needs its source file: install the package with its .py files")
     return {

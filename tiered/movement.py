@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from tiered.block import CopyState
 from tiered.condition import StoreCondition
@@ -70,6 +71,7 @@ class Movement:
         self._place = {name: at for at, name in enumerate(self.order)}
         self.links = {(link.src, link.dst): link for link in links}
         self.routes = Routes(tuple(self.links))
+        self.too_far = self._homes_too_far()
         self.policy = policy
         self.counters = Counters()
         self.due = DueBytes()
@@ -81,6 +83,16 @@ class Movement:
         self.unsaved: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
         self._num_uses = 0
+
+    def _homes_too_far(self) -> dict[str, str]:
+        """Return home -> a tier from which a changed copy would pass two tiers: a write-back passes one at most."""
+        found = {}
+        for home in (name for name in self.order if name not in self.read_only_tiers):
+            for tier in (tier.name for tier in self.tiers.values() if tier.device is not None):
+                with suppress(ValueError):  # no way leads there
+                    if len(self.routes.between(tier, home)) > 2:
+                        found[home] = tier
+        return found
 
     def add(self, block: Block) -> None:
         """Add a registered block."""
@@ -149,8 +161,9 @@ class Movement:
         return None if is_over else Waiting(cause, copy.transfer)
 
     def _nearest_source(self, block: Block, tier: str) -> Copy | None:
-        def distance(copy: Copy) -> tuple[int, int]:
-            return len(self.routes.between(copy.tier, tier)), abs(self._place[copy.tier] - self._place[tier])
+        def distance(copy: Copy) -> tuple[int, bool, int]:
+            is_slow = copy.tier in self.read_only_tiers  # a folder, which is read again only if no copy is as near
+            return len(self.routes.between(copy.tier, tier)), is_slow, abs(self._place[copy.tier] - self._place[tier])
 
         return min((copy for copy in block.copies.values() if copy.state.is_valid), key=distance, default=None)
 
@@ -389,7 +402,7 @@ class Movement:
         """Return how many slots of which size write-backs will take on their way that are held up, by tier and size."""
         slots = Counter[tuple[str, int]]()
         for copy, block in self._held_up.items():
-            hop = self.routes.between(block.spec.home, copy.tier)[-1][0]
+            hop = self.routes.between(copy.tier, block.spec.home)[0][1]
             if hop != block.spec.home:
                 slots[hop, self.occupancy.slot_bytes(block, hop)] += 1
         return slots

@@ -181,7 +181,8 @@ class TieredStore(BlockMapping):
         Raises:
             CapacityError: the home tier has no room for it.
             TransferError: the machine refused the space (disk full).
-            ValueError: a key in use or malformed, an unknown tier, or a durable block in a read-only one.
+            ValueError: a key in use or malformed, an unknown tier, a durable block in a read-only one, or a home
+                that is more than two links from an addressable tier.
         """
         spec = BlockSpec(key, tuple(shape), dtype, home, durable)
         with self._changed:
@@ -191,6 +192,11 @@ class TieredStore(BlockMapping):
             tier = self._leasing.tier(home)
             if durable and home in self._movement.read_only_tiers:
                 raise ValueError(f"block '{key}': commits do not hold what is at home in '{home}'; write durable=False")
+            if far := self._movement.too_far.get(home):
+                raise ValueError(
+                    f"block '{key}': a copy from tier '{far}' would pass two tiers on its way to its home '{home}', "
+                    "and may pass one; name another home, or leave a tier out"
+                )
             block = Block(spec)
             slot = self._leasing.home_slot_locked(block, tier)
             block.home.slot = slot

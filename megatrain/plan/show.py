@@ -244,6 +244,7 @@ def _occasion(occasion: Occasion) -> str:
             f"writes {written} to drives" if occasion.written_bytes else "",
         ],
         "checkpoint": [
+            f"reads {read} through ram" if occasion.read_bytes else "",
             f"writes {written} to output_dir" if occasion.written_bytes else "",
             f"links {format_size(occasion.linked_bytes)} on drives" if occasion.linked_bytes else "",
         ],

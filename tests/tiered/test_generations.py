@@ -16,6 +16,7 @@ import torch
 import zarr
 
 import tiered
+from oracles.example_files import load_example
 from processes import warm
 from tiered import (
     CorruptBlockError,
@@ -455,3 +456,20 @@ def test_mistakes_are_refused_with_advice(tmp_path: Path) -> None:
         store.commit()
     assert (tmp_path / "foreign/thesis.txt").read_text() == "mine"
     assert (tmp_path / "run" / MANIFEST_NAME).exists()
+
+
+def test_a_commit_reads_blocks_through_ram_and_leaves_no_copy(tmp_path: Path) -> None:
+    tiers = [RamTier(MiB), load_example("extend/compressed_ram_tier.py").CompressedRamTier(MiB)]
+    with TieredStore(tiers, path=str(tmp_path / "store")) as store:
+        for number in range(2):
+            store.register(f"b{number}", (1024,), torch.float32, home="compressed")
+            with store.acquire(f"b{number}", "ram", "w") as lease:
+                lease.tensor.fill_(number)
+            store.evict(f"b{number}", "ram").wait()
+        store.pin("b1", "ram")
+        store.commit().wait()
+        assert [sorted(store.where(f"b{number}")) for number in range(2)] == [["compressed"], ["compressed", "ram"]]
+        gone = store._blocks["b0"]
+        store.unregister("b0")
+        store._leasing.evict_brought(gone, "ram")  # as between the release of the commit's lease and this call
+        store.unpin("b1", "ram")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tiered import BlockNotFoundError, LeaseError, MiB, NvmeTier, RamTier, TieredStore
+from tiered import BlockNotFoundError, GpuTier, LeaseError, MiB, NvmeTier, RamTier, TieredStore
 
 
 @pytest.fixture
@@ -85,3 +85,16 @@ def test_tensors_without_dense_contents(store: TieredStore, make: Callable[[], t
     with pytest.raises(TypeError, match=message):
         store.put("x", make())
     assert "x" not in store
+
+
+def test_a_home_three_links_away_is_refused(tmp_path: Path) -> None:
+    tiers = [
+        GpuTier(MiB, device="cpu"),
+        RamTier(MiB, name="near"),
+        RamTier(MiB, name="far"),
+        NvmeTier([tmp_path], MiB),
+    ]
+    with TieredStore(tiers) as store:
+        with pytest.raises(ValueError, match="tier 'gpu' would pass two tiers on its way to its home 'nvme'"):
+            store.register("a", (4,), torch.float32, home="nvme")
+        store.register("a", (4,), torch.float32, home="far")

@@ -210,8 +210,8 @@ class FrozenBlocks:
                     with lease:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
-                    if frozen.is_brought and not block.copy_in(lease.tier).pins:
-                        self._leasing.evict(block.spec.key, lease.tier)
+                    if frozen.is_brought:
+                        self._leasing.evict_brought(block, lease.tier)
             self._frozen.append(frozen)
         self._frozen_s = time.perf_counter()
 

@@ -130,7 +130,11 @@ def test_a_copy_that_waits_where_its_next_use_is_not_is_a_mistake() -> None:
 
 
 def test_discards_between_blocks_at_home_are_one_call_in_the_order_of_the_tape() -> None:
-    store, releases = mock.Mock(), ["HOME", "DISCARD", "HOME", "DISCARD", "EVICT", "HOME", "DISCARD"]
+    store, releases = (
+        mock.Mock(**{"tiers_between.return_value": ()}),
+        ["HOME", "DISCARD", "HOME", "DISCARD", "EVICT", "HOME", "DISCARD"],
+    )
     uses = [Use(f"b{number}", "rw", False, False, Release[release], False) for number, release in enumerate(releases)]
     TapeStore(store, dict.fromkeys((use.key for use in uses), "ram")).released(uses, "gpu")
-    assert store.mock_calls == [mock.call.discard("b1", "b3"), mock.call.evict("b4", "gpu"), mock.call.discard("b6")]
+    calls = [call for call in store.mock_calls if call[0] != "tiers_between"]
+    assert calls == [mock.call.discard("b1", "b3"), mock.call.evict("b4", "gpu"), mock.call.discard("b6")]

@@ -161,7 +161,7 @@ def test_adapters_of_671b_on_one_4090(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def what_fits() -> ModuleType:
-    """The program that makes docs/what_fits.md."""
+    """The program that makes docs/what_fits.md and docs/what_fits_tables.md."""
     spec = importlib.util.spec_from_file_location("what_fits", ROOT / "docs" / "what_fits.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -172,8 +172,10 @@ def what_fits() -> ModuleType:
 
 def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: ModuleType) -> None:
     """Every rate whose origin in the machine's file is an estimate, and no other."""
-    page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
-    assert page.startswith(what_fits.HEAD)
+    page = what_fits.TABLES.read_text(encoding="utf-8")
+    assert page.startswith(what_fits.TABLES_HEAD) and what_fits.PAGE.read_text(encoding="utf-8").startswith(
+        what_fits.HEAD
+    )
     for name in what_fits.MACHINES:
         tables = tomllib.loads(
             (ROOT / "megatrain" / "machine" / "machines" / f"{name}.toml").read_text(encoding="utf-8")
@@ -194,7 +196,7 @@ def test_the_page_of_what_fits_where_says_which_rates_are_assumed(what_fits: Mod
 @pytest.mark.timeout(PATIENCE_S)
 def test_the_page_of_what_fits_where_says_what_the_planner_says(what_fits: ModuleType) -> None:
     """Some rows of the smallest model; `python docs/what_fits.py` makes all of them again."""
-    page = (ROOT / "docs" / "what_fits.md").read_text(encoding="utf-8")
+    page = what_fits.TABLES.read_text(encoding="utf-8")
     for name in ("rtx4090-128gb", "h200-1.5tb", "laptop-32gb"):
         (line,) = list(what_fits.table([what_fits.row_of(what_fits.Case("SmolLM3-3B", name))]))[2:]
         section = page.split(f"`--machine {name}`")[1].split("\n## ")[0]
