@@ -183,7 +183,7 @@ def make_config(folder: Path, arguments: argparse.Namespace, data: Path | None) 
     else:
         files.append(folder / "drive.toml")
         files[-1].write_text(f'[[tiers.nvme]]\npath = "{folder}/nvme"\nsize = "8GiB"\n', encoding="utf-8")
-    return load_config(ROOT / "examples" / "gsm8k.toml", files).config
+    return load_config(ROOT / "examples" / "07_gsm8k.toml", files).config
 
 
 _SPLITS = {"train": "train", "eval": "test"}
