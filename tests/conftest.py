@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 
+os.environ.pop("COLUMNS", None)  # which xdist gives its workers: texts are printed as into a file
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

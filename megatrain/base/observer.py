@@ -284,14 +284,22 @@ class RunSummary(StoredRecord):
     num_processes: int = 1
 
 
+def _samples(values: Sequence[Any]) -> tuple[Sample, ...]:
+    return tuple(Sample.from_json(each) for each in values)
+
+
+def _metrics(values: Mapping[str, Any] | None) -> StepMetrics | None:
+    return None if values is None else StepMetrics.from_json(values)
+
+
 #: Annotation of a field -> what makes its value of one of JSON.
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": int,
     "float": float,
     "str": str,
     "Mapping[str, float]": _numbers,
-    "Sequence[Sample]": lambda values: tuple(Sample.from_json(each) for each in values),
-    "StepMetrics | None": lambda values: None if values is None else StepMetrics.from_json(values),
+    "Sequence[Sample]": _samples,
+    "StepMetrics | None": _metrics,
 }
 
 

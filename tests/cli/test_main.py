@@ -64,8 +64,7 @@ class SomePlan:
             checkpoint=None,
         )
     )
-    packing_warning: str = ""
-    flash_note: str = ""
+    traced: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(packing_warning="", flash_note=""))
     carried_tensors: str = ""
 
 
