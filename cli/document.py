@@ -7,14 +7,8 @@ from collections.abc import Iterator
 import click
 
 from .main import (
+    CODE_MEANINGS,
     DEBUG_VARIABLE,
-    EXIT_CONFIG,
-    EXIT_DATA,
-    EXIT_DOES_NOT_FIT,
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_INTERRUPTED_AND_SAVED,
-    EXIT_VERIFY,
     command_group,
 )
 
@@ -30,16 +24,6 @@ _INTRODUCTION = f"""\
 CONFIG is a TOML file ([its keys](config.md)), RUN the `output_dir` of a run. Output has no colors if it does not go to
 a terminal, or if `NO_COLOR` is set. `{DEBUG_VARIABLE}=1` shows the traceback of an error.
 """
-
-_EXIT_CODES = {
-    EXIT_DONE: "done",
-    EXIT_FAILED: "failed, or interrupted without a save",
-    EXIT_CONFIG: "wrong config, model folder or usage; every problem of the config is listed at once",
-    EXIT_DOES_NOT_FIT: "does not fit the tiers; the message names the capacity that would do",
-    EXIT_DATA: "wrong data: file, line and what to do",
-    EXIT_VERIFY: "`verify` found a difference",
-    EXIT_INTERRUPTED_AND_SAVED: "interrupted and saved: run it again to continue",
-}
 
 #: Arguments of an example of each command, in the order of their use: tests/docs runs the examples in this order.
 _EXAMPLES = {
@@ -76,7 +60,7 @@ def to_markdown() -> str:
     found = {name.removeprefix(f"{PROGRAM} "): text for name, _, text in commands()}
     assert sorted(_EXAMPLES) == sorted(found), sorted(set(_EXAMPLES) ^ set(found))
     parts = [_INTRODUCTION, "| exit code | meaning |", "|---|---|"]
-    parts += [f"| {code} | {meaning} |" for code, meaning in _EXIT_CODES.items()]
+    parts += [f"| {code} | {meaning} |" for code, meaning in CODE_MEANINGS.items()]
     for name, example in _EXAMPLES.items():
         parts += ["", f"## `{PROGRAM} {name}`", "", "```text", found[name], "```", "", "Example:", ""]
         parts += ["```sh", f"{PROGRAM} {name} {example}", "```"]

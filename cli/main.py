@@ -32,6 +32,17 @@ EXIT_DATA = 4
 EXIT_VERIFY = 5
 EXIT_INTERRUPTED_AND_SAVED = 75
 
+#: Exit code -> meaning, for the help and docs/cli.md.
+CODE_MEANINGS = {
+    EXIT_DONE: "done",
+    EXIT_FAILED: "failed, or interrupted without a save",
+    EXIT_CONFIG: "wrong config, model folder or usage",
+    EXIT_DOES_NOT_FIT: "does not fit the tiers",
+    EXIT_DATA: "wrong data",
+    EXIT_VERIFY: "verify found a difference",
+    EXIT_INTERRUPTED_AND_SAVED: "interrupted and saved: the same command continues",
+}
+
 PROGRAM = "megatrain-tier"
 DEBUG_VARIABLE = "MEGATRAIN_TIER_DEBUG"
 
@@ -350,15 +361,7 @@ def _let_gpu_memory_grow() -> None:
 @click.group(
     cls=CommandGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog="""\b
-Exit codes:
-  0   done
-  1   failed
-  2   wrong config or usage
-  3   does not fit the tiers
-  4   wrong data
-  5   verify found a difference
-  75  interrupted and saved: the same command continues""",
+    epilog="\b\nExit codes:\n" + "\n".join(f"  {code:<4}{meaning}" for code, meaning in CODE_MEANINGS.items()),
 )
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Print the version."

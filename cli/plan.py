@@ -27,9 +27,8 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
         return value
     from megatrain.machine.files import machine_names, read_machine
 
-    rows = [(name, read_machine(name)[1].title) for name in machine_names()]
-    for name, title in rows:
-        click.echo(f"{name:<{max(len(each) for each, _ in rows)}}  {title}")
+    for name in machine_names():
+        click.echo(f"{name:<20}{read_machine(name)[1].title}")
     ctx.exit()
 
 

@@ -40,6 +40,13 @@ class Routes:
         """Return the tiers that a copy passes between its two ends."""
         return tuple(here for here, _ in self.between(src, dst)[1:])
 
+    def is_far(self, src: str, dst: str) -> bool:
+        """Return whether a copy passes more than one tier on its way; False if no way leads there."""
+        try:
+            return len(self.between(src, dst)) > 2
+        except ValueError:
+            return False
+
     def _search(self, src: str, dst: str) -> tuple[tuple[str, str], ...]:
         ways: dict[str, tuple[tuple[str, str], ...]] = {src: ()}
         reached = [src]

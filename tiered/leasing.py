@@ -465,12 +465,6 @@ class Leasing:
             draining = copy.transfer if copy.state is CopyState.DRAINING else None
             return draining or Transfer(tier, block.spec.home, 0, skipped=True)
 
-    def evict_brought(self, block: Block, tier: str) -> None:
-        """Evict a copy that a commit brought, unless since then the block was unregistered or the copy pinned."""
-        with self.movement.changed:
-            if self.movement.blocks.get(block.spec.key) is block and not block.copy_in(tier).pins:
-                self.evict(block.spec.key, tier)
-
     def reserve(self, tier: str, nbytes: int) -> None:
         """Set room apart; see ``TieredStore.reserve``."""
         owner, movement = self.tier(tier), self.movement

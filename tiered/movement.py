@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 from tiered.block import CopyState
 from tiered.condition import StoreCondition
@@ -71,7 +70,6 @@ class Movement:
         self._place = {name: at for at, name in enumerate(self.order)}
         self.links = {(link.src, link.dst): link for link in links}
         self.routes = Routes(tuple(self.links))
-        self.too_far = self._homes_too_far()
         self.policy = policy
         self.counters = Counters()
         self.due = DueBytes()
@@ -83,16 +81,6 @@ class Movement:
         self.unsaved: dict[Block, BaseException] = {}
         self.inflight_bytes = 0
         self._num_uses = 0
-
-    def _homes_too_far(self) -> dict[str, str]:
-        """Return home -> a tier from which a changed copy would pass two tiers: a write-back passes one at most."""
-        found = {}
-        for home in (name for name in self.order if name not in self.read_only_tiers):
-            for tier in (tier.name for tier in self.tiers.values() if tier.device is not None):
-                with suppress(ValueError):  # no way leads there
-                    if len(self.routes.between(tier, home)) > 2:
-                        found[home] = tier
-        return found
 
     def add(self, block: Block) -> None:
         """Add a registered block."""

@@ -192,10 +192,11 @@ class TieredStore(BlockMapping):
             tier = self._leasing.tier(home)
             if durable and home in self._movement.read_only_tiers:
                 raise ValueError(f"block '{key}': commits do not hold what is at home in '{home}'; write durable=False")
-            if far := self._movement.too_far.get(home):
+            addressable = (name for name, each in self._movement.tiers.items() if each.device is not None)
+            far = next((name for name in addressable if self._movement.routes.is_far(name, home)), None)
+            if far is not None and home not in self._movement.read_only_tiers:
                 raise ValueError(
-                    f"block '{key}': a copy from tier '{far}' would pass two tiers on its way to its home '{home}', "
-                    "and may pass one; name another home, or leave a tier out"
+                    f"block '{key}': a copy from tier '{far}' would pass two tiers on its way to '{home}': omit one"
                 )
             block = Block(spec)
             slot = self._leasing.home_slot_locked(block, tier)

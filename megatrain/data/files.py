@@ -422,8 +422,7 @@ def parquet_values(file: Any, name: str, start: int = 0) -> Iterator[dict[str, A
             nested = [
                 column.num_values for leaf, column in zip(leaves, columns, strict=True) if leaf.max_repetition_level
             ]
-            # Of values in lists nothing tells how many are in which row before they are unpacked.
-            # A stream reads it in batches while a run trains: the RAM that is free then must not decide.
+            # The rows of values in lists are unknown before they are unpacked. In a stream, free RAM must not decide.
             if is_path and sum(nested) * _BYTES_PER_NESTED_VALUE > psutil.virtual_memory().available // 2:
                 raise DataError(
                     f"{name} row {number}",

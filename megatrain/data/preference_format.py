@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -100,12 +99,9 @@ def _margin(fields: RowFields) -> float:
     margin = fields.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
-        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number, this is {kind(margin)}")
-    if abs(margin) > _LARGEST_MARGIN:
-        raise RowError(
-            fields.where, f"`{fields.names['margin']}` must be at most {_LARGEST_MARGIN:g}, this is {margin:g}"
-        )
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= _LARGEST_MARGIN:
+        found = f"{kind(margin)}, {margin!r:.20}"
+        raise RowError(fields.where, f"`{fields.names['margin']}` must be a number of fp32, this is {found}")
     return float(margin)
 
 

@@ -89,8 +89,7 @@ def messages(plan: Plan) -> Sequence[str]:
         workspace = of_gpu if plan.run.is_traced_elsewhere else of_cpu
         estimates.append(f"planned for {machine.name}; the workspace is {workspace}")
         estimates += [f"{machine.name}: {machine.note}"] if machine.note else []
-    beside = [plan.room_beside_tier] if plan.room_beside_tier else []
-    beside += _computed_again(plan)
+    beside = [*filter(None, [plan.room_beside_tier]), *_computed_again(plan)]
     world = plan.run.world
     if not world.is_single:
         on_host = {name: used * (1 if name == "gpu" else world.local_size) for name, used in plan.totals.items()}

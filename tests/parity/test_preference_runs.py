@@ -81,8 +81,8 @@ def test_a_run_tells_what_it_prefers(in_ram: WholeRun) -> None:
     assert first.preferences["rewards/margins"] == pytest.approx(0.0, abs=1e-4)
     assert last.preferences["logps/chosen"] < 0.0 and last.preferences["rewards/margins"] != 0.0
     assert 0.0 <= last.preferences["rewards/accuracies"] <= 1.0
-    assert [step for step, _, _ in in_ram.evaluated] == [3, 4]
-    assert set(in_ram.evaluated[0][2]) == set(last.preferences)
+    assert [each.step for each in in_ram.told.evaluations] == [3, 4]
+    assert set(in_ram.told.evaluations[0].preferences) == set(last.preferences)
     assert has_asked(in_ram) and in_ram.plan.micro_batch_size == 4 and in_ram.plan.run.data.table.packing is False
 
 

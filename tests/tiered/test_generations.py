@@ -365,11 +365,11 @@ def test_the_work_goes_on_while_a_thread_writes(tmp_path: Path, monkeypatch: pyt
         assert not commit.is_done
         assert value_of(store, KEYS[0]) == 1, "reading does not wait"
         with pytest.raises(TimeoutError):
-            store.acquire(KEYS[0], "ram", "w", timeout_s=0.01)
+            store.acquire(KEYS[0], "ram", "w", timeout_s=0.1)
         go.set()
         put(store, KEYS[0], 5)
         commit.wait(60)
-        assert 0.01 <= store.stats().stall_s["commit"] < time.perf_counter() - begin_s, "of the writer that gave up too"
+        assert 0.09 <= store.stats().stall_s["lease"] < time.perf_counter() - begin_s, "of the writer that gave up too"
 
 
 @pytest.mark.parametrize("verify", ["resume", "off"])
@@ -469,7 +469,4 @@ def test_a_commit_reads_blocks_through_ram_and_leaves_no_copy(tmp_path: Path) ->
         store.pin("b1", "ram")
         store.commit().wait()
         assert [sorted(store.where(f"b{number}")) for number in range(2)] == [["compressed"], ["compressed", "ram"]]
-        gone = store._blocks["b0"]
-        store.unregister("b0")
-        store._leasing.evict_brought(gone, "ram")  # as between the release of the commit's lease and this call
         store.unpin("b1", "ram")

@@ -95,6 +95,6 @@ def test_a_home_three_links_away_is_refused(tmp_path: Path) -> None:
         NvmeTier([tmp_path], MiB),
     ]
     with TieredStore(tiers) as store:
-        with pytest.raises(ValueError, match="tier 'gpu' would pass two tiers on its way to its home 'nvme'"):
+        with pytest.raises(ValueError, match="tier 'gpu' would pass two tiers on its way to 'nvme'"):
             store.register("a", (4,), torch.float32, home="nvme")
         store.register("a", (4,), torch.float32, home="far")

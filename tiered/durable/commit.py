@@ -210,8 +210,10 @@ class FrozenBlocks:
                     with lease:
                         frozen = replace(frozen, checksums=self._write(frozen, held_bytes))
                     held_bytes -= array_bytes(block.spec)
-                    if frozen.is_brought:
-                        self._leasing.evict_brought(block, lease.tier)
+                    with self._movement.changed:  # it may be unregistered or pinned since the lease ended
+                        is_here = self._movement.blocks.get(block.spec.key) is block and frozen.is_brought
+                        if is_here and not block.copy_in(lease.tier).pins:
+                            self._leasing.evict(block.spec.key, lease.tier)
             self._frozen.append(frozen)
         self._frozen_s = time.perf_counter()
 
