@@ -49,9 +49,9 @@ def command(
 ) -> int:
     """Measure processors, GPU and drives for plans, and say what to fix.
 
-    Keeps the rates in the user's cache folder, where `plan` finds them. Default of PATHS: those of --config, else the
-    current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those bytes
-    for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
+    Keeps the rates in the user's cache folder, where `plan` finds them. Default of PATHS: the drives of --config, else
+    the current folder. Takes up to 512 MiB of each drive while it runs, and leaves nothing there. Writes over those
+    bytes for half a minute, 32 GiB at most, to see whether the drive slows; --quick does not.
     """
     from megatrain.extras.doctor.drives import terminated_as_interrupted
     from megatrain.extras.doctor.examine import examine

@@ -51,7 +51,7 @@ def config_options(function: Callable[..., Any]) -> Callable[..., Any]:
             multiple=True,
             metavar="FILE",
             type=click.Path(path_type=Path),
-            help="Another TOML file; its keys replace those of CONFIG. May be repeated.",
+            help="Another TOML file, whose keys replace the keys of CONFIG. May be repeated.",
         ),
         click.argument("config", type=click.Path(path_type=Path)),
     ):

@@ -39,7 +39,7 @@ def _list_machines(ctx: click.Context, param: click.Parameter, value: str | None
     "--measure",
     is_flag=True,
     help="First measure this machine, as `doctor --quick` does, and time steps of this model and batch with random "
-    "weights, for a run on a CPU. The predicted seconds are then those of a run, not a bound.",
+    "weights, for a run on a CPU. The predicted seconds are then an estimate, not a bound.",
 )
 @click.option(
     "--machine",

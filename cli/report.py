@@ -25,7 +25,7 @@ from .options import json_option, records_of
 def command(run: Path, page: Path | None, as_json: bool) -> int:
     """Compare plan and measurements of a run, and show where the time went.
 
-    RUN is the output_dir of a run: one that is done, one that goes on, or one that died.
+    RUN is the output_dir of a run: finished, running or dead.
     """
     with records_of(run):
         return _report(run, page, as_json=as_json)
